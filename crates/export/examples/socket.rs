@@ -1,11 +1,11 @@
 //! Serves a disk image over a Unix socket: the smallest complete export.
 //!
-//! Start: `cargo run -p ringdisk-export --example socket -- IMAGE SOCKET`; the end of the input ends
-//! it. docs/adding-an-export.md walks through this file.
+//! Start: `cargo run -p ringdisk-export --example socket -- IMAGE SOCKET`; the end of the input
+//! ends it. docs/adding-an-export.md walks through this file.
 //!
-//! The protocol. A request has 16 bytes: what is asked for (`R`ead, `W`rite, `F`lush, `S`ize), three
-//! of 0, the length (4) and the offset (8), then the data of a write. A reply has 8 bytes: an errno
-//! or 0 (4), the length of the data (4), then the data. All numbers are little-endian.
+//! The protocol. A request has 16 bytes: what is asked for (`R`ead, `W`rite, `F`lush, `S`ize),
+//! three of 0, the length (4) and the offset (8), then the data of a write. A reply has 8 bytes: an
+//! errno or 0 (4), the length of the data (4), then the data. All numbers are little-endian.
 
 use std::cell::RefCell;
 use std::error::Error as StdError;

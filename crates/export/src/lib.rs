@@ -3,6 +3,22 @@
 //! An export serves a disk to clients: as a file (FUSE), to a virtual machine (vhost-user), or as
 //! the next protocol has it. This crate holds what they have in common; a protocol adds how
 //! requests are fetched, parsed and answered, and nothing else.
+//!
+//! Where the queue threads of an export would run on this machine:
+//!
+//! ```
+//! use ringdisk_export::{PlacementRule, ThreadOptions, place_threads};
+//! use ringdisk_ring::Topology;
+//!
+//! let (machine, rule) = (Topology::read(), PlacementRule::default());
+//! let options = ThreadOptions { threads: "2".parse()?, ..ThreadOptions::default() };
+//! let mut warnings = Vec::new();
+//! let places = place_threads(&machine, &options, &rule, &mut warnings)?;
+//! assert_eq!(places.threads.len(), 2);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! A complete export is `examples/socket.rs`; docs/adding-an-export.md walks through it.
 
 #![forbid(unsafe_code)]
 

@@ -196,7 +196,8 @@ impl<W: QueueWork> QueueThread<W> {
         self.wake();
     }
 
-    /// Waits for the end of the thread. `false` when it did not end in time; it is left behind then.
+    /// Waits for the end of the thread. `false` when it did not end in time; it is left behind
+    /// then.
     ///
     /// * `idle`: called now and then while it has not ended.
     pub fn join(&mut self, deadline: Instant, idle: impl Fn()) -> bool {
@@ -212,6 +213,16 @@ impl<W: QueueWork> QueueThread<W> {
             let _ = thread.join();
         }
         has_ended
+    }
+}
+
+/// A thread that was not joined is asked to end, and not waited for.
+impl<W> Drop for QueueThread<W> {
+    fn drop(&mut self) {
+        if self.thread.is_some() {
+            self.stop.store(true, Ordering::Release);
+            self.view.remote.run(|_| {});
+        }
     }
 }
 

@@ -1,4 +1,5 @@
-//! Choosing by trial: another choice is taken for a few windows of time, measured, and kept or left.
+//! Choosing by trial: another choice is taken for a few windows of time, measured, and kept or
+//! left.
 //!
 //! Pure, so that a simulation of loads can test it: a policy sees the load in windows and says what
 //! to do. A transport adds what it can choose (who fetches, where entries are, how long to poll),

@@ -1,6 +1,7 @@
 //! What the control thread of an export hears.
 //!
-//! Promises: sending never waits. Any thread sends; the control thread ([`crate::keeper`]) receives.
+//! Promises: sending never waits. Any thread sends; the control thread ([`crate::keeper`])
+//! receives.
 
 use std::sync::mpsc::Sender;
 

@@ -1,7 +1,8 @@
-//! The thread that looks after an export: it hears why a queue ended, stops all, removes the mount,
-//! and says how it ended.
+//! The control thread of an export: it hears why a queue ended, stops all, removes the mount, and
+//! says how the export ended.
 //!
-//! It serves no request, so it may touch the mount.
+//! Promises: every end flushes the disk and removes the mount, within a limit. The thread serves no
+//! request, so it may touch the mount.
 
 use std::fmt;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
@@ -35,7 +36,7 @@ const JOIN: Duration = Duration::from_millis(1500);
 const LAST_FLUSH: Duration = Duration::from_secs(300);
 /// The same when requests did not end: the storage does not answer.
 const LAST_FLUSH_STUCK: Duration = Duration::from_millis(500);
-/// After this long the user is told what the process waits for.
+/// After this long the log says what the process waits for.
 const LAST_FLUSH_QUIET: Duration = Duration::from_secs(2);
 /// How often the queues look for requests after a process has died.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
@@ -53,10 +54,10 @@ const IN_USE_LOOK: Duration = Duration::from_millis(50);
 /// How often the last flush looks whether the end is to come at once.
 const LAST_FLUSH_LOOK: Duration = Duration::from_millis(100);
 
-/// Who is told, with the number of open files, that a stop has to wait for clients.
+/// Called with the number of open files when a stop has to wait for clients.
 type InUse = Box<dyn Fn(u64) + Send + Sync>;
 
-/// Called when a mount that is to stop is in use, before its name goes; empty: nobody is told.
+/// Called when a mount that is to stop is in use, before its name goes; empty: it is logged.
 /// Clones share it.
 #[derive(Clone, Default)]
 pub(crate) struct InUseSlot(Arc<OnceLock<InUse>>);
@@ -84,7 +85,7 @@ impl fmt::Debug for InUseSlot {
 /// How an export ends.
 #[derive(Debug)]
 enum End {
-    /// By a stop, and nobody uses the mount.
+    /// By a stop, and no client uses the mount.
     Stopped,
     /// Clients use it, and get errors from now on.
     Forced(HaltReason),
@@ -130,7 +131,7 @@ pub(crate) struct Keeper {
 impl Keeper {
     /// Runs until the export has ended.
     ///
-    /// * `prepared`: told when everything has been made that the end will need.
+    /// * `prepared`: gets a message when everything has been made that the end will need.
     pub(crate) fn run(mut self, prepared: &Sender<()>) -> Result<(), HaltReason> {
         // Made now: at the end io_uring may be forbidden, or there may be no descriptor left.
         let runtime = if self.disk.is_read_only() { None } else { self.runtime().ok() };
@@ -189,7 +190,7 @@ impl Keeper {
                     };
                     tracing::error!("queue {queue}: {reason}");
                     if self.is_kept && reason == HaltReason::Panicked {
-                        // Its requests are with the descriptors that somebody keeps: the next
+                        // The helper process keeps the descriptors with its requests: the next
                         // process answers them.
                         std::process::abort();
                     }
@@ -206,9 +207,9 @@ impl Keeper {
                 }
                 // Requests that waited for a change have not been with the storage. It may be the
                 // change that waits for the storage.
-                let patience = limit * CHANGE_LIMITS;
+                let longest = limit * CHANGE_LIMITS;
                 let is_late =
-                    |age| age > limit && held.is_none_or(|(since, _)| since.elapsed() > patience);
+                    |age| age > limit && held.is_none_or(|(since, _)| since.elapsed() > longest);
                 if self.oldest().is_some_and(is_late) {
                     return End::Halted(HaltReason::Timeout(limit));
                 }
@@ -219,8 +220,8 @@ impl Keeper {
         }
     }
 
-    /// A stop begins: takes the mount out of the tree. Returns whether nobody uses it; else who
-    /// does is told, and it is served on.
+    /// A stop begins: takes the mount out of the tree. Returns whether no client uses
+    /// it; else its users are reported, and it is served on.
     fn leave_tree(&mut self) -> bool {
         self.take_what_waits();
         let deadline = Instant::now() + CLOSING;
@@ -232,7 +233,7 @@ impl Keeper {
                 result => break result.is_ok(),
             }
         };
-        // A copy of the mount elsewhere (a bind mount, another mount namespace) that nobody has
+        // A copy of the mount elsewhere (a bind mount, another mount namespace) that no client has
         // open is no user.
         while !self.is_unused() {
             if unmounted && self.mount.is_gone() {
@@ -251,17 +252,17 @@ impl Keeper {
         if unmounted {
             return self.closes();
         }
-        // Nobody uses it at this moment, and yet it was busy all the time: clients open and close
-        // it again and again. One that opens it after the look is served to its end, so the name
-        // goes before the look that counts.
+        // No client uses it at this moment, and yet it was busy all the time: clients open and
+        // close it again and again. One that opens it after the look is served to its end, so the
+        // name goes before the look that counts.
         if let Err(error) = self.mount.unmount(Unmount::Lazy) {
             tracing::warn!("{}", error.with_hint());
         }
         self.closes()
     }
 
-    /// For a mount that has left the tree: whether nobody uses it, and from now on nobody can.
-    /// Otherwise who uses it is told.
+    /// For a mount that has left the tree: whether no client uses it, and from now on none can.
+    /// Otherwise its users are reported.
     fn closes(&self) -> bool {
         let closes = self.closes_quietly();
         if !closes {
@@ -270,7 +271,7 @@ impl Keeper {
         closes
     }
 
-    /// As [`closes`](Keeper::closes); tells nobody.
+    /// As [`closes`](Keeper::closes), without a report.
     fn closes_quietly(&self) -> bool {
         // A client may have found the name before it went, and open the file only now.
         self.server.refuse_opens(true);
@@ -386,7 +387,7 @@ impl Keeper {
         }
         let limit = if drained { LAST_FLUSH } else { LAST_FLUSH_STUCK };
         match self.last_flush(limit, drained, runtime) {
-            // That what was answered is lost is worse than that somebody was not done.
+            // The loss of what was answered is worse than a client that was not done.
             Err(errno)
                 if matches!(
                     result,

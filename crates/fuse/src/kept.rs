@@ -47,7 +47,7 @@ impl Terms {
     }
 }
 
-/// A mount, ready to be kept by somebody else.
+/// A mount, ready to be kept by a helper process.
 #[derive(Debug)]
 pub struct Parked {
     /// What it was made with.
@@ -75,7 +75,7 @@ pub fn is_over(parked: &Parked) -> bool {
     })
 }
 
-/// How a mount has ended that nobody served.
+/// How a mount has ended that no process served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
     /// It was unmounted.
@@ -84,13 +84,13 @@ pub enum Ended {
     Aborted,
 }
 
-/// How a mount has ended that nobody serves; `None`: it has not.
+/// How a mount has ended that no process serves; `None`: it has not.
 ///
 /// An abort is known by one of these. Reading the device says so (after `ringdisk umount --force`,
 /// and by fusectl; not after `umount -f`). The mount is still there: `umount -f` aborts at once,
 /// and then leaves a mount in use where it is. A client had the file open for writing when the
 /// process died: to close it he has to wait for a server. What is left, an abort by `umount -f`
-/// (from Linux 7.3 on any abort) of a mount that was only read or that somebody waited to open,
+/// (from Linux 7.3 on any abort) of a mount that was only read or that a client waited to open,
 /// looks like an unmount once it is unmounted and closed.
 #[must_use]
 pub fn ended(parked: &Parked, record: &FileRecord) -> Option<Ended> {
@@ -152,7 +152,7 @@ pub(crate) fn devices(parked: &Parked) -> Result<Vec<Arc<OwnedFd>>, Error> {
     Ok(devices)
 }
 
-/// What somebody else has to keep.
+/// What a helper process has to keep.
 ///
 /// Errors: [`ErrorKind::TransportMissing`] for a kernel that does not send requests again.
 pub(crate) fn park(
@@ -190,7 +190,7 @@ fn duplicate(device: Option<&OwnedFd>) -> Result<OwnedFd, Error> {
 }
 
 /// Makes the kernel send again what a process that is gone has read and not answered, oldest first.
-/// Before anybody reads: it would send the requests of living threads again too.
+/// Before any thread reads: it would send the requests of living threads again too.
 pub(crate) fn ask_again(mount: &Mount) -> Result<(), Error> {
     rustix::io::write(mount.device(), &notify_resend()).map(drop).map_err(|errno| {
         Error::new(ErrorKind::System, "the kernel did not send the unanswered requests again")

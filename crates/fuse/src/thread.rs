@@ -1,8 +1,8 @@
 //! A queue thread of a mount: what joins the transports on it.
 //!
-//! Promises: the thread is made and ends as those of every export ([`ringdisk_export::QueueThread`]);
-//! it serves nothing before it is given the mount; what the kernel knows the addresses of is let go
-//! of after its ring is closed.
+//! Promises: the thread is made and ends as those of every export
+//! ([`ringdisk_export::QueueThread`]); it serves nothing before it is given the mount; what the
+//! kernel knows the addresses of is let go of after its ring is closed.
 
 use std::os::fd::{OwnedFd, RawFd};
 use std::rc::Rc;

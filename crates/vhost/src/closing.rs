@@ -1,9 +1,10 @@
 //! Sockets are closed by threads that may wait for that.
 //!
 //! A Unix socket holds what was sent through it and not received, descriptors too; who closes its
-//! last descriptor closes those, and one of them may take as long as somebody likes: a TCP socket
-//! with SO_LINGER, a file on FUSE. Front ends choose what is sent to us, also on sockets that we
-//! never read from. So neither control threads nor queue threads close sockets of front ends.
+//! last descriptor closes those, and one of them may take as long as another process likes: a TCP
+//! socket with SO_LINGER, a file on FUSE. Front ends choose what is sent to us, also on sockets
+//! that we never read from. So neither control threads nor queue threads close sockets of front
+//! ends.
 //!
 //! Promises: [`close`] does not wait. At most [`THREADS_MAX`] threads close for an export; what
 //! comes while all of them wait is kept until one is free; the peer of a connection is told of its
@@ -20,7 +21,7 @@ use rustix::net::{Shutdown, shutdown, sockopt};
 
 /// Threads that close at once.
 const THREADS_MAX: usize = 16;
-/// Descriptors that may wait before nobody takes more: one message has 253 at most.
+/// Descriptors that may wait before no more are taken: one message has 253 at most.
 const WAITING_MAX: usize = 256;
 
 /// What is to be closed.
@@ -105,7 +106,7 @@ pub(crate) fn is_socket(fd: impl AsFd) -> bool {
 pub(crate) struct Held(Option<OwnedFd>, Arc<Waits>);
 
 impl Held {
-    /// Second descriptors of the sockets among some: whoever drops the others closes nothing yet.
+    /// Second descriptors of the sockets among some: dropping the others closes nothing yet.
     ///
     /// Errors: no descriptor is left.
     pub(crate) fn sockets_of(fds: &[OwnedFd]) -> Result<Vec<Held>, Errno> {

@@ -170,7 +170,7 @@ impl Device {
         self.signals.panicked();
     }
 
-    /// Nobody may wait for queue threads: nothing is answered any more, or one of them is gone.
+    /// No thread may wait for queue threads: nothing is answered any more, or one of them is gone.
     pub(crate) fn gives_up(&self) -> bool {
         self.gives_up.load(Ordering::Acquire) || self.signals.has_panicked()
     }

@@ -18,7 +18,7 @@ mod closing;
 mod connection;
 mod device;
 pub mod export;
-mod parcel;
+mod hand_over_state;
 pub mod protocol;
 pub mod session;
 mod signals;

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use ringdisk_disk::Change;
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::parcel::Parcel;
+use crate::hand_over_state::HandOverState;
 use crate::{Error, ErrorKind};
 
 /// Flags and the eventfd that says that one was set. Any thread.
@@ -21,7 +21,7 @@ pub(crate) struct Signals {
     stop: AtomicBool,
     /// Front ends wait.
     held: AtomicBool,
-    /// Somebody has let them in, who may have confined the process before.
+    /// Front ends were let in; the process may have been confined before.
     released: AtomicBool,
     panicked: AtomicBool,
     changed: AtomicBool,
@@ -38,7 +38,7 @@ struct Requests {
     waiting: VecDeque<Request>,
     /// Acceleration is to be on or off; the answer.
     switches: VecDeque<Switch>,
-    /// Nobody will look at them any more.
+    /// The control thread looks at them no more.
     ended: bool,
 }
 
@@ -47,7 +47,7 @@ struct Requests {
 pub(crate) struct Request {
     /// Something comes when the guest begins to stand still.
     pub(crate) stands: SyncSender<()>,
-    pub(crate) answer: SyncSender<Result<Parcel, Error>>,
+    pub(crate) answer: SyncSender<Result<HandOverState, Error>>,
     /// Something comes: the other process has it. The sender goes: it has not.
     pub(crate) verdict: Receiver<()>,
 }
@@ -60,8 +60,8 @@ pub(crate) struct Switch {
     pub(crate) answer: SyncSender<Result<bool, String>>,
 }
 
-/// The control thread while it answers requests; when it ends, also by a panic, nobody waits for
-/// it.
+/// The control thread while it answers requests; when it ends, also by a panic, no thread waits
+/// for it.
 #[derive(Debug)]
 pub(crate) struct Attended(Arc<Signals>);
 
@@ -160,8 +160,8 @@ impl Signals {
         self.reconsider.swap(false, Ordering::AcqRel)
     }
 
-    /// Somebody wants acceleration on or off. When nobody will answer, the request is dropped at
-    /// once.
+    /// Asks for acceleration on or off. When the control thread will not answer, the request is
+    /// dropped at once.
     pub(crate) fn switch(&self, switch: Switch) {
         let mut requests = self.requests();
         if !requests.ended {
@@ -174,7 +174,8 @@ impl Signals {
         self.requests().switches.pop_front()
     }
 
-    /// Another process wants the export. When nobody will answer, the request is dropped at once.
+    /// Another process wants the export. When the control thread will not answer, the request is
+    /// dropped at once.
     pub(crate) fn request(&self, request: Request) {
         let mut requests = self.requests();
         if !requests.ended {
@@ -192,7 +193,7 @@ impl Signals {
         Attended(Arc::clone(self))
     }
 
-    /// Nobody will answer, neither what waits nor what comes.
+    /// No request is answered, neither those that wait nor those that come.
     fn refuse_requests(&self) {
         let refused = {
             let mut requests = self.requests();

@@ -1,14 +1,15 @@
 //! Which descriptors of a front end are taken: a list of what is good.
 //!
 //! A queue thread that touches memory of a file, and a control thread that closes a descriptor,
-//! wait for whoever answers for it: a file on FUSE answers when its server likes, also below an
-//! overlayfs, and a TCP socket with SO_LINGER closes when its other end likes. So only those are
-//! taken behind which is this machine's kernel alone: files on memory and on the file systems of
-//! local disks, eventfds, pipes, and Unix sockets, which [`crate::closing`] closes. What has no
-//! type and is no eventfd is none of these: an epoll set asks the servers of all files in it when
-//! it is looked at, and a userfaultfd waits for the process that has made it when it is closed.
-//! Anything else is refused, and not asked anything by those threads, since its server could hold
-//! that answer back as well. Called by the control thread, for each descriptor that arrives.
+//! wait for the process that answers for it: a file on FUSE answers when its server likes, also
+//! below an overlayfs, and a TCP socket with SO_LINGER closes when its other end likes. So only
+//! those are taken behind which is this machine's kernel alone: files on memory and on the file
+//! systems of local disks, eventfds, pipes, and Unix sockets, which [`crate::closing`] closes. What
+//! has no type and is no eventfd is none of these: an epoll set asks the servers of all files in it
+//! when it is looked at, and a userfaultfd waits for the process that has made it when it is
+//! closed. Anything else is refused, and not asked anything by those threads, since its server
+//! could hold that answer back as well. Called by the control thread, for each descriptor that
+//! arrives.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::Ordering;
@@ -54,7 +55,7 @@ const PIPE: &[u8] = b"pipe:[";
 const SILENT: &str = "a file on a file system that does not say what it is";
 
 /// A file system has so long to say what it is.
-const PATIENCE: Duration = Duration::from_secs(2);
+const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// So many threads of an export may wait for file systems: one that never answers costs no more,
 /// however often its files are sent.
@@ -83,7 +84,7 @@ pub(crate) fn vet(fd: OwnedFd) -> Result<OwnedFd, &'static str> {
     let these = Arc::clone(&waits);
     let ask = move || {
         match judge(&fd) {
-            // Whoever waits no more leaves the closing to this thread.
+            // A thread that waits no more leaves the closing to this thread.
             Ok(()) => drop(answers.send(Ok(fd))),
             Err(name) => {
                 drop(answers.send(Err(name)));
@@ -96,11 +97,11 @@ pub(crate) fn vet(fd: OwnedFd) -> Result<OwnedFd, &'static str> {
         waits.asking.fetch_sub(1, Ordering::Relaxed);
         return Err("a file on a file system that could not be asked what it is: no more threads");
     }
-    answer.recv_timeout(PATIENCE).unwrap_or(Err(SILENT))
+    answer.recv_timeout(TIMEOUT).unwrap_or(Err(SILENT))
 }
 
-/// Whether the kernel knows by itself that nobody else is behind a descriptor. `false`: its file
-/// system has to be asked.
+/// Whether the kernel knows by itself that no other process is behind a descriptor. `false`: its
+/// file system has to be asked.
 ///
 /// Errors: what it is instead.
 fn is_ours(fd: &OwnedFd) -> Result<bool, &'static str> {

@@ -20,7 +20,7 @@ pub(crate) struct Piece {
     pub(crate) bytes: usize,
     /// There were more descriptors than fit, or than we may open.
     pub(crate) truncated: bool,
-    /// What a descriptor is that was not taken, since somebody else may answer for it.
+    /// What a descriptor is that was not taken, since another process may answer for it.
     pub(crate) foreign: Option<&'static str>,
 }
 

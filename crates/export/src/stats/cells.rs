@@ -94,9 +94,9 @@ impl QueueCells {
         self.end(u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX));
     }
 
-    /// As [`QueueCells::end_since`], of a request that waited meanwhile: the thread did something else,
-    /// or slept. One that is served in one go never does, however slow the CPU is, or busy with
-    /// others.
+    /// As [`QueueCells::end_since`], of a request that waited meanwhile: the thread did something
+    /// else, or slept. One that is served in one go never does, however slow the CPU is, or busy
+    /// with others.
     pub fn end_waited_since(&self, begun: Instant) {
         let nanos = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.end(nanos);

@@ -166,3 +166,10 @@ fn an_answer_for_which_no_thread_waits_any_more_is_undone() {
     assert!(thread.join(soon(), || {}));
     drop(events);
 }
+
+#[test]
+fn a_thread_that_is_dropped_ends() {
+    let (started, events) = start(Then::Serve);
+    drop(started.expect("a thread"));
+    assert_eq!(events.iter().collect::<Vec<_>>(), ["ring closed", "queue dropped"]);
+}

@@ -155,8 +155,8 @@ impl Place {
         if self.settled.load(Ordering::Acquire) || self.mode.load(Ordering::Acquire) & ALL != 0 {
             return false;
         }
-        // Rare: the first time that a queue runs out of entries. Whoever holds the lock is done in
-        // well under a microsecond.
+        // Rare: the first time that a queue runs out of entries. The thread with the lock is done
+        // in well under a microsecond.
         let mut policy = self.policy.lock().unwrap_or_else(PoisonError::into_inner);
         policy.spread();
         self.publish(policy.mode())

@@ -1,9 +1,9 @@
 //! One attempt to start an export, in phases: place, start the threads, mount, agree on rings,
 //! serve, go live.
 //!
-//! Promises: what a phase has made is undone when a later one fails, by the values that hold it: the
-//! threads end, and a mount that this attempt has made goes. A mount that another process has made
-//! stays until this one answers. Control path.
+//! Promises: what a phase has made is undone when a later one fails, by the values that hold it:
+//! the threads end, and a mount that this attempt has made goes. A mount that another process has
+//! made stays until this one answers. Control path.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -26,7 +26,7 @@ use crate::events::{Event, EventSender};
 use crate::file::{FileOptions, FileServer};
 use crate::keeper::{InUseSlot, Keeper};
 use crate::kept::{self, Parked};
-use crate::mount::{FirstLook, Method, Mount, MountOptions, mount, open_backing};
+use crate::mount::{AnswerCheck, Method, Mount, MountOptions, mount, open_backing};
 use crate::negotiate::{Negotiated, Profile};
 use crate::placement::{self, Placement};
 use crate::queue::{Clock, QUEUE_DEPTH_DEFAULT, QUEUE_DEPTH_MAX};
@@ -566,8 +566,8 @@ fn spawn_keeper(keeper: Keeper) -> Result<JoinHandle<Result<(), HaltReason>>, Er
 /// asks for at each first open: `default_permissions`.)
 ///
 /// Gives the process that asks when there is no answer: it ends when the connection is aborted.
-fn ask_first(mountpoint: &Path) -> Option<FirstLook> {
-    let look = FirstLook::start(mountpoint);
+fn ask_first(mountpoint: &Path) -> Option<AnswerCheck> {
+    let look = AnswerCheck::start(mountpoint);
     if let Err(errno) = &look {
         tracing::debug!("{}: not looked at: {errno}", mountpoint.display());
     }

@@ -95,8 +95,8 @@ impl Export {
         self.topology.ring_mode
     }
 
-    /// What somebody has to keep so that another process can go on with this mount; once, and only
-    /// with [`ExportOptions::keep`].
+    /// What a helper process keeps so that another process can go on with this mount; once, and
+    /// only with [`ExportOptions::keep`].
     pub fn take_parked(&mut self) -> Option<Parked> {
         self.parked.take()
     }
@@ -107,8 +107,8 @@ impl Export {
         self.connection
     }
 
-    /// From now on the mount is taken away, and its connection aborted, by somebody else: this
-    /// process gives up the right to do so. Once.
+    /// From now on another process takes the mount away and aborts its connection: this one gives
+    /// up the right to do so. Once.
     pub fn remove_through(&self, remover: Arc<dyn Remover>) {
         // The first one stays.
         let _ = self.remover.set(remover);

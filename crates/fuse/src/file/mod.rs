@@ -230,8 +230,8 @@ impl FileServer {
 
     /// Whether OPEN is refused from now on, with ESTALE: for a mount that has left the tree. The
     /// kernel looks the name up again then (`do_filp_open` of fs/namei.c), and finds what is there
-    /// now. Whoever sets this and then counts no open file can be sure that there will be none: an
-    /// OPEN counts first and looks here after that. Any thread.
+    /// now. A caller that sets this and then counts no open file can be sure that there will be
+    /// none: an OPEN counts first and looks here after that. Any thread.
     pub(crate) fn refuse_opens(&self, refuses: bool) {
         self.refuses_opens.store(refuses, Ordering::SeqCst);
     }

@@ -53,7 +53,8 @@ struct Raw {
     writable_files: u64,
 }
 
-/// The state of a file, in memory that outlives the process (a memfd that somebody else holds too).
+/// The state of a file, in memory that outlives the process (a memfd that the helper process holds,
+/// too).
 #[derive(Debug)]
 pub struct FileRecord {
     file: File,

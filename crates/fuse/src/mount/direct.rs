@@ -28,8 +28,8 @@ const ROOT_MODE: &str = "100600";
 /// * `at`: the file, as [`super::mountpoint::hold`] gives it.
 /// * `mountpoint`: its name, for messages.
 ///
-/// Errors: [`ErrorKind::PermissionDenied`], [`ErrorKind::TransportMissing`] (no FUSE in this kernel),
-/// [`ErrorKind::System`].
+/// Errors: [`ErrorKind::PermissionDenied`], [`ErrorKind::TransportMissing`] (no FUSE in this
+/// kernel), [`ErrorKind::System`].
 pub(super) fn mount(
     at: BorrowedFd<'_>,
     mountpoint: &Path,

@@ -70,9 +70,9 @@ fn adopt(raw: RawFd) -> Option<OwnedFd> {
     // only makes the call fail with EBADF.
     let there = unsafe { BorrowedFd::borrow_raw(raw) };
     fcntl_setfd(there, FdFlags::CLOEXEC).ok()?;
-    // SAFETY: whoever started this process opened it for us (LISTEN_PID, or a number that the user
-    // wrote; a socket, before any of ours was made), nothing else in the process was given it, and
-    // the callers see to it that it is taken once.
+    // SAFETY: the process that started this one opened it for us (LISTEN_PID, or a number that the
+    // user wrote; a socket, before any of ours was made), nothing else in the process was given it,
+    // and the callers see to it that it is taken once.
     Some(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 

@@ -23,18 +23,18 @@ use crate::reply::notify_inval_inode;
 use crate::{Error, ErrorKind};
 
 mod abort;
+mod answer_check;
 pub mod device;
 mod direct;
 pub mod ffi;
-mod first_look;
 mod helper;
 pub mod inherited;
 pub mod mountpoint;
 pub mod table;
 
 pub use abort::Abort;
+pub(crate) use answer_check::AnswerCheck;
 pub use ffi::{clone_device, open_backing};
-pub(crate) use first_look::FirstLook;
 pub use table::{FSTYPE, MountEntry};
 
 /// Bytes of a buffer that no request exceeds: 1 MiB of data, its headers, and room.
@@ -73,7 +73,7 @@ pub enum Method {
 /// How hard to unmount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unmount {
-    /// Fails with [`ErrorKind::Busy`] while anybody has the file open.
+    /// Fails with [`ErrorKind::Busy`] while a client has the file open.
     Normal,
     /// Disappears from the tree at once and ends when the last user closes it.
     Lazy,
@@ -199,7 +199,7 @@ impl Mount {
         self.connection
     }
 
-    /// Whether the filesystem of this mount has ended: somebody unmounted it, and nobody uses it
+    /// Whether the filesystem of this mount has ended: it was unmounted, and no client uses it
     /// any more. Its number is free then, and the next mount of any process takes it: nothing may
     /// be done by that number any more.
     pub(crate) fn is_gone(&self) -> bool {
@@ -207,21 +207,21 @@ impl Mount {
     }
 
     /// Whether a connection that takes no more requests was aborted, and did not just end with its
-    /// filesystem. Not known of one that `umount -f` has aborted and that nobody used any longer:
-    /// it looks like any that was unmounted.
+    /// filesystem. Not known of one that `umount -f` has aborted and that no client used any
+    /// longer: it looks like any that was unmounted.
     pub(crate) fn was_aborted(&self) -> bool {
         !self.is_closed() || was_aborted(&self.device, self.place())
     }
 
-    /// Where the mount is as long as nobody else has removed it. `None`: out of the tree by our own
-    /// doing; what is at our place with our number is the next mount there.
+    /// Where the mount is as long as no other process has removed it. `None`: out of the tree by
+    /// our own doing; what is at our place with our number is the next mount there.
     fn place(&self) -> Option<(u32, &Path)> {
         self.connection.filter(|_| self.is_active).map(|number| (number, &*self.mountpoint))
     }
 
     /// Waits until the kernel has closed the connection. It closes the queues of the device first,
-    /// so whoever takes a request at that moment hears ECONNABORTED before it shows whether it was
-    /// aborted ([`Mount::was_aborted`]) (`dev.c`, `fuse_dev_do_read`, `fuse_abort_conn`).
+    /// so a thread that takes a request at that moment hears ECONNABORTED before it shows whether
+    /// it was aborted ([`Mount::was_aborted`]) (`dev.c`, `fuse_dev_do_read`, `fuse_abort_conn`).
     ///
     /// * `limit`: how long at most.
     pub(crate) fn wait_closed(&self, limit: Duration) {
@@ -251,7 +251,7 @@ impl Mount {
         }
     }
 
-    /// Removes the mount. It is no error if somebody else removed it already.
+    /// Removes the mount. It is no error if another process removed it already.
     ///
     /// After success nothing is done on drop.
     ///
@@ -446,7 +446,7 @@ fn detach(entry: &MountEntry, how: Unmount) -> Result<(), Error> {
     let flags =
         if lazy { UnmountFlags::DETACH | UnmountFlags::NOFOLLOW } else { UnmountFlags::NOFOLLOW };
     let shown = entry.mountpoint.display();
-    // The call takes a path and removes what is on top there, which must not be somebody else's.
+    // The call takes a path and removes what is on top there, which must not be another mount.
     match table::at(&entry.mountpoint)? {
         Some(top) if top.id != entry.id => {
             let message =

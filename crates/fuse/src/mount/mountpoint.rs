@@ -15,7 +15,7 @@ use std::time::Duration;
 use rustix::fs::{CWD, FileType, Mode, OFlags, ResolveFlags, fstat, openat, openat2};
 use rustix::io::Errno;
 
-use super::FirstLook;
+use super::AnswerCheck;
 use super::table::{self, MountEntry};
 use crate::{Error, ErrorKind};
 
@@ -158,7 +158,7 @@ fn occupied(mountpoint: &Path, entry: &MountEntry) -> Error {
 /// Asked by a process of its own: a server that is stopped keeps that one waiting, in a place where
 /// nothing ends it (a thread would hold up the end of this process). Such a server is not gone.
 pub(crate) fn is_dead(mountpoint: &Path) -> bool {
-    let answer = FirstLook::start(mountpoint).ok().and_then(|look| look.answer(ANSWER_TIMEOUT));
+    let answer = AnswerCheck::start(mountpoint).ok().and_then(|look| look.answer(ANSWER_TIMEOUT));
     matches!(
         answer,
         Some(Err(Errno::NOTCONN | Errno::CONNABORTED | Errno::CONNREFUSED | Errno::CANCELED))

@@ -57,16 +57,17 @@ fn queues(
     };
     // Queues of each thread: those that are used, and all.
     let mut loads = vec![(0, 0); threads.len()];
-    let mut homes: Vec<Option<usize>> = (0..count).map(at_home).collect();
-    for (number, thread) in homes.iter().enumerate() {
+    let mut chosen: Vec<Option<usize>> = (0..count).map(at_home).collect();
+    for (number, thread) in chosen.iter().enumerate() {
         if let Some(thread) = thread {
             add(&mut loads[*thread], is_online(number));
         }
     }
     // Those that are used first, so that they are spread evenly.
-    let mut homeless: Vec<usize> = (0..count).filter(|number| homes[*number].is_none()).collect();
-    homeless.sort_by_key(|number| (Reverse(is_online(*number)), *number));
-    for number in homeless {
+    let mut unassigned: Vec<usize> =
+        (0..count).filter(|number| chosen[*number].is_none()).collect();
+    unassigned.sort_by_key(|number| (Reverse(is_online(*number)), *number));
+    for number in unassigned {
         let distance = |thread: &ThreadPlace| match (numa, cpu(number)) {
             (Numa::Auto, Some(cpu)) => match (topology.node_of(cpu), thread.node) {
                 (Some(from), Some(to)) => topology.distance(from, to),
@@ -79,14 +80,14 @@ fn queues(
         // There is at least one thread.
         let nearest = (0..threads.len()).min_by_key(near).unwrap_or(0);
         add(&mut loads[nearest], is_online(number));
-        homes[number] = Some(nearest);
+        chosen[number] = Some(nearest);
     }
     let queue = |(number, thread): (usize, &Option<usize>)| QueuePlace {
         cpu: cpu(number),
         is_online: is_online(number),
         thread: thread.unwrap_or(0),
     };
-    homes.iter().enumerate().map(queue).collect()
+    chosen.iter().enumerate().map(queue).collect()
 }
 
 fn add(load: &mut (usize, usize), is_online: bool) {

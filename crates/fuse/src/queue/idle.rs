@@ -129,8 +129,8 @@ pub(crate) async fn give_back(queue: Rc<Queue>) {
         loop {
             let before = queue.cells.requests.get();
             ring.sleep(IDLE).await;
-            // A completion that nobody has looked at may stand for a request, with its data in a
-            // buffer that looks idle.
+            // A completion that this thread has not taken yet may stand for a request, with its
+            // data in a buffer that looks idle.
             if queue.cells.requests.get() == before
                 && queue.cells.in_flight.get() == 0
                 && ring.is_settled()

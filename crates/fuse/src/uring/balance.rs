@@ -119,7 +119,7 @@ impl Balances {
         if now < balance.due.load(Ordering::Relaxed) {
             return;
         }
-        // Somebody else is looking: that will do.
+        // Another thread is looking: that will do.
         let Ok(mut policy) = balance.policy.try_lock() else { return };
         if now < balance.due.load(Ordering::Relaxed) {
             return;

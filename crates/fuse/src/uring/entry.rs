@@ -39,7 +39,7 @@ pub(super) enum Begin {
 /// Another thread has handed an entry over.
 pub(crate) fn take_over(queue: &Rc<RingQueue>, message: u32) {
     let index = (message & !MESSAGE_ENTRY) as usize;
-    if queue.rings.entries.get(index).is_some_and(|entry| entry.custody.take()) {
+    if queue.rings.entries.get(index).is_some_and(|entry| entry.ownership.take()) {
         queue.ring.spawn(live(Rc::clone(queue), index, Begin::Handed));
     }
 }
@@ -69,7 +69,7 @@ pub(super) async fn live(queue: Rc<RingQueue>, index: usize, begin: Begin) {
         }
         let to = rings.place_of(index);
         if to != queue.thread && !frame.is_zero_copy() {
-            // Whoever gets the entry may use its memory at once.
+            // The thread that gets the entry may use its memory at once.
             queue.memory.leave(place);
             if hand_over(&queue, index, to).await {
                 return;
@@ -155,7 +155,7 @@ async fn send(
     // SAFETY: the command names the entry's header and payload or the queue's pool, directly
     // (REGISTER, ADD_BUFPOOL) or from then on. They belong to `Rings`, which the queue thread holds
     // until its ring is closed ([`crate::thread`]), so also after this future is dropped. The
-    // thread that has the request touches them, and after the command nobody does until it
+    // thread that has the request touches them, and after the command none does until it
     // completes. Pages of a client in a slot of the ring are reached by operations only, which have
     // all ended before a reply is committed.
     #[allow(unsafe_code)]
@@ -169,9 +169,9 @@ async fn hand_over(queue: &RingQueue, index: usize, to: usize) -> bool {
     let Some(fd) = rings.ring_fd(to) else { return false };
     // Fewer entries than 2^31.
     let number = u32::try_from(index).unwrap_or(0);
-    let custody = &rings.entries[index].custody;
-    custody.send();
-    queue.ring.send_message(fd, MESSAGE_ENTRY | number).await.is_ok() || !custody.take_back()
+    let ownership = &rings.entries[index].ownership;
+    ownership.send();
+    queue.ring.send_message(fd, MESSAGE_ENTRY | number).await.is_ok() || !ownership.take_back()
 }
 
 /// Carries out the request in the entry and leaves the reply there. Returns the number to commit.
@@ -231,7 +231,7 @@ async fn serve_incoming(queue: &RingQueue, place: usize, frame: &Frame, incoming
 /// * `unexpected`: what it is when the end of the mount does not explain it.
 fn ended(queue: &RingQueue, errno: Errno, unexpected: fn(Errno) -> EndReason) {
     if queue.rings.fail(errno) {
-        // Before anybody relies on it: the start decides what follows.
+        // The mount is not live yet: the start decides what follows.
         return;
     }
     match errno {

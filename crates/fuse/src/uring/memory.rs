@@ -51,7 +51,7 @@ impl EntryMemory {
     /// Memory for the entries of one queue. Payloads are address space until they are used, which
     /// with a pool is never.
     pub(super) fn of_queue(queue: u16, entries: usize, payload_bytes: usize) -> Vec<EntryMemory> {
-        // Pages of their own, which nobody touches before the thread that registers them: so they
+        // Pages of their own, which no thread touches before the one that registers them: so they
         // come from its node.
         let headers = SharedMemory::mapped(entries * STRIDE);
         let payloads = SharedMemory::new(entries * payload_bytes, PAGE_BYTES);
@@ -125,7 +125,7 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    /// The user id of who opens the file; `None`: nobody does.
+    /// The user id of the client that opens the file; `None`: the request is no open.
     pub(super) fn opener(&self) -> Option<u32> {
         let request = self.request.as_ref().ok()?;
         matches!(request.operation, Operation::Open(_)).then_some(request.header.uid)

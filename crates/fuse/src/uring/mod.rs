@@ -12,17 +12,17 @@
 //! Rooms: [`plan`] says how many entries there are, [`memory`] is what they share with the kernel,
 //! [`pool`] the buffers that queues have instead of payloads on newer kernels, [`nodes`] on which
 //! node all that is, [`mode`] how far a mount goes, [`entry`] the life of an entry, [`rings`] what
-//! all threads know together, [`custody`] what of that they agree on without a lock, [`start`] the
-//! order in which a mount goes live, [`switch`] whether the kernel allows it, [`balance`] where
+//! all threads know together, [`ownership`] what of that they agree on without a lock, [`start`]
+//! the order in which a mount goes live, [`switch`] whether the kernel allows it, [`balance`] where
 //! threads and entries are, [`policy`] the rule by which they move with the load.
 
 mod balance;
-mod custody;
 mod entry;
 mod fuzzing;
 mod memory;
 mod mode;
 mod nodes;
+mod ownership;
 mod plan;
 mod policy;
 mod pool;
@@ -32,7 +32,7 @@ mod start;
 mod switch;
 mod sync;
 
-// The model builds `custody.rs` a second time, on simulated primitives.
+// The model builds `ownership.rs` a second time, on simulated primitives.
 #[cfg(test)]
 mod model;
 

@@ -1,5 +1,7 @@
-//! How far a mount goes up the ladder of what rings can do, and which opens of the file are
-//! zero-copy.
+//! Which of the modes of rings a mount uses, and which opens of the file are zero-copy.
+//!
+//! Promises: each mode needs what the one before it needs, so a mount falls back one step at a
+//! time. Control path.
 //!
 //! Zero-copy belongs to an open file and a queue, not to a request, and costs something for each
 //! request: the kernel puts pages into a slot and takes them out again, what no extent holds as it
@@ -105,10 +107,10 @@ mod tests {
     use super::{Moved, Opens, ROOT, RingMode, ZeroCopy};
 
     #[test]
-    fn the_ladder_ends_with_plain_entries() {
-        let ladder: Vec<_> =
+    fn the_fallback_order_ends_with_plain_entries() {
+        let order: Vec<_> =
             std::iter::successors(Some(RingMode::ZeroCopy), |mode| mode.below()).collect();
-        assert_eq!(ladder, [RingMode::ZeroCopy, RingMode::Pools, RingMode::Entries]);
+        assert_eq!(order, [RingMode::ZeroCopy, RingMode::Pools, RingMode::Entries]);
     }
 
     #[test]

@@ -252,7 +252,7 @@ impl Policy {
             Spot::Home if !several => {
                 self.waiting += 1;
                 if self.waiting >= WAITING_WINDOWS {
-                    // Whoever comes next has not lost a trial yet.
+                    // The next client has not lost a trial yet.
                     self.pause.reset();
                     self.not_before = 0;
                 }

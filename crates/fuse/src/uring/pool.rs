@@ -127,7 +127,7 @@ fn buffers(plan: &Plan, asked: bool, buffer_bytes: usize) -> impl Iterator<Item 
     let most = plan.0.iter().map(|queue| queue.entries).max().unwrap_or(1);
     plan.0.iter().map(move |queue| {
         if queue.entries < most {
-            // Fewer than the others: nobody runs there now.
+            // Fewer than the others: no client runs there now.
             1
         } else if asked {
             queue.entries.max(1)

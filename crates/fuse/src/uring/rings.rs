@@ -8,9 +8,9 @@ use std::sync::{Arc, OnceLock};
 use ringdisk_ring::Errno;
 
 use super::balance::Balances;
-use super::custody::{Custody, Outcome};
 use super::memory::{EntryMemory, Frame};
 use super::mode::{Moved, Opens, RingMode, ZeroCopy};
+use super::ownership::{Outcome, Ownership};
 use super::plan::Plan;
 use super::policy::Stay;
 use super::pool::{Pool, PoolUses};
@@ -25,7 +25,7 @@ pub(super) struct Entry {
     /// Number inside that queue.
     pub(super) number: usize,
     pub(super) memory: EntryMemory,
-    pub(super) custody: Custody,
+    pub(super) ownership: Ownership,
 }
 
 /// Shared by the queue threads of a mount.
@@ -76,7 +76,7 @@ impl Rings {
                 queue: queue_number,
                 number,
                 memory,
-                custody: Custody::new(),
+                ownership: Ownership::new(),
             }));
         }
         Rings {

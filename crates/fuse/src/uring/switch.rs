@@ -35,7 +35,7 @@ impl SwitchWatch {
         SwitchWatch(watch.ok())
     }
 
-    /// Whether it is on and nobody has written to it.
+    /// Whether it is on and no process has written to it.
     pub(crate) fn stayed_on(self) -> bool {
         let is_on = is_enabled() == Some(true);
         is_on && self.0.is_none_or(|watch| !was_written(&watch))

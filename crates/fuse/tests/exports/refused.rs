@@ -101,9 +101,9 @@ fn whichever_entry_is_refused_rings_that_were_asked_for_are_an_error() {
 fn each_mode_that_is_refused_leads_to_the_one_below_it() {
     let Some(place) = place() else { return };
     let most = most(&place);
-    let ladder = [(RingMode::ZeroCopy, ZeroCopy::Auto), (RingMode::Pools, ZeroCopy::Off)];
+    let modes = [(RingMode::ZeroCopy, ZeroCopy::Auto), (RingMode::Pools, ZeroCopy::Off)];
     let mut refused = 0;
-    for (mode, zero_copy) in ladder.into_iter().filter(|(mode, _)| *mode <= most) {
+    for (mode, zero_copy) in modes.into_iter().filter(|(mode, _)| *mode <= most) {
         let refuse = options(Transport::Auto, Refuse::Pools(mode));
         let export = start(&place, ExportOptions { zero_copy, ..refuse }).expect("served");
         assert_eq!((export.transport(), export.ring_mode()), (Transport::Uring, mode.below()));

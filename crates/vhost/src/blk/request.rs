@@ -64,8 +64,8 @@ pub(crate) struct Header {
 }
 
 impl Header {
-    /// Reads a header from bytes that nobody else can change any more. The priority in it is not
-    /// used.
+    /// Reads a header from bytes that no other thread can change any more. The priority in it is
+    /// not used.
     pub(crate) fn parse(bytes: &[u8; HEADER_BYTES]) -> Header {
         let kind = match le32(bytes, 0) {
             TYPE_IN => Kind::Read,

@@ -10,7 +10,7 @@ use ringdisk_guest::inflight::InflightArea as Inflight;
 use ringdisk_guest::{Layout, Log, Memory, Region};
 
 use super::accel::Accel;
-use super::home::Homes;
+use super::ring_nodes::RingNodes;
 use super::state::{self, StateTransfer};
 use super::vrings::Ring;
 use crate::BackChannel;
@@ -25,7 +25,7 @@ use crate::worker::{WorkerThread, areas};
 
 /// Requests in flight have so long at the end of an export: storage that never answers does not
 /// hold the process up.
-const END_PATIENCE: Duration = Duration::from_secs(10);
+const END_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Queue threads have so long to end.
 const THREADS_END: Duration = Duration::from_secs(10);
@@ -47,7 +47,7 @@ pub(super) struct Control {
     /// one there is no guest to migrate.
     pub(super) had_front_end: bool,
     transfer: Option<StateTransfer>,
-    pub(super) homes: Homes,
+    pub(super) ring_nodes: RingNodes,
     /// For virtqueues in the host kernel; `None`: they are never there.
     pub(super) accel: Option<Accel>,
     pub(super) signals: Arc<Signals>,
@@ -72,7 +72,7 @@ impl Control {
         device: Arc<Device>,
         config: Config,
         threads: Vec<WorkerThread>,
-        homes: Homes,
+        ring_nodes: RingNodes,
         accel: Option<Accel>,
         signals: Arc<Signals>,
     ) -> Control {
@@ -89,7 +89,7 @@ impl Control {
             channel: None,
             had_front_end: false,
             transfer: None,
-            homes,
+            ring_nodes,
             accel,
             signals,
         }
@@ -107,10 +107,10 @@ impl Control {
 
     /// Whether to go on waiting for a queue thread: not when it is gone or requests are not to be
     /// answered any more, and not for ever when the export is to end.
-    pub(super) fn is_patient(&self) -> impl Fn() -> bool + use<> {
+    pub(super) fn may_wait(&self) -> impl Fn() -> bool + use<> {
         let (device, begun) = (Arc::clone(&self.device), Instant::now());
         move || {
-            let is_late = device.is_ending() && begun.elapsed() > END_PATIENCE;
+            let is_late = device.is_ending() && begun.elapsed() > END_TIMEOUT;
             !device.gives_up() && !is_late
         }
     }
@@ -138,7 +138,7 @@ impl Control {
             })
             .collect();
         for pending in shown {
-            pending.wait(self.is_patient())?;
+            pending.wait(self.may_wait())?;
         }
         Ok(())
     }
@@ -156,7 +156,7 @@ impl Control {
     fn show_log(&self) -> Result<(), Refusal> {
         for thread in &self.threads {
             let log = self.log_in_force();
-            thread.ask(move |worker| worker.set_log(log.as_ref())).wait(self.is_patient())?;
+            thread.ask(move |worker| worker.set_log(log.as_ref())).wait(self.may_wait())?;
         }
         Ok(())
     }
@@ -165,7 +165,7 @@ impl Control {
     pub(super) fn show_log_event(&self) -> Result<(), Refusal> {
         for thread in &self.threads {
             let event = self.log_event.as_ref().map(OwnedFd::try_clone).transpose()?;
-            thread.ask(move |worker| worker.set_log_event(event)).wait(self.is_patient())?;
+            thread.ask(move |worker| worker.set_log_event(event)).wait(self.may_wait())?;
         }
         Ok(())
     }
@@ -299,7 +299,7 @@ impl Backend for Control {
             let ours = call.as_ref().map(OwnedFd::try_clone).transpose()?;
             self.thread(index)
                 .ask(move |worker| worker.set_call(index, ours))
-                .wait(self.is_patient())?;
+                .wait(self.may_wait())?;
         }
         self.rings[usize::from(index)].call = call;
         Ok(())
@@ -310,7 +310,7 @@ impl Backend for Control {
             let ours = err.as_ref().map(OwnedFd::try_clone).transpose()?;
             self.thread(index)
                 .ask(move |worker| worker.set_error(index, ours))
-                .wait(self.is_patient())?;
+                .wait(self.may_wait())?;
         }
         self.rings[usize::from(index)].error = err;
         Ok(())
@@ -322,7 +322,7 @@ impl Backend for Control {
         }
         if self.runs(index) {
             let thread = self.thread(index);
-            thread.ask(move |worker| worker.set_used_log(index, log)).wait(self.is_patient())?;
+            thread.ask(move |worker| worker.set_used_log(index, log)).wait(self.may_wait())?;
         }
         Ok(())
     }

@@ -27,9 +27,9 @@ const CONNECT_FIRST: Duration = Duration::from_millis(100);
 const CONNECT_LAST: Duration = Duration::from_secs(2);
 /// A front end that keeps others waiting has so long until it says that the device is its own.
 const CLAIM: Duration = Duration::from_secs(10);
-/// How often to look whether somebody waits for a disk that nobody uses. A guest that was paused
-/// for its migration does not mind a second more, nor does a front end that comes behind a silent
-/// one; an idle disk is to cost nothing that could be measured.
+/// How often to look whether another process waits for a disk that no guest uses. A guest that was
+/// paused for its migration does not mind a second more, nor does a front end that comes behind a
+/// silent one; an idle disk is to cost nothing that could be measured.
 const LOOK: Duration = Duration::from_secs(1);
 /// How a connection ended.
 enum End {
@@ -367,7 +367,7 @@ impl Host {
     }
 
     /// Whether a front end has done nothing with its connection while another one waits. Alone it
-    /// may be as silent as it likes: whoever plugs a disk in by hand connects long before.
+    /// may be as silent as it likes: a user who plugs a disk in by hand connects long before.
     ///
     /// * `late`: when it should have claimed the device.
     fn is_in_the_way(&self, session: &Session, late: Instant) -> bool {

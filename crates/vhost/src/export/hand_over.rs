@@ -13,13 +13,13 @@ use ringdisk_ring::Ring;
 use super::backend::Control;
 use super::sockets::Door;
 use crate::closing::Held;
-use crate::parcel::{InflightWords, Packing, Parcel, RegionWords, Role, Unpacked};
+use crate::hand_over_state::{HandOverState, InflightWords, Packing, RegionWords, Role, Unpacked};
 use crate::session::Session;
 use crate::signals::{Request, Signals};
 use crate::{BackChannel, Connection, Error, ErrorKind};
 
 /// The other process has so long to take everything; the guest stands still meanwhile.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 /// How long what the guest has written may take to reach the storage before that; the guest still
 /// works.
 const FLUSHING: Duration = Duration::from_secs(20);
@@ -48,7 +48,7 @@ impl HandedOver {
 /// ever.
 ///
 /// Errors: why it cannot be handed over at the moment; it goes on then.
-pub(super) fn ask(signals: &Signals) -> Result<(Parcel, HandedOver), Error> {
+pub(super) fn ask(signals: &Signals) -> Result<(HandOverState, HandedOver), Error> {
     ask_within(signals, FLUSHING, STANDING)
 }
 
@@ -56,18 +56,18 @@ fn ask_within(
     signals: &Signals,
     flushing: Duration,
     limit: Duration,
-) -> Result<(Parcel, HandedOver), Error> {
+) -> Result<(HandOverState, HandedOver), Error> {
     let (stands, stood) = sync_channel(1);
     let (answer, answered) = sync_channel(1);
     let (verdict, verdict_receiver) = sync_channel(0);
     signals.request(Request { stands, answer, verdict: verdict_receiver });
-    // Whatever is answered later finds that nobody waits, and the export goes on. One that does not
-    // get so far says why below.
+    // Whatever is answered later finds that no thread waits, and the export goes on. One that does
+    // not get so far says why below.
     if stood.recv_timeout(flushing) == Err(RecvTimeoutError::Timeout) {
         let text = format!("the disk is not flushed after {} s", flushing.as_secs());
         return Err(Error::new(ErrorKind::Refused, text));
     }
-    let parcel = answered.recv_timeout(limit).map_err(|error| match error {
+    let state = answered.recv_timeout(limit).map_err(|error| match error {
         RecvTimeoutError::Disconnected => {
             Error::new(ErrorKind::Halted, "the disk is served no longer")
         }
@@ -76,7 +76,7 @@ fn ask_within(
             Error::new(ErrorKind::Refused, text)
         }
     })??;
-    Ok((parcel, HandedOver { verdict }))
+    Ok((state, HandedOver { verdict }))
 }
 
 /// What came of a request.
@@ -101,7 +101,7 @@ impl Request {
         mut front_end: Option<(&mut Session, &Connection)>,
     ) -> Outcome {
         if matches!(self.verdict.try_recv(), Err(TryRecvError::Disconnected)) {
-            // Nobody waits for it any more: the guest need not stand still.
+            // No thread waits for it any more: the guest need not stand still.
             return Outcome::GoesOn;
         }
         if control.is_migrating() {
@@ -125,7 +125,7 @@ impl Request {
         let packed = pack_still(control, door, &mut front_end);
         let is_packed = packed.is_ok();
         let told = self.answer.send(packed).is_ok();
-        if is_packed && told && self.verdict.recv_timeout(PATIENCE).is_ok() {
+        if is_packed && told && self.verdict.recv_timeout(TIMEOUT).is_ok() {
             return Outcome::Taken;
         }
         if go_on(control, &mut front_end) { Outcome::GoesOn } else { Outcome::LetGo }
@@ -136,7 +136,7 @@ fn pack_still(
     control: &Control,
     door: &Door,
     front_end: &mut Option<(&mut Session, &Connection)>,
-) -> Result<Parcel, Error> {
+) -> Result<HandOverState, Error> {
     let mut packing = Packing::default();
     if let Door::Listens(listener) = door {
         packing.add(Role::Listener, &listener.socket)?;
@@ -149,7 +149,7 @@ fn pack_still(
     let handed = control.threads[0].ask_task(|worker| async move {
         worker.disk.hand_over(&worker.ring).await.map_err(|error| error.to_string())
     });
-    let handed = handed.wait(control.is_patient());
+    let handed = handed.wait(control.may_wait());
     let handed = handed.map_err(|_| String::from("the queue thread does not answer")).flatten();
     let HandOver { description, fds } = handed.map_err(|why| {
         Error::new(ErrorKind::Refused, format!("the disk cannot be handed over: {why}"))
@@ -166,7 +166,7 @@ fn go_on(control: &mut Control, front_end: &mut Option<(&mut Session, &Connectio
     let resumed = control.threads[0].ask_task(|worker| async move {
         worker.disk.resume(&worker.ring).await.map_err(|error| error.to_string())
     });
-    let resumed = resumed.wait(control.is_patient());
+    let resumed = resumed.wait(control.may_wait());
     let resumed = resumed.map_err(|_| String::from("the queue thread does not answer")).flatten();
     let name = control.device.name.clone();
     if let Err(why) = resumed {
@@ -227,19 +227,19 @@ impl Control {
 
     /// Takes what the device of another process had; its virtqueues are started by the session.
     ///
-    /// Errors: memory cannot be mapped; the parcel does not hold together.
-    pub(super) fn unpack(&mut self, parcel: &mut Unpacked) -> Result<(), Error> {
-        // Perhaps; nobody has kept count.
+    /// Errors: memory cannot be mapped; the state does not hold together.
+    pub(super) fn unpack(&mut self, state: &mut Unpacked) -> Result<(), Error> {
+        // Perhaps; it was not counted.
         self.had_front_end = true;
-        self.device.set_write_cache(parcel.words.write_cache);
-        let lent = match Lent::map(parcel) {
+        self.device.set_write_cache(state.words.write_cache);
+        let lent = match Lent::map(state) {
             Ok(lent) => lent,
             // No virtqueue could run on it. It is the front end's doing, for which other disks of
             // its process do not pay.
             Err(error @ ringdisk_guest::Error::FileTooShort { .. }) => {
                 let name = &self.device.name;
                 tracing::warn!("{name}: the front end is let go: its memory is gone: {error}");
-                parcel.forget_front_end();
+                state.forget_front_end();
                 return Ok(());
             }
             Err(error) => {
@@ -247,7 +247,7 @@ impl Control {
                 return Err(Error::new(ErrorKind::Refused, text).source(error));
             }
         };
-        if let Some(reason) = parcel.words.broken.take() {
+        if let Some(reason) = state.words.broken.take() {
             self.device.set_broken(reason);
         }
         self.memory = Arc::new(lent.memory);
@@ -255,16 +255,16 @@ impl Control {
             Error::new(ErrorKind::Refused, format!("the memory cannot be taken: {refusal}"))
         })?;
         for (index, ring) in (0..).zip(&mut self.rings) {
-            ring.call = parcel.one(Role::Call(index));
-            ring.error = parcel.one(Role::Error(index));
+            ring.call = state.one(Role::Call(index));
+            ring.error = state.one(Role::Error(index));
         }
         self.inflight = lent.inflight.map(Arc::new);
         self.log = lent.log;
-        self.log_event = parcel.one(Role::LogEvent);
+        self.log_event = state.one(Role::LogEvent);
         self.show_log_event().map_err(|refusal| {
             Error::new(ErrorKind::Refused, format!("the log cannot be taken: {refusal}"))
         })?;
-        self.channel = parcel.one(Role::Channel).map(BackChannel::new);
+        self.channel = state.one(Role::Channel).map(BackChannel::new);
         Ok(())
     }
 }
@@ -278,36 +278,36 @@ struct Lent {
 
 impl Lent {
     /// Errors: they cannot be mapped; they do not hold together.
-    fn map(parcel: &mut Unpacked) -> Result<Lent, ringdisk_guest::Error> {
-        let fds = parcel.all(Role::Region);
-        let words = std::mem::take(&mut parcel.words.regions);
+    fn map(state: &mut Unpacked) -> Result<Lent, ringdisk_guest::Error> {
+        let fds = state.all(Role::Region);
+        let words = std::mem::take(&mut state.words.regions);
         let regions = words
             .into_iter()
             .zip(fds)
             .map(|(w, fd)| Region::map(fd, w.guest_addr, w.user_addr, w.size, w.mmap_offset));
         let memory = Memory::new(regions.collect::<Result<Vec<_>, _>>()?)?;
-        let area = parcel.words.inflight.take().zip(parcel.one(Role::Inflight));
+        let area = state.words.inflight.take().zip(state.one(Role::Inflight));
         let inflight = area.map(|(words, fd)| {
             let layout = if words.packed { Layout::Packed } else { Layout::Split };
             let InflightWords { size, offset, queues, queue_size, .. } = words;
             InflightArea::from_fd(fd, size, offset, queues, queue_size, layout)
         });
-        let log = parcel.words.log.zip(parcel.one(Role::Log));
+        let log = state.words.log.zip(state.one(Role::Log));
         let log = log.map(|((size, offset), fd)| Log::map(fd, size, offset));
         Ok(Lent { memory, inflight: inflight.transpose()?, log: log.transpose()? })
     }
 }
 
-/// The disk of a parcel.
+/// The disk of a state.
 ///
 /// Errors: those of opening it.
 pub(super) async fn open_disk(
     ring: &Ring,
-    parcel: &mut Unpacked,
+    state: &mut Unpacked,
     options: &ImageOptions,
 ) -> Result<Arc<Disk>, ringdisk_disk::Error> {
-    let description = std::mem::take(&mut parcel.words.disk);
-    let fds = parcel.all(Role::Image);
+    let description = std::mem::take(&mut state.words.disk);
+    let fds = state.all(Role::Image);
     Disk::open_handed(ring, HandOver { description, fds }, options).await
 }
 
@@ -348,7 +348,7 @@ mod tests {
         assert_eq!(asked_while(drop).kind(), ErrorKind::Halted);
         let panics = |_request| panic!("a defect");
         assert_eq!(asked_while(panics).kind(), ErrorKind::Halted);
-        // One that nobody has looked at.
+        // One that the control thread has not seen.
         let signals = signals();
         let attended = signals.attended();
         let theirs = Arc::clone(&signals);

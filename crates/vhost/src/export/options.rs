@@ -40,8 +40,8 @@ pub enum Listen {
 
 type Connect = dyn Fn(&Path) -> io::Result<OwnedFd> + Send + Sync;
 
-/// How [`Listen::Connect`] gets to the front end: by itself, or through somebody who may where this
-/// process may not.
+/// How [`Listen::Connect`] gets to the front end: by itself, or through a helper process that may
+/// where this process may not.
 #[derive(Clone)]
 pub struct Connector(Arc<Connect>);
 
@@ -53,7 +53,7 @@ impl Connector {
         Connector(Arc::new(connect))
     }
 
-    /// Errors: nobody listens there.
+    /// Errors: no front end listens there.
     pub(super) fn connect(&self, path: &Path) -> io::Result<OwnedFd> {
         (self.0)(path)
     }
@@ -97,7 +97,7 @@ pub enum Second {
 /// How to serve a disk as a vhost-user-blk device.
 #[derive(Debug)]
 pub struct ExportOptions {
-    /// Shown in messages and statistics, and the name of threads.
+    /// KernelStatus in messages and statistics, and the name of threads.
     pub name: String,
     /// Where front ends come from.
     pub listen: Listen,

@@ -1,7 +1,8 @@
 //! How many queue threads a disk has, and the CPUs of each.
 //!
-//! Promises: a thread has a CPU of its own only where the user named CPUs ([`ringdisk_export::OwnCpu`]); the threads
-//! of the next disk of this process go on behind those of the one before.
+//! Promises: a thread has a CPU of its own only where the user named CPUs
+//! ([`ringdisk_export::OwnCpu`]); the threads of the next disk of this process go on behind those
+//! of the one before.
 
 use std::sync::atomic::AtomicUsize;
 

@@ -46,7 +46,7 @@ impl Door {
         }
     }
 
-    /// How long nobody can be taken: the socket would say all the time that somebody is there.
+    /// How long no front end can be taken: the socket would report one all the time.
     pub(super) fn closed_for(&self) -> Option<Duration> {
         let Door::Listens(Listener { trouble: Some(trouble), .. }) = self else { return None };
         let left = trouble.again.saturating_duration_since(Instant::now());

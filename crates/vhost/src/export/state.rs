@@ -17,7 +17,7 @@ const MAGIC: [u8; 8] = *b"rdblk\0\0\x01";
 /// Bytes of it.
 const STATE_BYTES: usize = MAGIC.len() + 1;
 /// A front end may take so long to give or take it.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A transfer that was begun.
 #[derive(Debug)]
@@ -41,12 +41,12 @@ pub(super) fn check(fd: BorrowedFd<'_>) -> Result<(), Refusal> {
 
 /// Writes the state.
 ///
-/// Errors: nobody takes it.
+/// Errors: the front end does not take it.
 pub(super) fn save(fd: BorrowedFd<'_>, write_cache: bool) -> Result<StateTransfer, Refusal> {
     let mut bytes = [0; STATE_BYTES];
     bytes[..MAGIC.len()].copy_from_slice(&MAGIC);
     bytes[MAGIC.len()] = u8::from(write_cache);
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         wait(fd, PollFlags::OUT, deadline)?;
         // A pipe that can be written at all takes so few bytes whole.
@@ -63,7 +63,7 @@ pub(super) fn save(fd: BorrowedFd<'_>, write_cache: bool) -> Result<StateTransfe
 ///
 /// Errors: it is not there in time, or is not ours.
 pub(super) fn load(fd: BorrowedFd<'_>) -> Result<bool, Refusal> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     // One byte more shows what is too long.
     let (mut bytes, mut len) = ([0; STATE_BYTES + 1], 0);
     while len < bytes.len() {
@@ -127,7 +127,7 @@ fn write_now(fd: BorrowedFd<'_>, bytes: &[u8]) -> Result<usize, Errno> {
     }
 }
 
-/// Whether it is a file of a local file system (no other one is taken), which waits for nobody but
+/// Whether it is a file of a local file system (no other one is taken), which waits for nothing but
 /// its disk, and may say for ever that without waiting nothing can be done.
 fn is_file(fd: BorrowedFd<'_>) -> Result<bool, Errno> {
     Ok(FileType::from_raw_mode(fstat(fd)?.st_mode) == FileType::RegularFile)
@@ -163,7 +163,7 @@ mod tests {
     use std::process::Command;
     use std::time::Instant;
 
-    use super::{PATIENCE, check, load, read_now, save, write_now};
+    use super::{TIMEOUT, check, load, read_now, save, write_now};
     use rustix::io::Errno;
 
     fn pipe() -> (OwnedFd, OwnedFd) {
@@ -251,6 +251,6 @@ mod tests {
         rustix::io::write(&writer, b"rd").unwrap();
         let begun = Instant::now();
         assert!(load(reader.as_fd()).is_err());
-        assert!(begun.elapsed() < 2 * PATIENCE);
+        assert!(begun.elapsed() < 2 * TIMEOUT);
     }
 }

@@ -34,8 +34,7 @@ impl Control {
             .map(|t| t.ask_task(|worker| async move { worker.hold_all().await }))
             .collect();
         // All of them are asked by now, so all are let go, whatever becomes of one.
-        let ends: Vec<_> =
-            held.into_iter().map(|pending| pending.wait(self.is_patient())).collect();
+        let ends: Vec<_> = held.into_iter().map(|pending| pending.wait(self.may_wait())).collect();
         let still: Result<(), Gone> = ends.into_iter().collect();
         let shown = match still {
             Ok(()) => self.show_memory_to_rings(&memory),
@@ -57,7 +56,7 @@ impl Control {
         let released: Vec<_> =
             self.threads.iter().map(|thread| thread.ask(|worker| worker.release_all())).collect();
         let ends: Vec<_> =
-            released.into_iter().map(|pending| pending.wait(self.is_patient())).collect();
+            released.into_iter().map(|pending| pending.wait(self.may_wait())).collect();
         Ok(ends.into_iter().collect::<Result<(), Gone>>()?)
     }
 
@@ -86,7 +85,7 @@ impl Control {
         let Ok(areas) = areas(memory, setup, self.device.features()) else { return Ok(false) };
         let log = setup.log;
         let moved = self.thread(index).ask(move |worker| worker.set_areas(index, areas, log));
-        Ok(moved.wait(self.is_patient())?.is_ok())
+        Ok(moved.wait(self.may_wait())?.is_ok())
     }
 
     /// Whether all areas of a virtqueue lie in a memory.
@@ -162,26 +161,26 @@ impl Control {
             error: duplicate(ring.error.as_ref())?,
         };
         let started = self.thread(index).ask(move |worker| worker.start(start));
-        started.wait(self.is_patient())?.map_err(|error| Refusal::new(error.to_string()))?;
+        started.wait(self.may_wait())?.map_err(|error| Refusal::new(error.to_string()))?;
         self.bring_home(index, &lies)
     }
 
     /// Moves the thread of a virtqueue to the node where its rings are, with the memory that it
     /// uses for every request.
     fn bring_home(&mut self, index: u16, areas: &Areas) -> Result<(), Refusal> {
-        let moves = self.homes.started(index, areas).map(|(node, cpus)| (node, Some(cpus)));
+        let moves = self.ring_nodes.started(index, areas).map(|(node, cpus)| (node, Some(cpus)));
         // The top of its stack was written by the thread that made it, on whatever node that was.
-        let stays = || self.homes.shared(index).map(|node| (node, None));
+        let stays = || self.ring_nodes.shared(index).map(|node| (node, None));
         let Some((node, cpus)) = moves.or_else(stays) else { return Ok(()) };
         let there = cpus.clone();
         let moved = self.thread(index).ask(move |worker| {
             there.as_ref().map_or(Ok(()), pin_to_cpus)?;
             Ok::<_, Errno>(worker.move_to(node))
         });
-        match moved.wait(self.is_patient())? {
+        match moved.wait(self.may_wait())? {
             Ok(memory) => {
                 if let Some(cpus) = cpus {
-                    self.homes.moved(index, cpus);
+                    self.ring_nodes.moved(index, cpus);
                 }
                 match memory {
                     Ok(pages) => {

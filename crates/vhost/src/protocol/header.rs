@@ -64,7 +64,7 @@ impl Header {
 
     /// Checks what a request may have. Bits that the specification does not name are ignored.
     ///
-    /// Errors: another version; a reply that nobody asked for.
+    /// Errors: another version; a reply without a request.
     pub(crate) fn check(&self, name: &str) -> Result<(), Malformed> {
         if self.flags & VERSION_MASK != VERSION {
             let version = self.flags & VERSION_MASK;

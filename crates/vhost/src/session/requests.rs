@@ -92,7 +92,7 @@ impl Session {
                 backend.set_log(fd, log.mmap_size, log.mmap_offset)?;
                 return Ok(Some(log_reply(number, &log)));
             }
-            // Whoever connects is the owner, and the only one.
+            // The front end that connects is the owner, and the only one.
             Message::SetOwner => self.claimed = true,
             Message::ResetOwner => self.reset_owner(backend),
             Message::SetFeatures(features) => self.set_features(backend, features)?,

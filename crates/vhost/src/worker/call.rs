@@ -33,7 +33,7 @@ struct Event {
     ///
     /// That is for front ends that mean well. One that means harm can clear the flag later, or fill
     /// the counter between the question and the write: then the write waits, and with it all
-    /// virtqueues of the thread, until somebody wants something of the thread ([`Watch::look`]).
+    /// virtqueues of the thread, until another thread asks something of this one ([`Watch::look`]).
     /// The eventfd is let go then.
     may_block: bool,
 }
@@ -62,7 +62,7 @@ impl Call {
         });
     }
 
-    /// Wakes the guest. Returns whether there is somebody to wake.
+    /// Wakes the guest. Returns whether there is a guest to wake.
     pub(crate) fn signal(&self) -> bool {
         let written = match self.fd.borrow().as_ref() {
             None => return false,

@@ -1,7 +1,7 @@
-//! The disk, held as it is for somebody who moves its bytes past us.
+//! Freezes the disk's layout while the host kernel reads and writes the image directly (`--accel`).
 //!
 //! Promises: a thread has one hold at most, asked for or granted, and [`Worker::release_disk`] ends
-//! it in either state: one that is granted to nobody any more ends at once. Queue thread.
+//! it in either state: one that no thread waits for any more ends at once. Queue thread.
 
 use std::cell::RefCell;
 use std::rc::Rc;

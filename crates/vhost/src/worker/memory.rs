@@ -21,8 +21,8 @@ impl Worker {
         ranges
     }
 
-    /// Moves it to a node. Gives where its pages are then; those that nobody has touched yet take
-    /// no memory, and come from there.
+    /// Moves it to a node. Gives where its pages are then; those that no thread has touched yet
+    /// take no memory, and come from there.
     ///
     /// Errors: as [`move_to_node`]; it stays where it is, which is slower, and not wrong.
     pub(crate) fn move_to(&self, node: usize) -> Result<NodePages, Errno> {

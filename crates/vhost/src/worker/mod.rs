@@ -35,7 +35,7 @@ use pins::Pins;
 use turns::Turns;
 use watch::Watch;
 
-pub(crate) use pins::Told;
+pub(crate) use pins::Reported;
 pub(crate) use slot::Slot;
 pub(crate) use thread::{Pending, ThreadSetup, WorkerThread};
 pub(crate) use vring::{RingStart, Vring, areas, layout};
@@ -89,10 +89,10 @@ impl Worker {
         disk: Arc<Disk>,
         device: Arc<Device>,
         cells: Arc<QueueCells>,
-        pins: Option<Arc<Told>>,
+        pins: Option<Arc<Reported>>,
         watch: Arc<Watch>,
     ) -> Rc<Worker> {
-        let pins = pins.and_then(|told| Pins::new(ring, told));
+        let pins = pins.and_then(|reported| Pins::new(ring, reported));
         let log_event = Call::new(&watch, &device);
         Rc::new_cyclic(|this| Worker {
             ring: ring.clone(),
@@ -159,7 +159,7 @@ impl Worker {
     }
 
     /// Waits until all that a process before us had taken is taken again: the base of a virtqueue
-    /// says that it was, so nobody would ask for it any more once the virtqueue has been taken off
+    /// says that it was, so it would never be asked for again once the virtqueue has been taken off
     /// this thread.
     async fn catch_up(&self, vring: &Vring) {
         while !self.device.needs_reset() && vring.is_behind() {
@@ -223,7 +223,7 @@ impl Worker {
     pub(crate) fn set_call(&self, index: u16, fd: Option<OwnedFd>) {
         if let Some(vring) = self.vring(index) {
             vring.call.set(fd);
-            // What was completed before was told to nobody.
+            // The guest was not called for what was completed before.
             vring.call.signal();
         }
     }

@@ -19,14 +19,14 @@ const PIECE_SHIFT: u32 = 30;
 /// is 16384 (`IORING_MAX_REG_BUFFERS`).
 const SLOTS: u16 = 4095;
 
-/// Of which regions it was said that they are not pinned, by their guest address and size: each
-/// queue thread meets the same limit, one of them tells.
+/// Regions already reported as unpinned, by their guest address and size, so that each is logged
+/// once: every queue thread meets the same limit.
 ///
-/// At most [`TOLD_MAX`]: a front end can announce as many as it likes, one after the other.
-pub(crate) type Told = Mutex<BTreeSet<(u64, u64)>>;
+/// At most [`REPORTED_MAX`]: a front end can announce as many as it likes, one after the other.
+pub(crate) type Reported = Mutex<BTreeSet<(u64, u64)>>;
 
-/// Regions that are told of, since the export began.
-const TOLD_MAX: usize = 16;
+/// Regions that are reported at most, since the export began.
+const REPORTED_MAX: usize = 16;
 
 /// Which piece of which region is in which slot.
 #[derive(Debug)]
@@ -35,7 +35,7 @@ pub(super) struct Pins {
     /// Empty slots; never slot 0, which is for memory of the ring's owner.
     free: Vec<u16>,
     regions: Vec<Pinned>,
-    told: Arc<Told>,
+    reported: Arc<Reported>,
 }
 
 /// A region that the view has.
@@ -48,15 +48,15 @@ struct Pinned {
 
 impl Pins {
     /// Makes the ring's table. `None`, with a line in the log, where the kernel refuses.
-    pub(super) fn new(ring: &Ring, told: Arc<Told>) -> Option<Pins> {
-        Pins::sized(ring, told, SLOTS, PIECE_SHIFT)
+    pub(super) fn new(ring: &Ring, reported: Arc<Reported>) -> Option<Pins> {
+        Pins::sized(ring, reported, SLOTS, PIECE_SHIFT)
     }
 
-    fn sized(ring: &Ring, told: Arc<Told>, slots: u16, piece_shift: u32) -> Option<Pins> {
+    fn sized(ring: &Ring, reported: Arc<Reported>, slots: u16, piece_shift: u32) -> Option<Pins> {
         match ring.register_buffers(None, slots) {
             Ok(()) => {
                 let free = (1..=slots).rev().collect();
-                Some(Pins { piece_shift, free, regions: Vec::new(), told })
+                Some(Pins { piece_shift, free, regions: Vec::new(), reported })
             }
             Err(errno) => {
                 tracing::warn!("guest memory is not pinned: {errno}");
@@ -116,10 +116,11 @@ impl Pins {
     /// Warns that a region is not pinned from a byte on.
     fn tell(&self, region: &Region, from: usize, why: &str) {
         let (start, size) = (region.guest_addr(), region.size());
-        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        if told.len() < TOLD_MAX && told.insert((start, size)) {
+        let mut reported = self.reported.lock().unwrap_or_else(PoisonError::into_inner);
+        if reported.len() < REPORTED_MAX && reported.insert((start, size)) {
             let left = size - from as u64;
-            let rest = if told.len() < TOLD_MAX { "" } else { " (of others nothing is said)" };
+            let rest =
+                if reported.len() < REPORTED_MAX { "" } else { " (of others nothing is said)" };
             tracing::warn!(
                 "{left:#x} of the {size:#x} bytes of guest memory at {start:#x} are not pinned: {why}{rest}"
             );

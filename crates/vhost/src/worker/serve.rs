@@ -191,7 +191,7 @@ fn whole(done: usize, buf: &IoBuf) -> Result<(), Errno> {
 }
 
 /// Does something on the disk. With [`OnError::Stop`] a request that fails is never answered:
-/// everything ends, and it is done again by whoever serves the disk next.
+/// everything ends, and it is done again by the process that serves the disk next.
 async fn attempt<F, T>(
     worker: &Worker,
     what: &'static str,

@@ -8,11 +8,11 @@ impl Source for Worker {
     fn publish(&self) {
         let mut logged = false;
         for vring in self.vrings.borrow().iter() {
-            let shown = vring.publish();
-            if shown.called {
+            let published = vring.publish();
+            if published.called {
                 self.cells.calls.add(1);
             }
-            logged |= shown.logged;
+            logged |= published.logged;
         }
         if logged {
             self.log_event.signal();
@@ -29,7 +29,7 @@ impl Source for Worker {
 
     fn arm(&self) -> bool {
         if self.room() == 0 {
-            // Nothing could be taken; whoever ends next looks again.
+            // Nothing could be taken; the next request that ends looks again.
             return false;
         }
         if self.device.needs_reset() {

@@ -11,7 +11,7 @@ use ringdisk_ring::{Config, CpuList, SetupError, SpinPolicy};
 use rustix::thread::set_current_timer_slack;
 
 use super::watch::Watch;
-use super::{REQUESTS_MAX, Told, Worker};
+use super::{REQUESTS_MAX, Reported, Worker};
 use crate::device::Device;
 
 /// Operations for each request: data of several extents, metadata.
@@ -35,7 +35,7 @@ pub(crate) struct ThreadSetup {
     pub(crate) disk: Arc<Disk>,
     pub(crate) device: Arc<Device>,
     /// Guest memory is registered with the ring; shared by the threads of an export.
-    pub(crate) pins: Option<Arc<Told>>,
+    pub(crate) pins: Option<Arc<Reported>>,
     /// The ring does nothing but what serving takes.
     pub(crate) restricted: bool,
 }

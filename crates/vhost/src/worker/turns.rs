@@ -1,9 +1,9 @@
 //! Whose turn it is among the virtqueues of a thread.
 //!
 //! Promises: each virtqueue gets an equal share of a batch, if it has so many requests; what others
-//! leave goes to whoever has more. The next batch begins with another one. So a virtqueue that has
-//! requests is served at least once in as many batches as there are virtqueues, however much the
-//! others ask for.
+//! leave goes to those that have more. The next batch begins with another one. So a virtqueue that
+//! has requests is served at least once in as many batches as there are virtqueues, however much
+//! the others ask for.
 
 use std::cell::Cell;
 
@@ -39,7 +39,7 @@ impl Turns {
             Err(_) => 1,
         };
         let mut taken = 0;
-        // First to each its share, then what is left to whoever asks first. One place that takes,
+        // First to each its share, then the rest to the one that asks first. One place that takes,
         // so that it is compiled into the loop.
         for share in [share, room] {
             let mut is_more = false;

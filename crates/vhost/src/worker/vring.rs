@@ -60,7 +60,7 @@ pub(crate) fn layout(setup: &VringSetup) -> Layout {
 
 /// What came of showing a guest what is done.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Shown {
+pub(super) struct Published {
     /// The guest was called.
     pub(super) called: bool,
     /// What was written for it, now and before, is in the log.
@@ -233,12 +233,12 @@ impl Vring {
 
     /// Shows the guest what is done.
     #[inline]
-    pub(super) fn publish(&self) -> Shown {
+    pub(super) fn publish(&self) -> Published {
         let (wanted, logged) = match self.queue.borrow_mut().as_mut() {
             Some(queue) if queue.has_completed() => (queue.publish(), queue.log().is_some()),
             _ => (false, false),
         };
-        Shown { called: wanted && self.call.signal(), logged }
+        Published { called: wanted && self.call.signal(), logged }
     }
 
     /// Whether requests of a process before us have not been taken again yet, and will be.

@@ -36,7 +36,7 @@ fn scene(packed: bool, what: impl FnOnce(Served, Vm, Load)) {
 
 /// Another export has the disk, and the one before has ended.
 fn taken_over(served: Served) -> (Export, std::sync::Arc<Disk>) {
-    let (parcel, still) = served.export.hand_over_handle().hand_over().expect("a parcel");
+    let (state, still) = served.export.hand_over_handle().hand_over().expect("a state");
     let options = ExportOptions {
         queues: 8,
         threads: Threads::Count(2),
@@ -46,7 +46,7 @@ fn taken_over(served: Served) -> (Export, std::sync::Arc<Disk>) {
     let image = ImageOptions { format: Some(Format::Raw), ..ImageOptions::default() };
     let mut runtime = Runtime::new(Config::default()).expect("io_uring");
     let ring = runtime.ring().clone();
-    let prepared = runtime.block_on(Export::take_over(&ring, parcel, &image, options));
+    let prepared = runtime.block_on(Export::take_over(&ring, state, &image, options));
     let prepared = prepared.expect("it fits");
     assert!(still.commit());
     let disk = prepared.disk().clone();
@@ -57,7 +57,7 @@ fn taken_over(served: Served) -> (Export, std::sync::Arc<Disk>) {
 
 /// A hand-over that nobody takes.
 fn in_vain(served: &Served) {
-    drop(served.export.hand_over_handle().hand_over().expect("a parcel"));
+    drop(served.export.hand_over_handle().hand_over().expect("a state"));
 }
 
 #[test]
@@ -147,7 +147,7 @@ fn a_message_that_is_half_here_is_waited_for() {
             let asked = scope.spawn(move || handle.hand_over().map(drop));
             std::thread::sleep(Duration::from_millis(200));
             assert!(vm.front.send_raw(&message[5..], &[]));
-            asked.join().expect("an answer").expect("a parcel");
+            asked.join().expect("an answer").expect("a state");
         });
         let (protocol, _) = vm.front.reply(ask::GET_PROTOCOL_FEATURES).expect("a reply");
         assert_eq!(protocol.len(), 8);

@@ -9,4 +9,3 @@ mod hand_over;
 mod life;
 mod order;
 mod race;
-mod reads;

@@ -36,7 +36,7 @@ const DISK: u64 = 64 * MIB;
 const SLOTS: usize = 80;
 /// A virtqueue that nobody uses, but to break the device of a process that is to be dead.
 const SPARE: u32 = 7;
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A virtqueue, as the front end sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -431,7 +431,7 @@ impl World {
             std::thread::sleep(Duration::from_millis(1));
             (first.0 == first.1 && (flying(), ledger.frozen()) == first).then_some(())
         };
-        assert!(until(PATIENCE, still).is_some(), "{} in flight: {}", flying(), self.told());
+        assert!(until(TIMEOUT, still).is_some(), "{} in flight: {}", flying(), self.told());
     }
 
     /// Breaks the device of a process that is to be dead: no virtqueue of it takes a request from
@@ -451,7 +451,7 @@ impl World {
         kicked.expect("a kick");
         front.vring(ask::SET_VRING_ENABLE, SPARE, 1).expect("it starts");
         let export = &self.served().export;
-        let broken = until(PATIENCE, || export.broken_reason());
+        let broken = until(TIMEOUT, || export.broken_reason());
         assert!(broken.is_some(), "{}", self.told());
     }
 
@@ -466,9 +466,9 @@ impl World {
             return;
         }
         let served = self.served.take().expect("it is served");
-        let (parcel, still) = served.export.hand_over_handle().hand_over().expect("a parcel");
+        let (state, still) = served.export.hand_over_handle().hand_over().expect("a state");
         if self.prng.coin() {
-            drop((parcel, still));
+            drop((state, still));
             self.served = Some(served);
             return;
         }
@@ -481,7 +481,7 @@ impl World {
         let image = ImageOptions { format: Some(Format::Raw), ..ImageOptions::default() };
         let mut runtime = Runtime::new(Config::default()).expect("io_uring");
         let ring = runtime.ring().clone();
-        let prepared = runtime.block_on(Export::take_over(&ring, parcel, &image, options));
+        let prepared = runtime.block_on(Export::take_over(&ring, state, &image, options));
         let prepared = prepared.expect("it fits");
         assert!(still.commit());
         *disk = prepared.disk().clone();
@@ -551,7 +551,7 @@ impl World {
         }
         for index in 0..self.states.len() {
             while self.vm.queues[index].in_flight() > 0 {
-                let done = self.vm.queues[index].wait_for(&self.vm.ram, PATIENCE * 3);
+                let done = self.vm.queues[index].wait_for(&self.vm.ram, TIMEOUT * 3);
                 let done = done.unwrap_or_else(|| {
                     panic!("virtqueue {index}: {:?} are lost: {}", self.asked, self.told())
                 });

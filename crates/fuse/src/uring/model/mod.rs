@@ -1,5 +1,5 @@
 //! Model of entries that move between queue threads, and of a start: the very source file
-//! `custody.rs`, built on simulated atomics, under orders of steps that the checker chooses.
+//! `ownership.rs`, built on simulated atomics, under orders of steps that the checker chooses.
 //!
 //! Around it: a kernel that delivers the next request of an entry to the thread that committed the
 //! last one; messages between threads, which may be refused, and among which are some of other
@@ -7,8 +7,8 @@
 
 #![allow(clippy::duplicate_mod, reason = "the model is the same source on other primitives")]
 
-#[path = "../custody.rs"]
-mod custody;
+#[path = "../ownership.rs"]
+mod ownership;
 mod sync;
 
 use shuttle::rand::{Rng, thread_rng};
@@ -17,7 +17,7 @@ use shuttle::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use shuttle::sync::mpsc::{Receiver, Sender, channel};
 use shuttle::{check_random, thread};
 
-use custody::{Custody, Outcome};
+use ownership::{Outcome, Ownership};
 
 /// Schedules to try. Each takes well under a millisecond.
 const SCHEDULES: usize = 5000;
@@ -40,7 +40,7 @@ enum Completion {
 
 /// An entry, as the kernel and the threads have it.
 struct Entry {
-    custody: Custody,
+    ownership: Ownership,
     /// A thread touches it: twice at once would be two owners.
     touched: AtomicBool,
     served: AtomicUsize,
@@ -64,7 +64,7 @@ impl Mount {
     fn new() -> (Arc<Mount>, Vec<Receiver<Completion>>) {
         let (rings, ends): (Vec<_>, Vec<_>) = (0..THREADS).map(|_| channel()).unzip();
         let entry = |_| Entry {
-            custody: Custody::new(),
+            ownership: Ownership::new(),
             touched: AtomicBool::new(false),
             served: AtomicUsize::new(0),
         };
@@ -95,7 +95,7 @@ impl Mount {
                 Completion::Wake => {}
                 Completion::Request(index) => self.carry(thread, index),
                 Completion::Handed(index) => {
-                    if self.entries[index].custody.take() {
+                    if self.entries[index].ownership.take() {
                         self.carry(thread, index);
                     }
                 }
@@ -127,15 +127,15 @@ impl Mount {
     /// As `entry::hand_over`. A message may be refused, or be delivered although its sender is told
     /// that it was not.
     fn hand_over(&self, index: usize, to: usize) -> bool {
-        let custody = &self.entries[index].custody;
+        let ownership = &self.entries[index].ownership;
         self.touch(index, || ());
-        custody.send();
+        ownership.send();
         let (delivered, told) =
             [(true, true), (false, false), (true, false)][thread_rng().gen_range(0..3)];
         if delivered {
             self.post(to, Completion::Handed(index));
         }
-        told || !custody.take_back()
+        told || !ownership.take_back()
     }
 
     /// Puts something into the ring of a thread; one that has ended does not mind.
@@ -193,7 +193,7 @@ fn every_request_is_served_by_one_thread_wherever_entries_move() {
             threads.into_iter().for_each(|thread| thread.join().unwrap());
             for entry in &mount.entries {
                 assert_eq!(entry.served.load(Ordering::SeqCst), REQUESTS);
-                assert!(!entry.custody.take(), "still on its way");
+                assert!(!entry.ownership.take(), "still on its way");
             }
         },
         SCHEDULES,

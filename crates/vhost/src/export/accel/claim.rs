@@ -1,9 +1,9 @@
-//! A block device that belongs to the kernel's threads: nobody else may have it exclusively, and
-//! nothing of it is in the page cache.
+//! A block device that belongs to the kernel's threads: no other process may have it exclusively,
+//! and nothing of it is in the page cache.
 //!
 //! Bios go past the page cache of the device. What others have written through it before must be on
 //! the device first, and what they have read must not be found there later. Mounted file systems,
-//! volume managers and whoever else claims devices (O_EXCL) are kept out by a claim of our own; a
+//! volume managers and others that claim devices (O_EXCL) are kept out by a claim of our own; a
 //! program that just opens the device cannot be. Control thread.
 
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};

@@ -1,8 +1,8 @@
 //! The log of I/O errors that the host kernel gives a guest.
 //!
 //! The module counts them; it keeps neither the place nor the reason, which the log of the kernel
-//! may have. So somebody has to look: every [`KERNEL_LOOK`], when virtqueues come back, and when
-//! the front end is gone. Control thread.
+//! may have. So the control thread has to look: every [`KERNEL_LOOK`], when virtqueues come back,
+//! and when the front end is gone. Control thread.
 
 use std::time::{Duration, Instant};
 
@@ -15,15 +15,15 @@ pub(in crate::export) const KERNEL_LOOK: Duration = Duration::from_secs(2);
 /// After a line the next one comes so much later.
 const WINDOW: Duration = Duration::from_secs(10);
 
-/// Why somebody looks.
+/// Why the control thread looks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::export) enum Occasion {
     /// Now and then, while the kernel has virtqueues or something is left to tell.
     Regular,
     /// Virtqueues have come back. A guest may do that as often as it likes, so the last line may be
-    /// too fresh: whoever looks next tells what is left.
+    /// too fresh: the next look reports what is left.
     Stopped,
-    /// The front end is gone. Nobody looks again soon.
+    /// The front end is gone. No look follows soon.
     Last,
 }
 
@@ -120,7 +120,7 @@ mod tests {
             (1..=100).filter(|i| errors.news(1 + i, Occasion::Stopped, at(i / 10)) > 0).count();
         assert_eq!(lines, 1);
         assert_eq!(errors.news(103, Occasion::Stopped, at(11)), 0);
-        assert!(errors.is_behind, "somebody looks again, though no virtqueue is in the kernel");
+        assert!(errors.is_behind, "it is looked at again, though no virtqueue is in the kernel");
         assert_eq!(errors.news(105, Occasion::Last, at(11)), 4, "what was left");
         assert!(!errors.is_behind);
     }

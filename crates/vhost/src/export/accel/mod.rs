@@ -5,13 +5,13 @@
 //! of it can begin before all are back. What the kernel refuses costs speed and nothing else: queue
 //! threads serve on. Where they are, and why, is said once for each front end.
 //!
-//! Control thread; what is shown of it is read by any.
+//! Control thread; any thread reads its status.
 
 mod claim;
 mod errors;
 mod moves;
 mod obstacle;
-mod shown;
+mod status;
 mod workers;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -29,8 +29,8 @@ pub(super) use errors::{KERNEL_LOOK, Occasion};
 pub(crate) use obstacle::Obstacle;
 use obstacle::{Look, obstacle};
 pub use ringdisk_vblk::{Engine, State, Stats as QueueCounters};
-pub(super) use shown::Shown;
-pub use shown::{Acceleration, QueueInKernel};
+pub(super) use status::KernelStatus;
+pub use status::{Acceleration, QueueInKernel};
 
 /// Whether the kernel is to move the data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +56,7 @@ pub(super) struct Accel {
     trouble: Option<String>,
     /// Kernel threads are made, and each has its virtqueues.
     has_workers: bool,
-    /// Nobody else may claim the device meanwhile.
+    /// No other process may claim the device meanwhile.
     claim: Option<OwnedFd>,
     /// Features, memory and disk are in place, and the disk is held.
     is_prepared: bool,
@@ -67,7 +67,7 @@ pub(super) struct Accel {
     /// back for a moment, which is no news.
     told: Option<(bool, Option<Obstacle>)>,
     errors: KernelErrors,
-    pub(super) shown: Arc<Shown>,
+    pub(super) status: Arc<KernelStatus>,
 }
 
 /// What makes up for a module that was not usable at the start.
@@ -88,7 +88,7 @@ impl Accel {
         // A process that serves cannot try again: it may be in a sandbox without a way to the
         // device.
         let vblk = vblk.map_err(|error| format!("{error}; {LOOK_AGAIN}"));
-        let shown = Arc::new(Shown::new(vblk.as_ref().ok().cloned(), options.engine));
+        let status = Arc::new(KernelStatus::new(vblk.as_ref().ok().cloned(), options.engine));
         let in_kernel = vec![false; usize::from(queues)];
         Ok(Accel {
             options,
@@ -103,7 +103,7 @@ impl Accel {
             capacity: 0,
             told: None,
             errors: KernelErrors::default(),
-            shown,
+            status,
         })
     }
 
@@ -178,7 +178,7 @@ impl Control {
     pub(super) fn check_accel(&mut self) -> Result<bool, Error> {
         let obstacle = self.accel_obstacle();
         let Some(accel) = &mut self.accel else { return Ok(false) };
-        accel.shown.set(false, obstacle.clone());
+        accel.status.set(false, obstacle.clone());
         accel.told = obstacle.clone().map(|why| (false, Some(why)));
         let Some(why) = obstacle else { return Ok(true) };
         if accel.options.required {
@@ -188,7 +188,7 @@ impl Control {
         }
         let name = &self.device.name;
         match why {
-            // Somebody has installed it, and it is of no use.
+            // It was installed, and it is of no use.
             Obstacle::Module(why) if !accel.is_missing => {
                 tracing::warn!("{name}: the queue threads serve, since {why}");
             }
@@ -218,7 +218,7 @@ impl Control {
         if let Some(Obstacle::Trouble(trouble)) = &why {
             accel.trouble = Some(trouble.clone());
         }
-        accel.shown.set(accel.is_used(), why.clone());
+        accel.status.set(accel.is_used(), why.clone());
         let news = Some((accel.is_used(), why.clone()));
         if accel.told == news {
             return;
@@ -315,7 +315,7 @@ impl Control {
     fn signal(&self, index: u16, event: BorrowedFd<'_>) {
         let Ok(event) = event.try_clone_to_owned() else { return };
         let signalled = self.thread(index).ask(move |worker| worker.signal(event));
-        let _ = signalled.wait(self.is_patient());
+        let _ = signalled.wait(self.may_wait());
     }
 
     /// Regions were added to the memory: the module takes it while none of its virtqueues runs.
@@ -335,13 +335,13 @@ impl Control {
         }
         let is_through = self.device.is_write_through() || self.disk.cache().sync();
         let Some(Ok(vblk)) = self.accel.as_ref().map(|accel| &accel.vblk) else { return false };
-        let shown = locked(vblk).set_cache(!is_through);
-        if let Err(error) = &shown {
+        let set = locked(vblk).set_cache(!is_through);
+        if let Err(error) = &set {
             let why = Obstacle::Trouble(error.to_string());
             self.take_back_all();
             self.tell_accel(Some(why));
         }
-        shown.is_ok()
+        set.is_ok()
     }
 
     /// Another eventfd to call the guest of a virtqueue that is in the kernel.
@@ -353,7 +353,7 @@ impl Control {
         let Some(Ok(vblk)) = self.accel.as_ref().map(|accel| &accel.vblk) else { return Ok(()) };
         locked(vblk).set_call(index, call).map_err(|error| Refusal::new(error.to_string()))?;
         if let Some(call) = call {
-            // What was completed before was told to nobody.
+            // The guest was not called for what was completed before.
             self.signal(index, call);
         }
         Ok(())

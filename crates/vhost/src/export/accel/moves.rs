@@ -50,12 +50,12 @@ impl Control {
         &mut self,
         pending: Pending<T>,
     ) -> Result<T, Gone> {
-        let is_patient = self.is_patient();
+        let may_wait = self.may_wait();
         pending.wait(|| {
             if self.signals.take_recall() {
                 self.take_back_all();
             }
-            is_patient()
+            may_wait()
         })
     }
 
@@ -80,7 +80,7 @@ impl Control {
         };
         if let Some(area) = &self.inflight {
             // Nothing is in flight at this moment, and what the kernel takes it completes, whatever
-            // becomes of us: whoever comes next begins at the used index.
+            // becomes of us: the next process begins at the used index.
             area.retire(index);
         }
         vblk.start(index, ring).map_err(|error| trouble(&error))?;
@@ -96,9 +96,9 @@ impl Control {
         // Not before: here they are made by a thread of the sandbox, and have its rights.
         self.make_workers().map_err(Obstacle::Trouble)?;
         let held = self.threads[0].ask_task_or(Worker::hold_disk, Worker::release_disk);
-        let Ok(held) = held.wait(self.is_patient()) else {
-            // The answer may have come at this moment. Nobody waits for the thread now, which may
-            // be stuck.
+        let Ok(held) = held.wait(self.may_wait()) else {
+            // The answer may have come at this moment. No thread waits for the queue thread now,
+            // which may be stuck.
             drop(self.threads[0].ask(|worker| worker.release_disk()));
             return Err(Obstacle::Trouble(String::from("the queue thread does not answer")));
         };
@@ -121,7 +121,7 @@ impl Control {
                     Engine::Default => Engine::Kiocb,
                     asked => asked,
                 };
-                accel.shown.set_engine(Some(engine));
+                accel.status.set_engine(Some(engine));
                 Ok(())
             }
             (_, Err(why)) => {
@@ -159,7 +159,7 @@ impl Control {
     fn let_disk_go(&mut self) {
         let Some(accel) = &mut self.accel else { return };
         accel.is_prepared = false;
-        accel.shown.set_engine(None);
+        accel.status.set_engine(None);
         if let Ok(vblk) = &accel.vblk {
             let mut vblk = locked(vblk);
             // The memory of a guest that has gone goes, too.
@@ -170,7 +170,7 @@ impl Control {
         }
         accel.claim = None;
         let released = self.threads[0].ask(|worker| worker.release_disk());
-        let _ = released.wait(self.is_patient());
+        let _ = released.wait(self.may_wait());
     }
 
     /// Drains a virtqueue that is in the kernel and takes it off. Gives its base.
@@ -186,7 +186,7 @@ impl Control {
             stopped
         };
         if !accel.is_used() {
-            accel.shown.set(false, None);
+            accel.status.set(false, None);
             self.tell_kernel_errors(Occasion::Stopped);
             self.let_disk_go();
         }
@@ -198,7 +198,7 @@ impl Control {
     }
 
     /// Takes all virtqueues back; they go on, on their threads. What the kernel does not give back
-    /// (this process is being killed) stays there, with its memory and the disk; whoever comes next
+    /// (this process is being killed) stays there, with its memory and the disk; the next process
     /// finds what is in flight in the ring.
     pub(in crate::export) fn take_back_all(&mut self) {
         let Some(accel) = &mut self.accel else { return };
@@ -226,7 +226,7 @@ impl Control {
         if accel.is_used() {
             return;
         }
-        accel.shown.set(false, None);
+        accel.status.set(false, None);
         if accel.is_prepared {
             self.tell_kernel_errors(Occasion::Stopped);
             self.let_disk_go();

@@ -16,7 +16,7 @@ pub(crate) enum Obstacle {
     SwitchedOff,
     /// The disk is more than the bytes of a file, or it is being changed.
     Disk(String),
-    /// The block device is somebody else's, too; why.
+    /// Another process has the block device, too; why.
     InUse(String),
     /// Errors of the image end the export, and the kernel does not ask.
     StopsOnError,
@@ -100,7 +100,7 @@ impl fmt::Display for Obstacle {
 }
 
 impl Obstacle {
-    /// Whether it goes away by itself, or somebody wanted it: what must be accelerated (`--accel
+    /// Whether it goes away by itself, or the user wanted it: what must be accelerated (`--accel
     /// require`) is served all the same meanwhile.
     pub(crate) fn is_passing(&self) -> bool {
         matches!(

@@ -18,7 +18,7 @@ impl Control {
         let count = accel.options.workers.unwrap_or(queues).clamp(1, queues);
         let mut vblk = locked(accel.vblk.as_ref()?);
         for index in 0..count {
-            let cpus = self.homes.cpus_of(index);
+            let cpus = self.ring_nodes.cpus_of(index);
             let cpus = (!cpus.is_empty()).then_some(&cpus);
             let worker = vblk.new_worker(cpus).map_err(refused)?;
             if let Some(errno) = worker.unbound {
@@ -64,7 +64,7 @@ impl Control {
         if usize::from(index) >= vblk.workers().len() {
             return;
         }
-        let cpus = self.homes.cpus_of(index);
+        let cpus = self.ring_nodes.cpus_of(index);
         let moved = vblk.worker_of(index).and_then(|worker| vblk.place_worker(worker, &cpus));
         if let Err(error) = moved {
             let name = &self.device.name;

@@ -16,7 +16,7 @@ use super::*;
 use crate::blk::config::Config;
 use crate::device::Device;
 use crate::export::OnError;
-use crate::export::home::Homes;
+use crate::export::ring_nodes::RingNodes;
 use crate::session::Backend;
 use crate::signals::Signals;
 use crate::worker::{ThreadSetup, WorkerThread};
@@ -57,8 +57,8 @@ fn control() -> Control {
     let threads = vec![thread(0), thread(1)];
     let views = Arc::new(Mutex::new(threads.iter().map(|it| it.thread.view.clone()).collect()));
     let placed = vec![CpuList::default(); 2];
-    let homes = Homes::new(Topology::read(), CpuList::default(), Numa::Off, placed, views);
-    Control::new(Arc::clone(&disk), device, config(), threads, homes, None, signals)
+    let ring_nodes = RingNodes::new(Topology::read(), CpuList::default(), Numa::Off, placed, views);
+    Control::new(Arc::clone(&disk), device, config(), threads, ring_nodes, None, signals)
 }
 
 /// Sends a flush and waits for its answer.

@@ -1,5 +1,5 @@
-//! On a machine with one node nothing has to move; `tests/vm/run fuse machine::numa` looks at one with
-//! two.
+//! On a machine with one node nothing has to move; `tests/vm/run fuse machine::numa` looks at one
+//! with two.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -64,7 +64,7 @@ fn data_in_one_piece_of_a_region_name_its_slot_and_others_go_the_ordinary_way() 
             "{len} at {guest_addr:#x}"
         );
     }
-    assert!(pins.told.lock().expect("told").is_empty());
+    assert!(pins.reported.lock().expect("reported").is_empty());
 }
 
 #[test]
@@ -82,7 +82,7 @@ fn slots_of_memory_that_is_gone_are_used_again() {
         let view = pins.view(&ring, memory(&[&kept]));
         assert!(is_fixed(&mut runtime, &view, 1 << 30, 4096));
     }
-    assert!(pins.told.lock().expect("told").is_empty());
+    assert!(pins.reported.lock().expect("reported").is_empty());
 }
 
 #[test]
@@ -97,7 +97,7 @@ fn what_finds_no_slot_works_unpinned_and_is_told_once() {
     assert!(is_fixed(&mut runtime, &view, PIECE, 4096));
     assert!(!is_fixed(&mut runtime, &view, 2 * PIECE, 4096));
     assert!(!is_fixed(&mut runtime, &view, 4 * PIECE - 4096, 4096));
-    assert_eq!(pins.told.lock().expect("told").len(), 1);
+    assert_eq!(pins.reported.lock().expect("reported").len(), 1);
 }
 
 /// A front end can announce other regions for as long as it likes.
@@ -110,7 +110,7 @@ fn of_regions_that_come_and_go_only_the_first_are_told() {
         let view = pins.view(&ring, memory(&[&region(number << 32, 2 * PIECE)]));
         assert!(!is_fixed(&mut runtime, &view, (number << 32) + PIECE, 4096));
     }
-    assert_eq!(pins.told.lock().expect("told").len(), 16);
+    assert_eq!(pins.reported.lock().expect("reported").len(), 16);
 }
 
 /// Bytes of memory that could be had.
@@ -134,7 +134,7 @@ fn a_region_above_the_limit_of_the_kernel_is_pinned() {
 
     let view = pins.view(&ring, memory(&[&large]));
 
-    if !needs("locked memory of 1 GiB", pins.told.lock().expect("told").is_empty()) {
+    if !needs("locked memory of 1 GiB", pins.reported.lock().expect("reported").is_empty()) {
         return;
     }
     assert!(is_fixed(&mut runtime, &view, (1 << 30) - 4096, 4096));

@@ -18,7 +18,7 @@ const FDS_MAX: usize = 2048;
 /// All that another process needs to go on with an export: to be sent as it is, the descriptors in
 /// this order.
 #[derive(Debug)]
-pub struct Parcel {
+pub struct HandOverState {
     /// JSON in a form of its own.
     pub description: String,
     /// Descriptors; the description says what each is.
@@ -96,7 +96,7 @@ struct VringWords {
     enabled: Option<bool>,
 }
 
-/// A parcel that is being packed.
+/// A state that is being packed.
 #[derive(Debug, Default)]
 pub(crate) struct Packing {
     pub(crate) words: Words,
@@ -137,23 +137,23 @@ impl Packing {
             Some(SessionWords { features, protocol_features, status, regions, vrings });
     }
 
-    pub(crate) fn finish(mut self) -> Result<Parcel, Error> {
+    pub(crate) fn finish(mut self) -> Result<HandOverState, Error> {
         self.words.version = VERSION;
         let description = serde_json::to_string(&self.words).map_err(|error| {
             Error::new(ErrorKind::System, "the export cannot be described").source(error)
         })?;
-        Ok(Parcel { description, fds: self.fds })
+        Ok(HandOverState { description, fds: self.fds })
     }
 }
 
-/// A parcel that was opened.
+/// A state that was opened.
 #[derive(Debug)]
 pub(crate) struct Unpacked {
     pub(crate) words: Words,
     fds: Vec<(Role, OwnedFd)>,
 }
 
-impl Parcel {
+impl HandOverState {
     /// Errors: it is of another version, or damaged.
     pub(crate) fn open(self) -> Result<Unpacked, Error> {
         let refuse = |what: String| {
@@ -174,7 +174,7 @@ impl Parcel {
         let mut all = Vec::with_capacity(fds);
         for (role, fd) in words.roles.iter().copied().zip(self.fds) {
             // An image is judged as one; all else is of a kind that this process may touch without
-            // waiting for anybody, whoever says so.
+            // waiting, whatever the sender says.
             let fd = match role {
                 Role::Image => Ok(fd),
                 _ => vet(fd),
@@ -248,16 +248,16 @@ mod tests {
         packing.add(Role::Call(3), &file).unwrap();
         packing.add(Role::Image, &file).unwrap();
         packing.add(Role::Image, &file).unwrap();
-        let parcel = packing.finish().unwrap();
-        let words = parcel.description.clone();
-        let mut open = parcel.open().unwrap();
+        let state = packing.finish().unwrap();
+        let words = state.description.clone();
+        let mut open = state.open().unwrap();
         assert_eq!(open.words.log, Some((1, u64::MAX)));
         assert_eq!((open.all(Role::Image).len(), open.all(Role::Image).len()), (2, 0));
         assert!(open.one(Role::Call(2)).is_none() && open.one(Role::Call(3)).is_some());
         for description in
             [words.clone(), words.replace("\"version\":1", "\"version\":2"), String::from("{}")]
         {
-            assert!(Parcel { description, fds: Vec::new() }.open().is_err());
+            assert!(HandOverState { description, fds: Vec::new() }.open().is_err());
         }
     }
 

@@ -1,6 +1,6 @@
 //! Queue threads on the node of their virtqueues.
 //!
-//! The front end chooses where the memory of its guest is, and says so to nobody; the pages of the
+//! The front end chooses where the memory of its guest is, and does not say so; the pages of the
 //! rings tell. When a virtqueue starts and its pages lie on another node than the CPUs of its
 //! thread, the thread moves to the CPUs of that node: every request touches the rings several
 //! times, and the guest's own CPU, which touches them too, is most likely there. What the thread
@@ -20,7 +20,7 @@ use ringdisk_export::stats::QueueView;
 use ringdisk_guest::{Areas, RingMemory};
 use ringdisk_ring::{CpuList, Topology, pages_by_node};
 
-/// What is known of the threads, for whoever reads their counters.
+/// The threads as readers of their counters see them.
 pub(super) type Views = Arc<Mutex<Vec<QueueView>>>;
 
 /// The views; a panic elsewhere leaves them valid.
@@ -30,7 +30,7 @@ pub(super) fn locked(views: &Views) -> MutexGuard<'_, Vec<QueueView>> {
 
 /// Where virtqueues are, and what follows for their threads.
 #[derive(Debug)]
-pub(super) struct Homes {
+pub(super) struct RingNodes {
     topology: Topology,
     /// CPUs that queue threads may be on.
     usable: CpuList,
@@ -42,7 +42,7 @@ pub(super) struct Homes {
     views: Views,
 }
 
-impl Homes {
+impl RingNodes {
     /// * `usable`: CPUs that queue threads may be on.
     /// * `threads`: CPUs that each was started on; empty: where the scheduler wants.
     pub(super) fn new(
@@ -51,9 +51,9 @@ impl Homes {
         numa: Numa,
         threads: Vec<CpuList>,
         views: Views,
-    ) -> Homes {
+    ) -> RingNodes {
         let is_off = numa == Numa::Off || topology.nodes.len() < 2;
-        Homes { topology, usable, is_off, threads, rings: BTreeMap::new(), views }
+        RingNodes { topology, usable, is_off, threads, rings: BTreeMap::new(), views }
     }
 
     /// A virtqueue runs: looks where its rings are. Gives the node and its CPUs that its thread has
@@ -69,14 +69,16 @@ impl Homes {
             // the indexes.
             Ok(pages) => self.found(index, &pages.by_node),
             Err(errno) => {
-                tracing::debug!("virtqueue {index}: nobody tells where its rings are: {errno}");
+                tracing::debug!(
+                    "virtqueue {index}: the system does not tell where its rings are: {errno}"
+                );
                 self.is_off = true;
                 None
             }
         }
     }
 
-    /// As [`Homes::started`].
+    /// As [`RingNodes::started`].
     ///
     /// * `pages`: how many pages of the rings are on each node.
     fn found(&mut self, index: u16, pages: &BTreeMap<usize, u64>) -> Option<(usize, CpuList)> {
@@ -90,9 +92,9 @@ impl Homes {
             *wanted.entry(*node).or_default() += 1;
         }
         let most = wanted.values().copied().max()?;
-        let mut homes = wanted.iter().filter(|(_, count)| **count == most);
-        let (Some((home, _)), None) = (homes.next(), homes.next()) else { return None };
-        let is_there = |cpu| self.topology.node_of(cpu) == Some(*home);
+        let mut leading = wanted.iter().filter(|(_, count)| **count == most);
+        let (Some((node, _)), None) = (leading.next(), leading.next()) else { return None };
+        let is_there = |cpu| self.topology.node_of(cpu) == Some(*node);
         let now = &self.threads[thread];
         if !now.is_empty() && now.iter().all(is_there) {
             return None;
@@ -102,12 +104,12 @@ impl Homes {
         if cpus.is_empty() || cpus == *now {
             return None;
         }
-        tracing::debug!("virtqueue {index} is on node {home}: its thread goes to CPUs {cpus}");
-        Some((*home, cpus))
+        tracing::debug!("virtqueue {index} is on node {node}: its thread goes to CPUs {cpus}");
+        Some((*node, cpus))
     }
 
     /// Node of a virtqueue whose thread was there from the start: what others have made for it may
-    /// not be. `None`: it is elsewhere, or nobody knows.
+    /// not be. `None`: it is elsewhere, or that is not known.
     pub(super) fn shared(&self, index: u16) -> Option<usize> {
         let node = *self.rings.get(&index).filter(|_| !self.is_off)?;
         let cpus = &self.threads[self.thread_of(index)];
@@ -156,9 +158,9 @@ mod tests {
         }
     }
 
-    fn homes(usable: &str, threads: &[&str]) -> Homes {
+    fn ring_nodes(usable: &str, threads: &[&str]) -> RingNodes {
         let threads = threads.iter().map(|list| cpus(list)).collect();
-        Homes::new(topology(), cpus(usable), Numa::Auto, threads, Views::default())
+        RingNodes::new(topology(), cpus(usable), Numa::Auto, threads, Views::default())
     }
 
     /// Where a thread has to go.
@@ -172,50 +174,50 @@ mod tests {
 
     #[test]
     fn a_thread_goes_to_the_node_of_its_virtqueue_and_stays_there() {
-        let mut homes = homes("0-3", &["0", "2"]);
-        assert_eq!(homes.shared(0), None, "nobody has looked");
-        assert_eq!(homes.found(0, &on(0)), None);
-        assert_eq!(homes.shared(0), Some(0));
-        assert_eq!(homes.found(1, &on(0)), to(0, "0-1"));
-        assert_eq!(homes.shared(1), None, "it has to move");
-        homes.moved(1, cpus("0-1"));
-        assert_eq!(homes.shared(1), Some(0));
-        assert_eq!(homes.found(1, &on(0)), None);
+        let mut ring_nodes = ring_nodes("0-3", &["0", "2"]);
+        assert_eq!(ring_nodes.shared(0), None, "not looked at yet");
+        assert_eq!(ring_nodes.found(0, &on(0)), None);
+        assert_eq!(ring_nodes.shared(0), Some(0));
+        assert_eq!(ring_nodes.found(1, &on(0)), to(0, "0-1"));
+        assert_eq!(ring_nodes.shared(1), None, "it has to move");
+        ring_nodes.moved(1, cpus("0-1"));
+        assert_eq!(ring_nodes.shared(1), Some(0));
+        assert_eq!(ring_nodes.found(1, &on(0)), None);
         // The guest is started anew with other memory.
-        assert_eq!(homes.found(1, &on(1)), to(1, "2-3"));
+        assert_eq!(ring_nodes.found(1, &on(1)), to(1, "2-3"));
     }
 
     #[test]
     fn a_thread_without_a_cpu_of_its_own_is_bound_to_the_node() {
-        assert_eq!(homes("0-3", &[""]).found(0, &on(1)), to(1, "2-3"));
-        assert_eq!(homes("0-3", &["0-1"]).found(0, &on(1)), to(1, "2-3"));
-        assert_eq!(homes("0-3", &["0-1"]).found(0, &on(0)), None);
+        assert_eq!(ring_nodes("0-3", &[""]).found(0, &on(1)), to(1, "2-3"));
+        assert_eq!(ring_nodes("0-3", &["0-1"]).found(0, &on(1)), to(1, "2-3"));
+        assert_eq!(ring_nodes("0-3", &["0-1"]).found(0, &on(0)), None);
     }
 
     #[test]
     fn only_cpus_that_may_be_used_are() {
-        assert_eq!(homes("0-2", &["0"]).found(0, &on(1)), to(1, "2"));
-        assert_eq!(homes("0-1", &["0"]).found(0, &on(1)), None);
+        assert_eq!(ring_nodes("0-2", &["0"]).found(0, &on(1)), to(1, "2"));
+        assert_eq!(ring_nodes("0-1", &["0"]).found(0, &on(1)), None);
         // It may be nowhere else anyway.
-        assert_eq!(homes("2-3", &["2-3"]).found(0, &on(1)), None);
+        assert_eq!(ring_nodes("2-3", &["2-3"]).found(0, &on(1)), None);
     }
 
     #[test]
     fn several_virtqueues_of_a_thread_vote() {
-        let mut homes = homes("0-3", &["0"]);
-        assert_eq!(homes.found(0, &on(0)), None);
-        assert_eq!(homes.found(1, &on(1)), None, "one against one");
-        assert_eq!(homes.found(2, &on(1)), to(1, "2-3"));
+        let mut ring_nodes = ring_nodes("0-3", &["0"]);
+        assert_eq!(ring_nodes.found(0, &on(0)), None);
+        assert_eq!(ring_nodes.found(1, &on(1)), None, "one against one");
+        assert_eq!(ring_nodes.found(2, &on(1)), to(1, "2-3"));
     }
 
     #[test]
     fn where_nothing_is_known_nothing_moves() {
-        let mut homes = homes("0-3", &["0"]);
-        assert_eq!(homes.found(0, &BTreeMap::new()), None);
+        let mut ring_nodes = ring_nodes("0-3", &["0"]);
+        assert_eq!(ring_nodes.found(0, &BTreeMap::new()), None);
         let nodes = vec![Node { cpus: cpus("0-3"), ..Node::default() }];
         let single = Topology { nodes, ..topology() };
         let new = |topology, numa| {
-            Homes::new(topology, cpus("0-3"), numa, vec![cpus("0")], Views::default())
+            RingNodes::new(topology, cpus("0-3"), numa, vec![cpus("0")], Views::default())
         };
         assert!(new(single, Numa::Auto).is_off && new(topology(), Numa::Off).is_off);
         assert!(!new(topology(), Numa::Auto).is_off);

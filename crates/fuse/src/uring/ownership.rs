@@ -7,17 +7,17 @@
 
 use super::sync::{AtomicBool, AtomicI32, Ordering};
 
-/// Who may touch an entry: the thread that has it, and while it is on its way nobody.
+/// Which thread may touch an entry: the one that has it, and none while it is on its way.
 ///
 /// The message that says "it is yours" may be one that was meant for another mount, whose ring had
 /// the number that ours has now. So the message alone gives nothing: who does not find the entry on
 /// its way must not touch it.
 #[derive(Debug)]
-pub(super) struct Custody(AtomicBool);
+pub(super) struct Ownership(AtomicBool);
 
-impl Custody {
-    pub(super) fn new() -> Custody {
-        Custody(AtomicBool::new(false))
+impl Ownership {
+    pub(super) fn new() -> Ownership {
+        Ownership(AtomicBool::new(false))
     }
 
     /// The entry is on its way: the caller had it and touches it no more. Before the message is
@@ -26,7 +26,7 @@ impl Custody {
         self.0.store(true, Ordering::Release);
     }
 
-    /// The message could not be sent. False: somebody has taken the entry all the same.
+    /// The message could not be sent. False: another thread has taken the entry all the same.
     pub(super) fn take_back(&self) -> bool {
         self.take()
     }

@@ -13,7 +13,7 @@ use crate::session::Refusal;
 const TAKE_OVER: Duration = Duration::from_secs(10);
 
 /// The last flush has so long.
-const CLOSE_PATIENCE: Duration = Duration::from_secs(300);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(300);
 
 impl Control {
     /// Makes the disk ours before the first virtqueue runs: in a migration another process has had
@@ -29,7 +29,7 @@ impl Control {
                 )
             })
         });
-        taken.wait(self.is_patient())??;
+        taken.wait(self.may_wait())??;
         tracing::info!("{}: the disk is ours", self.device.name);
         Ok(())
     }
@@ -57,7 +57,7 @@ impl Control {
         let given = self.threads[0].ask_task(|worker| async move {
             worker.disk.deactivate(&worker.ring).await.map_err(|error| error.to_string())
         });
-        match given.wait(self.is_patient()) {
+        match given.wait(self.may_wait()) {
             Ok(Ok(())) => tracing::info!("{}: the disk is given away", self.device.name),
             Ok(Err(why)) => tracing::error!("{}: the disk stays ours: {why}", self.device.name),
             Err(Gone) => tracing::error!("{}: the queue thread does not answer", self.device.name),
@@ -71,7 +71,7 @@ impl Control {
         }
         let flushed =
             self.threads[0].ask_task(|worker| async move { worker.disk.flush(&worker.ring).await });
-        Ok(flushed.wait(self.is_patient())??)
+        Ok(flushed.wait(self.may_wait())??)
     }
 
     /// The end of an export whose virtqueues have stopped: makes what was written durable and
@@ -86,6 +86,6 @@ impl Control {
             .ask_task(|worker| async move { close_disk(&worker.disk, &worker.ring, false).await });
         // A page cache full of writes may take its time.
         let (device, begun) = (Arc::clone(&self.device), Instant::now());
-        Ok(closed.wait(|| !device.gives_up() && begun.elapsed() < CLOSE_PATIENCE)??)
+        Ok(closed.wait(|| !device.gives_up() && begun.elapsed() < CLOSE_TIMEOUT)??)
     }
 }

@@ -20,16 +20,16 @@ use super::ffi::stat_in_a_process;
 /// A process that asks. Waited for when this is dropped: the mount must answer by then, or have
 /// been aborted.
 #[derive(Debug)]
-pub(crate) struct FirstLook(OwnedFd);
+pub(crate) struct AnswerCheck(OwnedFd);
 
-impl FirstLook {
+impl AnswerCheck {
     /// Asks for the attributes of what is mounted at `mountpoint`.
     ///
     /// Errors: no process could be started.
-    pub(crate) fn start(mountpoint: &Path) -> Result<FirstLook, Errno> {
+    pub(crate) fn start(mountpoint: &Path) -> Result<AnswerCheck, Errno> {
         let path = CString::new(mountpoint.as_os_str().as_bytes()).map_err(|_| Errno::INVAL)?;
         let pid = stat_in_a_process(&path)?;
-        pidfd_open(pid, PidfdFlags::empty()).map(FirstLook)
+        pidfd_open(pid, PidfdFlags::empty()).map(AnswerCheck)
     }
 
     /// Whether an answer, also an error, comes in time.
@@ -46,7 +46,7 @@ impl FirstLook {
     }
 }
 
-impl FirstLook {
+impl AnswerCheck {
     /// What the server answers; `None`: nothing in time. The process is not waited for then: it may
     /// never end.
     pub(crate) fn answer(self, limit: Duration) -> Option<Result<(), Errno>> {
@@ -65,7 +65,7 @@ impl FirstLook {
     }
 }
 
-impl Drop for FirstLook {
+impl Drop for AnswerCheck {
     fn drop(&mut self) {
         let _ = rustix::io::retry_on_intr(|| {
             waitid(WaitId::PidFd(self.0.as_fd()), WaitIdOptions::EXITED)

@@ -1,4 +1,6 @@
-//! What is shown of virtqueues in the kernel. Any thread.
+//! The state of virtqueues in the kernel, for reports.
+//!
+//! Promises: reading it waits for the device for 200 ms at most. Any thread.
 
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
@@ -7,9 +9,9 @@ use ringdisk_vblk::{Engine, Stats, Vblk, Worker};
 
 use super::Obstacle;
 
-/// Whoever reads waits so long for the device: while a virtqueue is drained whose storage does not
-/// answer, nobody else can use it.
-const PATIENCE: Duration = Duration::from_millis(200);
+/// A reader waits so long for the device: while a virtqueue is drained whose storage does not
+/// answer, no other thread can use it.
+const TIMEOUT: Duration = Duration::from_millis(200);
 /// And looks so often.
 const PAUSE: Duration = Duration::from_millis(2);
 
@@ -55,7 +57,7 @@ impl QueueInKernel {
 
 /// The state, for those who ask.
 #[derive(Debug)]
-pub(in crate::export) struct Shown {
+pub(in crate::export) struct KernelStatus {
     vblk: Option<Arc<Mutex<Vblk>>>,
     engine: Engine,
     now: Mutex<Now>,
@@ -71,9 +73,9 @@ struct Now {
     queues: Vec<QueueInKernel>,
 }
 
-impl Shown {
-    pub(super) fn new(vblk: Option<Arc<Mutex<Vblk>>>, engine: Engine) -> Shown {
-        Shown { vblk, engine, now: Mutex::default() }
+impl KernelStatus {
+    pub(super) fn new(vblk: Option<Arc<Mutex<Vblk>>>, engine: Engine) -> KernelStatus {
+        KernelStatus { vblk, engine, now: Mutex::default() }
     }
 
     pub(super) fn set(&self, on: bool, obstacle: Option<Obstacle>) {
@@ -117,7 +119,7 @@ impl Shown {
             match vblk.try_lock() {
                 Ok(vblk) => break vblk,
                 Err(TryLockError::Poisoned(poisoned)) => break poisoned.into_inner(),
-                Err(TryLockError::WouldBlock) if begun.elapsed() > PATIENCE => return None,
+                Err(TryLockError::WouldBlock) if begun.elapsed() > TIMEOUT => return None,
                 Err(TryLockError::WouldBlock) => std::thread::sleep(PAUSE),
             }
         };

@@ -2,6 +2,8 @@
 //! header, ranges to be zeroed. Alone in its program: reads are noted for all queue threads of the
 //! process.
 
+mod common;
+
 use std::ops::Range;
 
 use ringdisk_guest::Layout;
@@ -10,8 +12,8 @@ use ringdisk_guest::reads::Reads;
 use ringdisk_testkit::model::{VmOptions, bits, range};
 use ringdisk_testkit::process::{LIMIT, until};
 
-use crate::common::raw::{INDIRECT, NEXT, WRITE, entry, send};
-use crate::common::{MIB, serve, simulated};
+use common::raw::{INDIRECT, NEXT, WRITE, entry, send};
+use common::{MIB, serve, simulated};
 
 /// Far behind what queues and requests take.
 const HEADER: u64 = GUEST_BASE + (200 << 20);

@@ -1,0 +1,218 @@
+//! The start of an export, in phases: its device, its threads, what it offers, and the front end of
+//! the process before.
+//!
+//! Promises: what a phase has made ends when a later one fails; nothing is served before
+//! [`Prepared::go`]. Control path.
+
+use std::sync::{Arc, Mutex};
+
+use ringdisk_disk::Disk;
+use ringdisk_export::{Error, ThreadPlaces};
+use ringdisk_ring::Topology;
+
+use super::accel::Accel;
+use super::backend::Control;
+use super::control::Host;
+use super::hand_over::FrontEnd;
+use super::options::{ExportOptions, Packed};
+use super::ring_nodes::{RingNodes, Views};
+use super::sockets::Door;
+use super::{Export, Prepared, place};
+use crate::blk::SEGMENTS_MAX;
+use crate::blk::config::Config;
+use crate::blk::features::{Offer, offered};
+use crate::device::Device;
+use crate::hand_over_state::{Role, Unpacked};
+use crate::protocol::features as protocol;
+use crate::session::{Session, SessionConfig};
+use crate::signals::Signals;
+use crate::worker::{ThreadSetup, WorkerThread};
+
+/// Regions of guest memory that a front end may add.
+const MEM_SLOTS: u16 = 509;
+
+/// Makes an export that serves nothing yet.
+///
+/// * `state`: of the process before, whose export this one goes on with.
+///
+/// Errors: as [`Export::start`] and [`Export::take_over`].
+pub(super) fn prepare(
+    disk: Arc<Disk>,
+    options: ExportOptions,
+    state: Option<Unpacked>,
+) -> Result<Prepared, Error> {
+    options.check()?;
+    let signals = Arc::new(Signals::new(options.held)?);
+    let device = device(&disk, &options, &signals);
+    let Threads { threads, ring_nodes, views, notes } = Threads::start(&disk, &options, &device)?;
+    let never_in_kernel = never_in_kernel(&options);
+    let accel = options.accel.map(|accel| Accel::open(accel, options.queues)).transpose()?;
+    let status = accel.as_ref().map(|accel| Arc::clone(&accel.status));
+    let changed = Arc::clone(&signals);
+    let size_watch = disk.watch_size(move |_| changed.changed());
+    let mut control = Control::new(
+        Arc::clone(&disk),
+        Arc::clone(&device),
+        config(&disk, &options),
+        threads,
+        ring_nodes,
+        accel,
+        Arc::clone(&signals),
+    );
+    let is_for_kernel = control.check_accel()?;
+    if control.accel.is_some() {
+        let changes = Arc::clone(&signals);
+        disk.watch_changes(move |change| changes.disk_changes(change));
+    }
+    let session = session(&disk, &options, is_for_kernel);
+    let front_end = match state {
+        Some(state) => front_end(&mut control, session, state)?,
+        None => None,
+    };
+    let host = Host {
+        control,
+        door: Door::open(options.listen, options.connector)?,
+        session,
+        second: options.second,
+        signals: Arc::clone(&signals),
+        name: options.name,
+        front_end,
+        is_deaf: false,
+    };
+    let export = Export {
+        thread: None,
+        signals,
+        device,
+        views,
+        notes,
+        accel: status,
+        never_in_kernel,
+        _size_watch: size_watch,
+    };
+    Ok(Prepared { host, export, disk })
+}
+
+/// Whether the guest cannot write.
+fn is_read_only(disk: &Disk, options: &ExportOptions) -> bool {
+    options.read_only || disk.is_read_only()
+}
+
+/// What all threads of the device share.
+fn device(disk: &Disk, options: &ExportOptions, signals: &Arc<Signals>) -> Arc<Device> {
+    Arc::new(Device::new(
+        &options.name,
+        &options.serial,
+        options.logical_block_size,
+        is_read_only(disk, options),
+        options.write_cache,
+        options.on_error,
+        Arc::clone(signals),
+    ))
+}
+
+/// The queue threads of the export. Dropped, they end.
+struct Threads {
+    threads: Vec<WorkerThread>,
+    ring_nodes: RingNodes,
+    views: Views,
+    /// What was asked for and cannot be had.
+    notes: Vec<String>,
+}
+
+impl Threads {
+    /// Errors: CPUs that cannot be used; a thread or its ring cannot be made.
+    fn start(
+        disk: &Arc<Disk>,
+        options: &ExportOptions,
+        device: &Arc<Device>,
+    ) -> Result<Threads, Error> {
+        let (topology, mut notes) = (Topology::read(), Vec::new());
+        let places = place::place(&topology, options, &place::PLACED, &mut notes)?;
+        let ThreadPlaces { threads: placed, usable } = places;
+        let pins = options.pin_guest_memory.then(Arc::default);
+        let mut threads = Vec::with_capacity(placed.len());
+        for (index, cpus) in placed.iter().cloned().enumerate() {
+            let thread = WorkerThread::start(ThreadSetup {
+                index,
+                cpus,
+                disk: Arc::clone(disk),
+                device: Arc::clone(device),
+                pins: pins.clone(),
+                restricted: options.restricted,
+            });
+            let thread = thread.map_err(Error::of_ring)?;
+            notes.extend(thread.thread.pin_error.clone());
+            threads.push(thread);
+        }
+        let views = threads.iter().map(|thread| thread.thread.view.clone()).collect();
+        let views: Views = Arc::new(Mutex::new(views));
+        let ring_nodes = RingNodes::new(topology, usable, options.numa, placed, Arc::clone(&views));
+        Ok(Threads { threads, ring_nodes, views, notes })
+    }
+}
+
+/// The configuration space.
+fn config(disk: &Disk, options: &ExportOptions) -> Config {
+    let (limits, logical) = (disk.block_limits(), options.logical_block_size);
+    Config {
+        seg_max: SEGMENTS_MAX.min(u32::from(options.queue_size_max.max(3) - 2)),
+        logical_block: logical,
+        physical_block: options.physical_block_size.unwrap_or(limits.physical_block).max(logical),
+        min_transfer: limits.min_io,
+        optimal_transfer: limits.opt_io,
+        discard_align: limits.discard_align,
+        discard_max: limits.discard_max,
+        zeroes_max: limits.zeroes_max,
+        queues: options.queues,
+        may_unmap: limits.zeroes_may_unmap,
+    }
+}
+
+/// Why the kernel never serves, if that is so.
+fn never_in_kernel(options: &ExportOptions) -> Option<&'static str> {
+    match (options.accel, options.packed) {
+        (Some(_), _) => None,
+        (None, Packed::On) => {
+            Some("it was started with --packed on, and the kernel knows no packed virtqueues")
+        }
+        (None, _) => Some("it was started with --accel off"),
+    }
+}
+
+/// What front ends are offered.
+///
+/// * `is_for_kernel`: the host kernel may serve the disk.
+fn session(disk: &Disk, options: &ExportOptions, is_for_kernel: bool) -> SessionConfig {
+    let offer = Offer {
+        read_only: is_read_only(disk, options),
+        discard: disk.block_limits().can_discard,
+        several_queues: options.queues > 1,
+        packed: match options.packed {
+            Packed::Auto => !is_for_kernel,
+            Packed::On => true,
+            Packed::Off => false,
+        },
+    };
+    SessionConfig {
+        features: offered(offer),
+        protocol_features: protocol::ALL,
+        queues_max: options.queues,
+        queue_size_max: options.queue_size_max,
+        mem_slots_max: MEM_SLOTS,
+    }
+}
+
+/// Takes the front end of the process before, if one was connected.
+///
+/// Errors: the state is not understood, or does not fit.
+fn front_end(
+    control: &mut Control,
+    config: SessionConfig,
+    mut state: Unpacked,
+) -> Result<Option<FrontEnd>, Error> {
+    control.unpack(&mut state)?;
+    let (Some(saved), Some(socket)) = (state.session(), state.one(Role::Connection)) else {
+        return Ok(None);
+    };
+    Ok(Some((Session::restore(config, saved)?, socket.into())))
+}
