@@ -14,7 +14,7 @@ use ringdisk_ring::Runtime;
 use ringdisk_storage::{Lock, OpenOptions, Storage};
 use serde_json::{Map, Value, json};
 
-use crate::cli::{CheckArgs, RepairWord};
+use crate::cli::CheckArgs;
 use crate::commands::look;
 use crate::commands::output::json_text;
 use crate::job::Job;
@@ -53,11 +53,7 @@ fn checked(args: &CheckArgs) -> Result<u8, Failure> {
         let text = format!("a {format} image has no metadata that could be checked");
         return Err(Failure::new(Exit::Unsupported, text).with_code(NOTHING_TO_CHECK));
     }
-    let repair = match args.repair {
-        None => Repair::Nothing,
-        Some(RepairWord::Leaks) => Repair::Leaks,
-        Some(RepairWord::All) => Repair::All,
-    };
+    let repair = args.repair.unwrap_or_default();
     let data = data_file(&mut runtime, args, &storage)?;
     let job = Job::start("check", args.show)?;
     let result = {
