@@ -309,46 +309,34 @@ impl From<ringdisk_qcow2::Error> for Failure {
     }
 }
 
-impl From<ringdisk_fuse::Error> for Failure {
-    fn from(error: ringdisk_fuse::Error) -> Failure {
-        use ringdisk_fuse::ErrorKind;
+impl From<ringdisk_export::Error> for Failure {
+    fn from(error: ringdisk_export::Error) -> Failure {
+        use ringdisk_export::ErrorKind;
         let exit = match error.kind() {
             ErrorKind::NotFound
             | ErrorKind::NotRegular
             | ErrorKind::Occupied
             | ErrorKind::AlreadyOurs
             | ErrorKind::Stale
-            | ErrorKind::NotMounted => Exit::Mountpoint,
+            | ErrorKind::NotMounted
+            | ErrorKind::Socket => Exit::Mountpoint,
             ErrorKind::Busy => Exit::Locked,
             ErrorKind::PermissionDenied | ErrorKind::AllowOtherDenied => Exit::Permission,
             ErrorKind::DeviceMissing
             | ErrorKind::DeviceForbidden
             | ErrorKind::HelperMissing
-            | ErrorKind::Unsupported => Exit::Fuse,
-            ErrorKind::RingForbidden => Exit::IoUring,
-            ErrorKind::Halted => Exit::Halted,
-            ErrorKind::Usage => Exit::Usage,
-            _ => Exit::General,
-        };
-        Failure::of_export(exit, &error, error.hint_text())
-    }
-}
-
-impl From<ringdisk_vhost::Error> for Failure {
-    fn from(error: ringdisk_vhost::Error) -> Failure {
-        use ringdisk_vhost::ErrorKind;
-        let exit = match error.kind() {
-            ErrorKind::Usage => Exit::Usage,
-            ErrorKind::Socket => Exit::Mountpoint,
-            ErrorKind::Busy => Exit::Locked,
-            ErrorKind::PermissionDenied => Exit::Permission,
+            | ErrorKind::TransportMissing => Exit::Fuse,
             ErrorKind::Unsupported => Exit::Unsupported,
             ErrorKind::RingForbidden => Exit::IoUring,
             ErrorKind::Halted => Exit::Halted,
             ErrorKind::Storage => Exit::Storage,
+            ErrorKind::Usage => Exit::Usage,
             _ => Exit::General,
         };
-        Failure::of_export(exit, &error, error.hint_text())
+        // A ring that could not be made is a cause here; its own code says more.
+        let exit = ring_exit(&error).unwrap_or(exit);
+        let failure = Failure::caused(exit, &error);
+        Failure { hint: error.hint_text().map(str::to_owned), ..failure }
     }
 }
 
@@ -359,20 +347,6 @@ impl Failure {
         match error.kind() {
             ringdisk_disk::ErrorKind::Invalid => Failure::caused(Exit::Usage, &error),
             _ => Failure::from(error),
-        }
-    }
-
-    /// * `hint`: what the error's text ends with, which gets a line of its own here.
-    fn of_export(exit: Exit, error: &(dyn StdError + 'static), hint: Option<&str>) -> Failure {
-        // A ring that could not be made is a cause here; its own code says more.
-        let exit = ring_exit(error).unwrap_or(exit);
-        let failure = Failure::caused(exit, error);
-        match hint {
-            Some(hint) => {
-                let message = failure.message.replace(&format!("; {hint}"), "");
-                Failure { message, hint: Some(hint.to_owned()), ..failure }
-            }
-            None => failure,
         }
     }
 }

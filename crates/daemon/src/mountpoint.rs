@@ -47,7 +47,7 @@ impl MountpointState {
             if checked.is_err_and(|error| error.kind() == ErrorKind::Stale)
                 && let Err(error) = unmount(&self.path, Unmount::Lazy)
             {
-                tracing::warn!("{error}");
+                tracing::warn!("{}", error.with_hint());
             }
         }
         if is_mounted(&self.path) {

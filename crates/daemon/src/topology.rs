@@ -4,8 +4,9 @@
 
 use std::fmt::Write as _;
 
+use ringdisk_export::Numa;
 use ringdisk_fuse::RingMode;
-use ringdisk_fuse::placement::{MountTopology, Numa, Seen, ThreadTopology};
+use ringdisk_fuse::topology::{MountTopology, Seen, ThreadTopology};
 use ringdisk_ring::{CpuList, NodePages, Topology};
 use serde_json::{Map, Value, json};
 
@@ -71,7 +72,7 @@ fn machine_json(machine: &Topology) -> Value {
 }
 
 fn mount_json(mount: &MountTopology) -> Value {
-    let queue = |queue: &ringdisk_fuse::placement::QueueTopology| {
+    let queue = |queue: &ringdisk_fuse::topology::QueueTopology| {
         json!({
             "queue": queue.number,
             "cpu": queue.cpu,

@@ -9,15 +9,18 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use ringdisk_disk::Disk;
+use ringdisk_export::{HaltReason, close_disk, stop_threads, wait_drained};
 use ringdisk_ring::{Config, Errno, Runtime, SetupError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::ErrorKind;
-use crate::dev::{Place, QueueThread};
+use crate::dev::Place;
+use crate::events::{EndReason, Event};
 use crate::file::FileServer;
 use crate::mount::{Mount, Unmount};
+use crate::queue::Clock;
 use crate::reply::notify_inval_inode;
-use crate::request::ParseError;
+use crate::thread::FuseThread;
 use crate::uring::Rings;
 
 /// How long a clean stop waits for requests in flight before it ends them with errors.
@@ -50,103 +53,6 @@ const IN_USE_LOOK: Duration = Duration::from_millis(50);
 /// How often the last flush looks whether the end is to come at once.
 const LAST_FLUSH_LOOK: Duration = Duration::from_millis(100);
 
-/// Why a queue ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum EndReason {
-    /// The mount is gone.
-    Unmounted,
-    /// The connection was aborted from outside (`umount -f`, fusectl).
-    Aborted,
-    /// Reading the device failed.
-    Device(Errno),
-    /// Writing a reply failed in a way that cannot be the caller's.
-    Reply(Errno),
-    /// What came was no request.
-    Protocol(ParseError),
-    /// The thread panicked.
-    Panicked,
-}
-
-/// Why an export was halted: it ended by itself, with errors to its clients.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum HaltReason {
-    /// Reading the FUSE device failed with this errno.
-    Device(Errno),
-    /// A reply was refused with this errno.
-    Reply(Errno),
-    /// What the FUSE device delivered is no request.
-    Protocol(ParseError),
-    /// A queue thread panicked: a defect of ringdisk.
-    Panicked,
-    /// A request was in flight for longer than the I/O timeout.
-    Timeout(Duration),
-    /// The last flush failed: what clients wrote may not be on stable storage.
-    Flush(Errno),
-    /// Requests were still in flight at a clean stop and had to be ended with errors.
-    StillInFlight(usize),
-    /// It was told to end at once while clients had so many open files.
-    Forced(u64),
-    /// A stop waited so long for the clients to close their files, of which so many are open.
-    StillInUse(Duration, u64),
-    /// The connection was aborted from outside while clients had so many open files.
-    Aborted(u64),
-}
-
-impl fmt::Display for HaltReason {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            HaltReason::Device(errno) => {
-                write!(f, "export halted: reading the FUSE device failed: {errno}")
-            }
-            HaltReason::Reply(errno) => {
-                write!(f, "export halted: the kernel refused a reply: {errno}")
-            }
-            HaltReason::Protocol(error) => {
-                write!(f, "export halted: the FUSE device is out of step: {error}")
-            }
-            HaltReason::Panicked => write!(
-                f,
-                "export halted: a queue thread panicked; this is a defect of ringdisk, please report it with the message above"
-            ),
-            HaltReason::Timeout(limit) => write!(
-                f,
-                "export halted: a request took longer than the I/O timeout of {limit:?}; \
-                 the storage below the image does not answer"
-            ),
-            HaltReason::Flush(errno) => write!(
-                f,
-                "the last flush of the image failed ({errno}): recent writes may be lost; check the storage and the image"
-            ),
-            HaltReason::StillInFlight(count) => write!(
-                f,
-                "{count} requests were still in flight and ended with errors; the storage below the image does not answer"
-            ),
-            HaltReason::Forced(count) => write!(
-                f,
-                "ended at once although in use ({}): what the users had not written yet is lost",
-                open_files(*count)
-            ),
-            HaltReason::StillInUse(limit, count) => write!(
-                f,
-                "still in use {limit:?} after the stop ({}), and ended all the same: what the users had not written yet is lost",
-                open_files(*count)
-            ),
-            HaltReason::Aborted(count) => write!(
-                f,
-                "the connection was aborted (`umount -f`, or fusectl) while in use ({}): what the users had not written yet is lost",
-                open_files(*count)
-            ),
-        }
-    }
-}
-
-impl std::error::Error for HaltReason {}
-
-/// A number of open files, in words.
-fn open_files(count: u64) -> String {
-    if count == 1 { String::from("1 open file") } else { format!("{count} open files") }
-}
-
 /// Who is told, with the number of open files, that a stop has to wait for clients.
 type InUse = Box<dyn Fn(u64) + Send + Sync>;
 
@@ -175,33 +81,6 @@ impl fmt::Debug for InUseSlot {
     }
 }
 
-/// What the keeper hears.
-#[derive(Debug)]
-pub(crate) enum Event {
-    /// Somebody asks for a clean stop: once nobody uses the mount.
-    Stop,
-    /// Somebody asks for the end now, whoever uses the mount.
-    Force,
-    /// The mount could not be started after all: it goes, and the disk stays as it is, for another
-    /// one.
-    Discard,
-    /// A queue ended.
-    QueueEnded(usize, EndReason),
-    /// The disk has a new size.
-    Resized,
-}
-
-/// Sends events; any thread.
-#[derive(Clone, Debug)]
-pub(crate) struct EventSender(pub(crate) Sender<Event>);
-
-impl EventSender {
-    pub(crate) fn send(&self, event: Event) {
-        // A keeper that is gone has stopped everything already.
-        let _ = self.0.send(event);
-    }
-}
-
 /// How an export ends.
 #[derive(Debug)]
 enum End {
@@ -226,10 +105,11 @@ struct Draining {
 #[derive(Debug)]
 pub(crate) struct Keeper {
     pub(crate) mount: Mount,
-    pub(crate) queues: Vec<QueueThread>,
+    pub(crate) queues: Vec<FuseThread>,
     pub(crate) disk: Arc<Disk>,
     pub(crate) server: Arc<FileServer>,
     pub(crate) place: Arc<Place>,
+    pub(crate) clock: Clock,
     /// What the kernel has of ours, when requests travel in rings.
     pub(crate) rings: Option<Arc<Rings>>,
     pub(crate) events: Receiver<Event>,
@@ -273,7 +153,7 @@ impl Keeper {
                 Some(pause) => self.events.recv_timeout(pause),
             };
             if looks {
-                self.queues.iter().for_each(QueueThread::look_again);
+                self.queues.iter().for_each(FuseThread::look_again);
             }
             match event {
                 Ok(Event::Stop) => match draining {
@@ -299,9 +179,11 @@ impl Keeper {
                 }
                 Ok(Event::QueueEnded(queue, reason)) => {
                     let reason = match reason {
-                        EndReason::Device(errno) => HaltReason::Device(errno),
-                        EndReason::Reply(errno) => HaltReason::Reply(errno),
-                        EndReason::Protocol(error) => HaltReason::Protocol(error),
+                        EndReason::Device(errno) => HaltReason::Device("the FUSE device", errno),
+                        EndReason::Reply(errno) => HaltReason::Reply("the kernel", errno),
+                        EndReason::Protocol(error) => {
+                            HaltReason::Protocol("the FUSE device", error.to_string())
+                        }
                         EndReason::Panicked => HaltReason::Panicked,
                         EndReason::Unmounted | EndReason::Aborted => continue,
                     };
@@ -360,7 +242,7 @@ impl Keeper {
                 // Who uses it is found by its name as long as it has one.
                 self.in_use.tell(self.open_files());
                 if let Err(error) = self.mount.unmount(Unmount::Lazy) {
-                    tracing::warn!("{error}");
+                    tracing::warn!("{}", error.with_hint());
                 }
                 return false;
             }
@@ -373,7 +255,7 @@ impl Keeper {
         // it again and again. One that opens it after the look is served to its end, so the name
         // goes before the look that counts.
         if let Err(error) = self.mount.unmount(Unmount::Lazy) {
-            tracing::warn!("{error}");
+            tracing::warn!("{}", error.with_hint());
         }
         self.closes()
     }
@@ -427,7 +309,7 @@ impl Keeper {
     }
 
     fn oldest(&self) -> Option<Duration> {
-        let now = self.place.nanos(Instant::now());
+        let now = self.clock.nanos(Instant::now());
         self.queues.iter().filter_map(|queue| queue.in_flight.oldest(now)).max()
     }
 
@@ -492,15 +374,8 @@ impl Keeper {
                 answers && self.in_flight() == 0
             }
         };
-        for queue in &self.queues {
-            queue.ask_to_stop();
-        }
-        let deadline = Instant::now() + JOIN;
-        for queue in &mut self.queues {
-            if !queue.join(deadline) {
-                tracing::warn!("a queue thread did not end; it is left behind");
-            }
-        }
+        let name = self.mount.mountpoint().display().to_string();
+        stop_threads(&mut self.queues, JOIN, &name);
         if keeps_disk {
             return result;
         }
@@ -549,7 +424,7 @@ impl Keeper {
         for how in [Unmount::Normal, Unmount::Lazy] {
             match self.mount.unmount(how) {
                 Ok(()) => return,
-                Err(error) if how == Unmount::Lazy => tracing::warn!("{error}"),
+                Err(error) if how == Unmount::Lazy => tracing::warn!("{}", error.with_hint()),
                 Err(_) => {}
             }
         }
@@ -570,21 +445,14 @@ impl Keeper {
             if device[0].revents().contains(PollFlags::IN) {
                 quiet_at = Instant::now() + QUIET;
             }
-            self.queues.iter().for_each(QueueThread::look_again);
+            self.queues.iter().for_each(FuseThread::look_again);
             std::thread::sleep(LOOK);
         }
     }
 
     /// Waits for the requests in flight. Errors: how many did not end.
     fn drain(&self, limit: Duration) -> Result<(), usize> {
-        let deadline = Instant::now() + limit;
-        loop {
-            match self.in_flight() {
-                0 => return Ok(()),
-                count if Instant::now() >= deadline => return Err(count),
-                _ => std::thread::sleep(LOOK),
-            }
-        }
+        wait_drained(|| self.in_flight(), limit)
     }
 
     /// What clients wrote reaches stable storage, and the image is closed, before the process says
@@ -607,10 +475,7 @@ impl Keeper {
         })?;
         let ring = runtime.ring().clone();
         let flush = async {
-            let mut flush = std::pin::pin!(async {
-                let flushed = if drained { Ok(()) } else { self.disk.flush(&ring).await };
-                flushed.and(self.disk.close(&ring).await)
-            });
+            let mut flush = std::pin::pin!(close_disk(&self.disk, &ring, drained));
             let quiet = LAST_FLUSH_QUIET.min(limit);
             if let Ok(result) = ring.within(quiet, flush.as_mut()).await {
                 return Ok(result);

@@ -10,8 +10,10 @@
 //! - `uring`: the transport over io_uring, beside `dev`, which such a mount keeps for what does not
 //!   travel in rings;
 //! - [`placement`]: which thread runs where, serves which queue, and has its memory on which node;
+//!   [`topology`] shows it;
+//! - `transport`: which transport is taken;
 //! - `dev`: the transport over `/dev/fuse`: queues, entries, and where requests are served;
-//! - `idle`: memory of large requests, taken at once and given back;
+//! - `queue`: what a queue is to every transport; `thread`: what joins them on its thread;
 //! - [`export`], `keeper`: an export from its mount to its end;
 //! - [`kept`]: what of it another process can go on with.
 
@@ -19,25 +21,27 @@
 
 pub mod abi;
 mod dev;
-mod error;
+mod events;
 pub mod export;
 pub mod file;
-mod idle;
 mod keeper;
 pub mod kept;
 pub mod mount;
 pub mod negotiate;
 pub mod placement;
+mod queue;
 pub mod reply;
 pub mod request;
 mod serve;
+mod thread;
+pub mod topology;
+mod transport;
 mod uring;
 
-pub use error::{Error, ErrorKind};
-pub use export::{Export, ExportOptions, StopHandle, Transport};
-pub use keeper::HaltReason;
-pub use placement::{Numa, Threads};
-pub use ringdisk_ring::stats::{Histogram, QueueStats, Stats};
+pub use export::{Export, ExportOptions, StopHandle};
+pub use ringdisk_export::stats::{Histogram, QueueStats, Stats};
+pub use ringdisk_export::{Error, ErrorKind, HaltReason, Numa, ThreadOptions, Threads};
+pub use transport::Transport;
 #[doc(hidden)]
 pub use uring::{Refuse, RingEntries, Stay};
 pub use uring::{RingMode, ZeroCopy};

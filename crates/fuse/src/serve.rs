@@ -10,7 +10,7 @@ use ringdisk_ring::{Errno, IoBuf, Ring};
 use crate::file::FileServer;
 use crate::reply::ReplyBuf;
 use crate::request::{Operation, Request};
-use ringdisk_ring::stats::QueueCells;
+use ringdisk_export::stats::QueueCells;
 
 /// The answer to a request.
 pub(crate) enum Answer {

@@ -56,7 +56,6 @@ mod setup;
 mod slots;
 mod source;
 mod spin;
-pub mod stats;
 mod sync;
 #[cfg(test)]
 mod tests;

@@ -13,18 +13,17 @@ use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::stats::Report;
 use ringdisk_daemon::topology;
 use ringdisk_disk::Disk;
+use ringdisk_export::{Numa, ThreadOptions};
 use ringdisk_fuse::kept::{Keep, Parked, refuse};
 use ringdisk_fuse::mount::Remover;
-use ringdisk_fuse::placement::{MountTopology, Numa, Wishes, preview};
+use ringdisk_fuse::topology::{MountTopology, preview};
 use ringdisk_fuse::{
     Export, ExportOptions, HaltReason, RingMode, Stats, Stay, StopHandle, Transport, ZeroCopy,
 };
 use ringdisk_ring::Topology;
 use serde_json::Value;
 
-use crate::cli::{
-    MountArgs, NumaWord, PlacementArgs, StayWord, Threads, TransportWord, ZeroCopyWord,
-};
+use crate::cli::{MountArgs, NumaWord, PlacementArgs, StayWord, TransportWord, ZeroCopyWord};
 
 /// What to serve, and how.
 #[derive(Debug)]
@@ -80,12 +79,9 @@ pub(crate) fn check_keeps(args: &MountArgs) -> Result<(), Failure> {
     Err(refused)
 }
 
-fn wishes(args: &PlacementArgs) -> Wishes {
-    Wishes {
-        threads: match args.threads {
-            Threads::Auto => ringdisk_fuse::Threads::Auto,
-            Threads::Count(count) => ringdisk_fuse::Threads::Count(count.into()),
-        },
+fn thread_options(args: &PlacementArgs) -> ThreadOptions {
+    ThreadOptions {
+        threads: args.threads,
         cpus: args.cpus.clone(),
         numa: match args.numa {
             NumaWord::Auto => Numa::Auto,
@@ -99,7 +95,7 @@ fn wishes(args: &PlacementArgs) -> Wishes {
 /// Errors: CPUs that the machine does not have or that cannot be used; rings that were asked for
 /// and that there are none of.
 pub(crate) fn foresee(args: &PlacementArgs, machine: &Topology) -> Result<MountTopology, Failure> {
-    Ok(preview(machine, &wishes(args), transport(args.transport), args.queue_depth)?)
+    Ok(preview(machine, &thread_options(args), transport(args.transport), args.queue_depth)?)
 }
 
 /// A mount that answers; dropping it ends it.
@@ -127,7 +123,7 @@ impl Served {
     pub(crate) fn start(disk: Arc<Disk>, options: Options) -> Result<Served, Failure> {
         let zero_copy = zero_copy(options.zero_copy);
         let name = options.name.clone();
-        let wishes = wishes(&options.placement);
+        let wanted = thread_options(&options.placement);
         let export = Export::start(
             disk,
             ExportOptions {
@@ -145,9 +141,9 @@ impl Served {
                     StayWord::Split => Stay::Split,
                     StayWord::Free => Stay::Free,
                 }),
-                threads: wishes.threads,
-                cpus: wishes.cpus,
-                numa: wishes.numa,
+                threads: wanted.threads,
+                cpus: wanted.cpus,
+                numa: wanted.numa,
                 queue_depth: options.placement.queue_depth,
                 growable: options.growable,
                 resizable: options.resizable,
@@ -229,9 +225,9 @@ fn halted(reason: &HaltReason) -> Failure {
             Exit::Storage
         }
         HaltReason::Forced(_) | HaltReason::StillInUse(..) | HaltReason::Aborted(_) => Exit::Forced,
-        HaltReason::Device(_)
-        | HaltReason::Reply(_)
-        | HaltReason::Protocol(_)
+        HaltReason::Device(..)
+        | HaltReason::Reply(..)
+        | HaltReason::Protocol(..)
         | HaltReason::Panicked => Exit::Halted,
     };
     Failure::new(exit, reason.to_string())
@@ -284,7 +280,7 @@ mod tests {
     fn storage_and_transport_have_codes_of_their_own() {
         let timeout = halted(&HaltReason::Timeout(Duration::from_secs(5)));
         assert_eq!(timeout.exit, Exit::Storage);
-        let device = halted(&HaltReason::Device(ringdisk_ring::Errno::IO));
+        let device = halted(&HaltReason::Device("the FUSE device", ringdisk_ring::Errno::IO));
         assert_eq!(device.exit, Exit::Halted);
         assert!(device.message().contains("FUSE device"));
     }

@@ -13,18 +13,18 @@ use ringdisk_daemon::helper;
 use ringdisk_daemon::stats::Report;
 use ringdisk_daemon::topology;
 use ringdisk_disk::Disk;
+use ringdisk_export::Numa;
+use ringdisk_export::stats::Stats;
 use ringdisk_ring::Topology;
-use ringdisk_ring::stats::Stats;
 use ringdisk_vhost::export::{
-    AccelHandle, AccelOptions, Acceleration, Connector, Engine, HandOverHandle, Health, Numa,
-    OnError, Packed, Prepared, Second, queues_default,
+    AccelHandle, AccelOptions, Acceleration, Connector, Engine, HandOverHandle, Health, OnError,
+    Packed, Prepared, Second, queues_default,
 };
 use ringdisk_vhost::{Export, ExportOptions, Listen, StopHandle};
 use serde_json::Value;
 
 use crate::cli::{
     AccelWord, DeviceArgs, DiskArgs, EngineWord, NumaWord, OnErrorWord, PackedWord, SecondWord,
-    Threads,
 };
 
 /// Virtqueues of a disk with these options.
@@ -53,10 +53,7 @@ pub(crate) fn options(
         },
         queues: queues(args),
         queue_size_max: device.queue_size,
-        threads: match device.threads {
-            Threads::Auto => ringdisk_vhost::export::Threads::Auto,
-            Threads::Count(count) => ringdisk_vhost::export::Threads::Count(count),
-        },
+        threads: device.threads,
         cpus: device.cpus.clone(),
         numa: match device.numa {
             NumaWord::Auto => Numa::Auto,

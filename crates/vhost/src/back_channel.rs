@@ -9,9 +9,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::io::Errno;
 
 use crate::closing::Held;
-use crate::error::{Error, ErrorKind};
 use crate::protocol::{HEADER_BYTES, config_change};
 use crate::wire;
+use crate::{Error, ErrorKind};
 
 /// The back end's channel to the front end (SET_BACKEND_REQ_FD).
 #[derive(Debug)]

@@ -13,9 +13,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use crate::closing::{Held, is_socket};
-use crate::error::{Error, ErrorKind};
 use crate::protocol::{FDS_MAX, HEADER_BYTES, Header, PAYLOAD_BYTES_MAX, Reply, Request};
 use crate::wire::{self, Piece};
+use crate::{Error, ErrorKind};
 
 /// What a connection brought.
 #[derive(Debug)]

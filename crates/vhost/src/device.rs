@@ -9,8 +9,17 @@ use ringdisk_ring::Errno;
 
 use crate::blk::SERIAL_BYTES;
 use crate::blk::features;
-use crate::export::OnError;
-use crate::export::signals::Signals;
+use crate::signals::Signals;
+
+/// What an I/O error of the image does, beside the answer that the guest gets.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnError {
+    /// It is counted and told; requests go on.
+    #[default]
+    Report,
+    /// It also ends the export.
+    Stop,
+}
 
 /// State of a device. Written by the control thread, but for what goes wrong; read by queue threads
 /// for each request: plain loads.

@@ -17,15 +17,16 @@ mod blk;
 mod closing;
 mod connection;
 mod device;
-mod error;
 pub mod export;
+mod parcel;
 pub mod protocol;
 pub mod session;
+mod signals;
 mod vet;
 mod wire;
 mod worker;
 
 pub use back_channel::BackChannel;
 pub use connection::{Connection, Received};
-pub use error::{Error, ErrorKind};
 pub use export::{Export, ExportOptions, Listen, StopHandle};
+pub use ringdisk_export::{Error, ErrorKind, Numa, Threads};

@@ -5,7 +5,7 @@ mod common;
 
 use common::{MIB, serve, simulated};
 use ringdisk_testkit::limits::resident_bytes;
-use ringdisk_vhost::export::Threads;
+use ringdisk_vhost::Threads;
 
 /// Bytes for a thread: 52 KiB of its ring, which the kernel takes at once, and some pages of stack
 /// and heap.

@@ -295,8 +295,10 @@ fn mark_of(field: &[u8]) -> Option<&str> {
 fn unmount((mountpoint, connection): &(PathBuf, u32), how: Unmount) -> Answer {
     match mount::remove(mountpoint, *connection, how) {
         Ok(()) => Answer::new(DONE, ""),
-        Err(error) if error.kind() == ErrorKind::Busy => Answer::new(BUSY, error.to_string()),
-        Err(error) => Answer::new(REFUSED, error.to_string()),
+        Err(error) if error.kind() == ErrorKind::Busy => {
+            Answer::new(BUSY, error.with_hint().to_string())
+        }
+        Err(error) => Answer::new(REFUSED, error.with_hint().to_string()),
     }
 }
 

@@ -462,7 +462,7 @@ impl Holder {
             let mount = Mount::adopt(device, terms.mountpoint.clone(), terms.connection);
             let mut mount = if is_known { mount.take_over() } else { mount };
             if let Err(error) = mount.unmount(Unmount::Force) {
-                tracing::warn!("{error}");
+                tracing::warn!("{}", error.with_hint());
             }
             drop(devices);
             drop(mount);

@@ -1,16 +1,16 @@
 use std::collections::BTreeMap;
 
-use ringdisk_fuse::placement::Wishes;
-use ringdisk_fuse::placement::preview;
-use ringdisk_fuse::{Threads, Transport};
+use ringdisk_export::{ThreadOptions, Threads};
+use ringdisk_fuse::Transport;
+use ringdisk_fuse::topology::preview;
 use ringdisk_ring::Errno;
 use ringdisk_testkit::machine::Machine;
 
 use super::*;
 
 fn dev(machine: &Topology, threads: usize) -> MountTopology {
-    let wishes = Wishes { threads: Threads::Count(threads), ..Wishes::default() };
-    preview(machine, &wishes, Transport::Dev, Some(8)).expect("a placement")
+    let options = ThreadOptions { threads: Threads::Count(threads), ..ThreadOptions::default() };
+    preview(machine, &options, Transport::Dev, Some(8)).expect("a placement")
 }
 
 #[test]

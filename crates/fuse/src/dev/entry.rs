@@ -12,13 +12,13 @@ use std::time::Instant;
 use ringdisk_ring::{Errno, IoBuf};
 
 use crate::abi::{OUT_HEADER_BYTES, REQUEST_HEAD_BYTES, WRITE_DATA_OFFSET};
-use crate::idle::note;
-use crate::keeper::EndReason;
+use crate::events::EndReason;
+use crate::queue::note;
 use crate::reply::{ReplyBuf, data_header, error_frame};
 use crate::request::{ParseError, Request, opcode_expects_reply};
 use crate::serve::{Answer, answer};
 
-use super::queue::Queue;
+use super::queue::DevQueue;
 
 /// Where data lies in an entry's memory: a page boundary, so that direct I/O needs no copy. The
 /// header of a request ends and the header of a reply ends there too.
@@ -36,7 +36,7 @@ enum Reply {
 }
 
 /// Serves requests until the export ends.
-pub(super) async fn serve_entry(queue: Rc<Queue>, entry: usize) {
+pub(crate) async fn serve_entry(queue: Rc<DevQueue>, entry: usize) {
     let transfer = queue.server.profile().transfer_bytes() as usize;
     let memory = queue.new_buffer(entry_bytes(transfer));
     let frame = memory.slice(DATA_AT - WRITE_DATA_OFFSET..DATA_AT + transfer);
@@ -78,7 +78,7 @@ fn touch(memory: &IoBuf) {
 }
 
 /// Waits for a request. `None`: there was none, the entry is idle again.
-async fn fetch(queue: &Queue, entry: usize, frame: &IoBuf) -> Option<usize> {
+async fn fetch(queue: &DevQueue, entry: usize, frame: &IoBuf) -> Option<usize> {
     if !queue.fetch.is_enabled() {
         // Stopped between the permit and now: a fetch in the ring would escape the cancellation.
         queue.fetch.ended(&queue.ring, entry);
@@ -119,7 +119,7 @@ async fn fetch(queue: &Queue, entry: usize, frame: &IoBuf) -> Option<usize> {
 }
 
 async fn serve(
-    queue: &Queue,
+    queue: &DevQueue,
     entry: usize,
     received: usize,
     memory: &IoBuf,
@@ -166,7 +166,7 @@ fn put_error(memory: &IoBuf, unique: u64, errno: Errno) -> Reply {
     Reply::Frame { start: 0, len: bytes.len(), is_error: true }
 }
 
-async fn send(queue: &Queue, reply: &IoBuf) {
+async fn send(queue: &DevQueue, reply: &IoBuf) {
     // /dev/fuse takes a reply at once, so its completion is not worth a wait of its own.
     let sent = queue.ring.write(queue.device, 0, reply).completes_inline().await;
     match sent {

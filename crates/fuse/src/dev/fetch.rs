@@ -24,7 +24,7 @@ const NO_OPERATION: u64 = u64::MAX;
 
 /// The fetching side of one queue. Queue thread only; never allocates after start-up.
 #[derive(Debug)]
-pub(super) struct Fetch {
+pub(crate) struct Fetch {
     /// One for each entry.
     parkers: Vec<Parker>,
     /// The fetch that an entry has in the ring, for its cancellation.
@@ -41,7 +41,7 @@ pub(super) struct Fetch {
 }
 
 impl Fetch {
-    pub(super) fn new(entries: usize) -> Fetch {
+    pub(crate) fn new(entries: usize) -> Fetch {
         Fetch {
             parkers: (0..entries).map(|_| Parker::default()).collect(),
             operations: (0..entries).map(|_| Cell::new(NO_OPERATION)).collect(),
@@ -108,7 +108,7 @@ impl Fetch {
 
     /// No more fetches: cancels those in the ring. Each ends with a request after all, or with
     /// ECANCELED.
-    pub(super) fn stop(&self, ring: &Ring) {
+    pub(crate) fn stop(&self, ring: &Ring) {
         self.enabled.set(false);
         for operation in &self.operations {
             if operation.get() != NO_OPERATION {

@@ -19,7 +19,7 @@ const INIT_WAIT: Duration = Duration::from_secs(5);
 
 /// Waits for INIT and answers it.
 ///
-/// Errors: [`ErrorKind::Unsupported`] for a kernel that is too old, [`ErrorKind::System`].
+/// Errors: [`ErrorKind::TransportMissing`] for a kernel that is too old, [`ErrorKind::System`].
 pub(crate) fn answer_init(device: impl AsFd, profile: &Profile) -> Result<Negotiated, Error> {
     let device = device.as_fd();
     let mut frame = vec![0u8; profile.request_bytes_max()];
@@ -62,7 +62,7 @@ pub(crate) fn answer_init(device: impl AsFd, profile: &Profile) -> Result<Negoti
             Ok(InitAnswer::Ready(_, negotiated)) => return Ok(negotiated),
             Ok(InitAnswer::Again(_)) => {}
             Err(too_old) => {
-                return Err(Error::new(ErrorKind::Unsupported, too_old.to_string())
+                return Err(Error::new(ErrorKind::TransportMissing, too_old.to_string())
                     .hint("use a newer kernel"));
             }
         }

@@ -8,8 +8,8 @@
 //! and not all, a fetch is an *exclusive* poll with the read linked behind it; and which queues
 //! fetch at all is decided by [`place`].
 //!
-//! Rooms: [`entry`] is the life of a request, [`fetch`] says which entry fetches next, [`place`]
-//! which queue, [`queue`] is the thread, [`init`] the first exchange of a mount.
+//! Modules: [`entry`] is the life of a request, [`fetch`] says which entry fetches next, [`place`]
+//! which queue, [`queue`] acts on that, [`init`] is the first exchange of a mount.
 
 mod entry;
 mod fetch;
@@ -18,7 +18,8 @@ mod place;
 mod policy;
 mod queue;
 
-pub(crate) use entry::entry_bytes;
+pub(crate) use entry::{entry_bytes, serve_entry};
+pub(crate) use fetch::Fetch;
 pub(crate) use init::answer_init;
 pub(crate) use place::Place;
-pub(crate) use queue::{Queue, QueueSetup, QueueThread, Serve};
+pub(crate) use queue::{DevQueue, announce};

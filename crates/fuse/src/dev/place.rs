@@ -13,10 +13,10 @@
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::policy::{Load, Mode, Policy, WINDOW_NS};
-use ringdisk_ring::stats::QueueCells;
+use ringdisk_export::stats::QueueCells;
 
 pub(super) const MESSAGE_UPDATE: u32 = 1;
 pub(super) const MESSAGE_LOOK_AGAIN: u32 = 2;
@@ -39,9 +39,8 @@ const RESTLESS_WINDOW_NS: u64 = 50_000;
 pub(crate) struct Place {
     mode: AtomicU64,
     changes: AtomicU64,
-    /// When the next step is due, nanoseconds after `epoch`.
+    /// When the next step is due, nanoseconds of the clock of the export.
     due: AtomicU64,
-    epoch: Instant,
     /// Nanoseconds between steps.
     window: u64,
     /// No queue fetches any more.
@@ -70,7 +69,6 @@ impl Place {
             mode: AtomicU64::new(encode(policy.mode())),
             changes: AtomicU64::new(0),
             due: AtomicU64::new(0),
-            epoch: Instant::now(),
             draining: AtomicBool::new(false),
             settled: AtomicBool::new(false),
             policy: Mutex::new(policy),
@@ -81,13 +79,6 @@ impl Place {
     /// Names all queues, in the order of their numbers. Once, before any of them serves.
     pub(crate) fn set_peers(&self, peers: Vec<(RawFd, Arc<QueueCells>)>) {
         let _ = self.peers.set(peers);
-    }
-
-    /// Nanoseconds since the start of the export, never 0.
-    pub(crate) fn nanos(&self, at: Instant) -> u64 {
-        u64::try_from(at.saturating_duration_since(self.epoch).as_nanos())
-            .unwrap_or(u64::MAX)
-            .max(1)
     }
 
     /// From now on no queue fetches; those that run must be woken to see it.

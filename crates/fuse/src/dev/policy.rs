@@ -13,6 +13,8 @@
 
 use std::time::Duration;
 
+use ringdisk_export::{Measured, Pause, Trial, TrialRule, per_second};
+
 /// Length of a window.
 pub(super) const WINDOW_NS: u64 = 2_000_000;
 /// A window that lasted longer than this saw the client stop: it says nothing about the mode.
@@ -21,11 +23,11 @@ const IDLE_NS: u64 = 10 * WINDOW_NS;
 /// for the daemon's CPU.
 const WORK_MIN: u64 = 8;
 /// Windows between trials after one that was won.
-const PAUSE_MIN: u32 = 4;
+const PAUSE_MIN: u64 = 4;
 /// Windows between trials when none is won: 512 ms.
-const PAUSE_MAX: u32 = 256;
-/// Windows of a trial: the first is not measured.
-const TRIAL_WINDOWS: u32 = 4;
+const PAUSE_MAX: u64 = 256;
+/// Windows of a trial that are measured.
+const RULE: TrialRule = TrialRule { windows_min: 3, windows_max: 3 };
 /// A trial is kept from this gain on, in percent of the rate before.
 const GAIN_PERCENT: u64 = 110;
 /// A trial with this gain needs no second one.
@@ -85,14 +87,9 @@ impl Load {
 #[derive(Clone, Copy, Debug)]
 enum State {
     /// Windows left until the next trial.
-    Steady(u32),
-    /// Back to `from` unless the trial does better than `rate`.
-    Trial { from: Mode, rate: u64, window: u32, work: u64, nanos: u64 },
-}
-
-/// Work per second over some windows.
-fn rate(work: u64, nanos: u64) -> u64 {
-    work.saturating_mul(1_000_000_000) / nanos.max(1)
+    Steady(u64),
+    /// Another mode is tried.
+    Trial(Trial<Mode>),
 }
 
 /// Chooses a mode by trial.
@@ -104,7 +101,7 @@ pub(super) struct Policy {
     last: Load,
     /// Mean rate of the present mode; 0: not known.
     mean: u64,
-    pause: u32,
+    pause: Pause,
     /// Number of the mode to try next.
     next: usize,
     /// A mode that has won one trial.
@@ -121,7 +118,7 @@ impl Policy {
             state: State::Steady(PAUSE_MIN),
             last: Load::default(),
             mean: 0,
-            pause: PAUSE_MIN,
+            pause: Pause::new(PAUSE_MIN, PAUSE_MAX),
             next: 0,
             won: None,
             restless: false,
@@ -156,39 +153,33 @@ impl Policy {
         self.last = *load;
         if nanos > IDLE_NS || work < WORK_MIN {
             // A pause of the client ends a trial without a verdict.
-            if let State::Trial { from, .. } = self.state {
-                self.mode = from;
+            if let State::Trial(trial) = self.state {
+                self.mode = trial.from;
             }
-            self.pause = PAUSE_MIN;
+            self.pause.reset();
             self.settle();
             return;
         }
-        match self.state {
-            State::Steady(left) => self.steady(left, rate(work, nanos)),
-            State::Trial { from, rate: before, window, work: sum, nanos: time } => {
-                // The first window belongs to the change itself.
-                let (sum, time) = if window == 0 { (0, 0) } else { (sum + work, time + nanos) };
-                if window + 1 < TRIAL_WINDOWS {
-                    self.state = State::Trial {
-                        from,
-                        rate: before,
-                        window: window + 1,
-                        work: sum,
-                        nanos: time,
-                    };
-                } else {
-                    self.judge(from, before, rate(sum, time));
+        match &mut self.state {
+            State::Steady(left) => {
+                let left = *left;
+                self.steady(left, per_second(work, nanos));
+            }
+            State::Trial(trial) => {
+                if let Some(Measured { rate, .. }) = trial.window(RULE, work, nanos) {
+                    let trial = *trial;
+                    self.judge(trial.from, trial.before, rate);
                 }
             }
         }
     }
 
-    fn steady(&mut self, left: u32, rate: u64) {
+    fn steady(&mut self, left: u64, rate: u64) {
         let (low, high) = CHANGED_PERCENT;
         let changed =
             self.mean != 0 && (rate * 100 < self.mean * low || rate * 100 > self.mean * high);
         if changed {
-            self.pause = PAUSE_MIN;
+            self.pause.reset();
             self.won = None;
             self.mean = rate;
             self.state = State::Steady(left.min(PAUSE_MIN));
@@ -201,7 +192,7 @@ impl Policy {
         }
         let from = self.mode;
         self.mode = self.won.unwrap_or_else(|| self.candidate());
-        self.state = State::Trial { from, rate: self.mean, window: 0, work: 0, nanos: 0 };
+        self.state = State::Trial(Trial::new(from, self.mean));
     }
 
     fn judge(&mut self, from: Mode, before: u64, after: u64) {
@@ -209,9 +200,9 @@ impl Policy {
         let is_second = self.won.take() == Some(tried);
         if after * 100 < before * GAIN_PERCENT {
             self.mode = from;
-            self.pause = (self.pause * 2).min(PAUSE_MAX);
+            self.pause.lost(PAUSE_MIN);
         } else if is_second || after * 100 >= before * CLEAR_GAIN_PERCENT {
-            self.pause = PAUSE_MIN;
+            self.pause.won(PAUSE_MIN);
         } else {
             self.mode = from;
             self.won = Some(tried);
@@ -224,7 +215,7 @@ impl Policy {
 
     fn settle(&mut self) {
         self.mean = 0;
-        self.state = State::Steady(self.pause);
+        self.state = State::Steady(self.pause.length());
     }
 
     /// The next mode to try: all but the present one, in turn.

@@ -5,35 +5,12 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use ringdisk_export::{Numa, ThreadOptions, Threads};
 use ringdisk_ring::CpuList;
 
 use crate::kept::Keep;
-use crate::placement::{Numa, Threads, Wishes};
+use crate::transport::Transport;
 use crate::uring::{Refuse, RingMode, Stay, ZeroCopy};
-
-/// How requests travel between the kernel and us.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Transport {
-    /// The best that the kernel offers.
-    #[default]
-    Auto,
-    /// `/dev/fuse`.
-    Dev,
-    /// FUSE over io_uring (Linux 6.14, with the module parameter `enable_uring`).
-    Uring,
-}
-
-impl Transport {
-    /// As users write it.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Transport::Auto => "auto",
-            Transport::Dev => "dev",
-            Transport::Uring => "uring",
-        }
-    }
-}
 
 /// How to serve a disk as a file.
 #[derive(Clone, Debug)]
@@ -121,7 +98,7 @@ impl ExportOptions {
     }
 
     /// For the placement of the threads.
-    pub(super) fn wishes(&self) -> Wishes {
-        Wishes { threads: self.threads, cpus: self.cpus.clone(), numa: self.numa }
+    pub(super) fn thread_options(&self) -> ThreadOptions {
+        ThreadOptions { threads: self.threads, cpus: self.cpus.clone(), numa: self.numa }
     }
 }

@@ -32,13 +32,14 @@ use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::abi::flags::{WRITE_CACHE, WRITE_KILL_SUIDGID};
 use crate::abi::{OpenIn, OpenOut, StatfsOut, WriteIn};
-use crate::kept::FileRecord;
 use crate::negotiate::Profile;
 use crate::reply::ReplyBuf;
 use crate::request::{Operation, Request};
+use record::FileRecord;
 
 mod allocate;
 mod attributes;
+pub(crate) mod record;
 mod seek;
 
 /// Handle in every OPEN reply. The same for all, so that a request stays valid when another process

@@ -8,7 +8,7 @@ use std::os::fd::OwnedFd;
 use rustix::fs::{Mode, OFlags, open};
 use rustix::io::Errno;
 
-use crate::error::{Error, ErrorKind};
+use crate::{Error, ErrorKind};
 
 /// Where the kernel offers FUSE.
 pub const DEVICE_PATH: &str = "/dev/fuse";

@@ -17,7 +17,7 @@ use rustix::mount::{
 
 use super::table::{FSTYPE, SUBTYPE};
 use super::{MountOptions, owner};
-use crate::error::{Error, ErrorKind};
+use crate::{Error, ErrorKind};
 
 /// Type bits of a regular file, in octal as the option wants it; the permissions come with the
 /// first GETATTR.
@@ -28,7 +28,7 @@ const ROOT_MODE: &str = "100600";
 /// * `at`: the file, as [`super::mountpoint::hold`] gives it.
 /// * `mountpoint`: its name, for messages.
 ///
-/// Errors: [`ErrorKind::PermissionDenied`], [`ErrorKind::Unsupported`] (no FUSE in this kernel),
+/// Errors: [`ErrorKind::PermissionDenied`], [`ErrorKind::TransportMissing`] (no FUSE in this kernel),
 /// [`ErrorKind::System`].
 pub(super) fn mount(
     at: BorrowedFd<'_>,
@@ -151,7 +151,7 @@ fn explain(mountpoint: &Path, errno: Errno, log: &str) -> Error {
         Errno::PERM | Errno::ACCESS => Error::new(ErrorKind::PermissionDenied, format!("not allowed to mount on {shown}{said}"))
             .errno(errno)
             .hint("run as root, or install fuse3 for its fusermount3; in a container, add `--cap-add SYS_ADMIN --device /dev/fuse`"),
-        Errno::NODEV => Error::new(ErrorKind::Unsupported, "this kernel has no FUSE").hint("load it with `modprobe fuse`"),
+        Errno::NODEV => Error::new(ErrorKind::TransportMissing, "this kernel has no FUSE").hint("load it with `modprobe fuse`"),
         _ => Error::new(ErrorKind::System, format!("cannot mount on {shown}{said}")).errno(errno),
     }
 }

@@ -20,7 +20,7 @@ use rustix::net::SocketType;
 
 use super::table::SUBTYPE;
 use super::{MountOptions, busy};
-use crate::error::{Error, ErrorKind};
+use crate::{Error, ErrorKind};
 
 /// Names of the helper, newest first; looked up in PATH and then where distributions keep it.
 const HELPER_NAMES: [&str; 4] =

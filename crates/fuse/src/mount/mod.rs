@@ -19,8 +19,8 @@ use rustix::io::Errno;
 use rustix::mount::UnmountFlags;
 use rustix::process::{getegid, geteuid};
 
-use crate::error::{Error, ErrorKind};
 use crate::reply::notify_inval_inode;
+use crate::{Error, ErrorKind};
 
 mod abort;
 pub mod device;
@@ -117,7 +117,7 @@ pub struct Mount {
 ///
 /// Errors: those of [`mountpoint::check`]; [`ErrorKind::DeviceMissing`],
 /// [`ErrorKind::DeviceForbidden`], [`ErrorKind::HelperMissing`], [`ErrorKind::AllowOtherDenied`],
-/// [`ErrorKind::PermissionDenied`], [`ErrorKind::Unsupported`], [`ErrorKind::System`].
+/// [`ErrorKind::PermissionDenied`], [`ErrorKind::TransportMissing`], [`ErrorKind::System`].
 pub fn mount(path: &Path, options: &MountOptions) -> Result<Mount, Error> {
     let mountpoint = mountpoint::check(path)?;
     let device = match options.method {
@@ -359,7 +359,7 @@ impl Drop for Mount {
             result => result,
         };
         if let Err(error) = result {
-            tracing::warn!("{error}");
+            tracing::warn!("{}", error.with_hint());
         }
     }
 }

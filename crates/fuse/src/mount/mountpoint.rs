@@ -17,7 +17,7 @@ use rustix::io::Errno;
 
 use super::FirstLook;
 use super::table::{self, MountEntry};
-use crate::error::{Error, ErrorKind};
+use crate::{Error, ErrorKind};
 
 /// Links followed before a name is taken for a loop; the kernel's own limit.
 const SYMLINKS_MAX: usize = 40;

@@ -10,7 +10,7 @@ use std::fs;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
-use crate::error::{Error, ErrorKind};
+use crate::{Error, ErrorKind};
 
 /// Filesystem type under which our mounts show.
 pub const FSTYPE: &str = "fuse.ringdisk";

@@ -86,5 +86,5 @@ fn what_the_kernel_says_is_part_of_the_error() {
     let at = super::mountpoint::hold(&path).expect("there");
     let error = direct::mount(at.as_fd(), &path, other.as_fd(), &options());
     let error = error.expect_err("not a FUSE device");
-    assert!(error.to_string().contains(&path.display().to_string()), "{error}");
+    assert!(error.with_hint().to_string().contains(&path.display().to_string()), "{error}");
 }

@@ -1,7 +1,7 @@
 //! Where queue threads run, which queue of the kernel each of them serves, and on which node their
 //! memory shall be.
 //!
-//! Pure: a topology and the user's wishes in, a placement out, so that machines that are not at
+//! Pure: a topology and the options of the user in, a placement out, so that machines that are not at
 //! hand can be tested. Control path, before a mount.
 //!
 //! The rules. Threads are spread over the nodes, each with a CPU of its own as long as there are
@@ -12,53 +12,19 @@
 //! cannot be sent to a node: threads are bound, and their buffers are on their node. What cannot be
 //! had is a warning, with the one exception of a list of CPUs of which none can be used.
 
-mod describe;
 mod queues;
 
+use ringdisk_export::{
+    Error, Numa, OwnCpu, PlacementRule, THREADS_MAX, ThreadOptions, ThreadPlaces, Threads,
+    place_threads,
+};
 use ringdisk_ring::{CpuList, Errno, Topology};
 
-use crate::{Error, ErrorKind};
-
-pub(crate) use describe::{Buffers, Live, Sizes, describe, watch};
-pub use describe::{MountTopology, QueueTopology, Seen, ThreadTopology, preview};
 pub(crate) use queues::QueuePlace;
 
-/// Queues at most.
-pub const THREADS_MAX: usize = 64;
 /// Threads that `auto` makes at most over `/dev/fuse`: more readers of one shared input queue only
 /// get in each other's way.
 pub const THREADS_AUTO_MAX_DEV: usize = 4;
-
-/// How many queue threads.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Threads {
-    /// One for each CPU that may be used, up to 4 over `/dev/fuse` and 64 over io_uring.
-    #[default]
-    Auto,
-    /// This many, 1..=64.
-    Count(usize),
-}
-
-/// Whether nodes matter.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Numa {
-    /// Queues are served on their node, and buffers are bound to it.
-    #[default]
-    Auto,
-    /// Nodes are not looked at; memory comes from where the system takes it.
-    Off,
-}
-
-/// What the user asked for.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Wishes {
-    /// Queue threads.
-    pub threads: Threads,
-    /// CPUs for them; `None`: all that this process may use.
-    pub cpus: Option<CpuList>,
-    /// Whether nodes matter.
-    pub numa: Numa,
-}
 
 /// Where one queue thread runs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -118,42 +84,37 @@ impl Placement {
 ///
 /// * `over_rings`: over io_uring; else over `/dev/fuse`.
 ///
-/// Errors: [`ErrorKind::Usage`] for a list of CPUs with one that the machine does not have, or with
-/// none that can be used.
+/// Errors: [`ringdisk_export::ErrorKind::Usage`] for a list of CPUs of which none can be used.
 pub(crate) fn place(
     topology: &Topology,
-    wishes: &Wishes,
+    options: &ThreadOptions,
     over_rings: bool,
 ) -> Result<Placement, Error> {
     let mut placement = Placement::default();
-    let usable = usable(topology, wishes.cpus.as_ref(), &mut placement.warnings)?;
-    let order = match wishes.numa {
-        Numa::Auto => topology.spread(&usable),
-        Numa::Off => usable.iter().collect(),
+    let rule = PlacementRule {
+        own: OwnCpu::Always,
+        auto_max: if over_rings { THREADS_MAX } else { THREADS_AUTO_MAX_DEV },
+        ..PlacementRule::default()
     };
-    let most = if over_rings { THREADS_MAX } else { THREADS_AUTO_MAX_DEV };
-    let count = thread_count(wishes.threads, order.len(), most, &mut placement.warnings);
-    let thread = |index: usize| {
-        let cpus = match (count, &wishes.cpus) {
-            (1, None) => CpuList::default(),
-            (1, Some(_)) => usable.clone(),
-            _ => [order[index % order.len()]].into_iter().collect(),
-        };
+    let ThreadPlaces { threads, usable } =
+        place_threads(topology, options, &rule, &mut placement.warnings)?;
+    let count = threads.len();
+    let thread = |cpus: CpuList| {
         let node = topology.node_of_all(if cpus.is_empty() { &usable } else { &cpus });
-        let may_bind = wishes.numa == Numa::Auto && !topology.has_memory_policy;
+        let may_bind = options.numa == Numa::Auto && !topology.has_memory_policy;
         let memory_node = node.filter(|node| may_bind && has_memory(topology, *node));
-        let is_near = |cpu| wishes.numa == Numa::Off || topology.node_of(cpu) == node;
+        let is_near = |cpu| options.numa == Numa::Off || topology.node_of(cpu) == node;
         let roam = if count == 1 { CpuList::default() } else { usable.filter(is_near) };
         let away = roam.filter(|cpu| !cpus.contains(cpu));
         ThreadPlace { cpus, roam, away, node, memory_node }
     };
-    placement.threads = (0..count).map(thread).collect();
-    if wishes.numa == Numa::Auto {
+    placement.threads = threads.into_iter().map(thread).collect();
+    if options.numa == Numa::Auto {
         placement.remarks.extend(about_memory(topology, &placement.threads));
     }
-    placement.beside = queues::beside(&placement.threads, wishes.numa);
+    placement.beside = queues::beside(&placement.threads, options.numa);
     if over_rings {
-        queues::place(topology, wishes, &usable, &mut placement);
+        queues::place(topology, options, &usable, &mut placement);
     }
     Ok(placement)
 }
@@ -163,64 +124,15 @@ pub(crate) fn place(
 /// used any more are a warning.
 ///
 /// * `count`: queues of the mount.
-pub(crate) fn place_again(topology: &Topology, wishes: &Wishes, count: usize) -> Placement {
-    let wishes = Wishes { threads: Threads::Count(count), ..wishes.clone() };
-    place(topology, &wishes, false).unwrap_or_else(|error| {
-        let anywhere = Wishes { cpus: None, ..wishes };
+pub(crate) fn place_again(topology: &Topology, options: &ThreadOptions, count: usize) -> Placement {
+    let options = ThreadOptions { threads: Threads::Count(count), ..options.clone() };
+    place(topology, &options, false).unwrap_or_else(|error| {
+        let anywhere = ThreadOptions { cpus: None, ..options };
         let mut placement = place(topology, &anywhere, false).unwrap_or_default();
         placement.threads.resize_with(count, ThreadPlace::default);
-        placement.warnings.push(format!("{error}; threads are on other CPUs"));
+        placement.warnings.push(format!("{}; threads are on other CPUs", error.with_hint()));
         placement
     })
-}
-
-/// The CPUs that threads may be bound to; never empty.
-fn usable(
-    topology: &Topology,
-    wanted: Option<&CpuList>,
-    warnings: &mut Vec<String>,
-) -> Result<CpuList, Error> {
-    let Some(wanted) = wanted else { return Ok(topology.allowed.clone()) };
-    let refuse = |text: String| Err(Error::new(ErrorKind::Usage, text));
-    let missing = wanted.filter(|cpu| !topology.possible.contains(cpu));
-    if !missing.is_empty() {
-        return refuse(format!("--cpus {wanted}: this machine has no {}", name(&missing)))
-            .map_err(|error| error.hint(format!("its CPUs are {}", topology.possible)));
-    }
-    let offline = wanted.filter(|cpu| !topology.online.contains(cpu));
-    let usable = wanted.filter(|cpu| topology.allowed.contains(cpu));
-    let outside = wanted.filter(|cpu| topology.online.contains(cpu) && !usable.contains(cpu));
-    let mut reasons = Vec::new();
-    if !offline.is_empty() {
-        reasons.push(format!("{} offline", are(&offline)));
-    }
-    if !outside.is_empty() {
-        let allowed = &topology.allowed;
-        let outside = are(&outside);
-        reasons.push(format!("{outside} outside the CPUs that this process may use ({allowed})"));
-    }
-    if usable.is_empty() {
-        return refuse(format!(
-            "--cpus {wanted}: none of them can be used: {}",
-            reasons.join(", ")
-        ));
-    }
-    warnings.extend(reasons.iter().map(|reason| format!("--cpus {wanted}: left out: {reason}")));
-    Ok(usable)
-}
-
-/// * `most`: what `auto` takes at most.
-fn thread_count(threads: Threads, cpus: usize, most: usize, warnings: &mut Vec<String>) -> usize {
-    match threads {
-        Threads::Auto => cpus.clamp(1, most),
-        Threads::Count(count) if count > THREADS_MAX => {
-            warnings.push(format!(
-                "{THREADS_MAX} threads instead of {count}, which is the most there can be"
-            ));
-            THREADS_MAX
-        }
-        Threads::Count(count) => count.max(1),
-    }
 }
 
 fn has_memory(topology: &Topology, node: usize) -> bool {
@@ -242,16 +154,6 @@ fn about_memory(topology: &Topology, threads: &[ThreadPlace]) -> Option<String> 
     (!without.is_empty()).then(|| {
         format!("no memory of node {without} for this process: its buffers are on other nodes")
     })
-}
-
-/// `CPU 3`, `CPUs 3-4`.
-fn name(cpus: &CpuList) -> String {
-    if cpus.len() == 1 { format!("CPU {cpus}") } else { format!("CPUs {cpus}") }
-}
-
-/// `CPU 3 is`, `CPUs 3-4 are`.
-fn are(cpus: &CpuList) -> String {
-    format!("{} {}", name(cpus), if cpus.len() == 1 { "is" } else { "are" })
 }
 
 #[cfg(test)]

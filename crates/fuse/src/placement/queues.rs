@@ -2,9 +2,10 @@
 
 use std::cmp::Reverse;
 
+use ringdisk_export::{Numa, ThreadOptions, cpus_are, cpus_named};
 use ringdisk_ring::{CpuList, Topology};
 
-use super::{Numa, Placement, ThreadPlace, Wishes, are, name};
+use super::{Placement, ThreadPlace};
 
 /// One queue of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,7 +24,7 @@ pub(crate) struct QueuePlace {
 /// * `usable`: CPUs that threads could be bound to.
 pub(super) fn place(
     topology: &Topology,
-    wishes: &Wishes,
+    options: &ThreadOptions,
     usable: &CpuList,
     placement: &mut Placement,
 ) {
@@ -31,8 +32,8 @@ pub(super) fn place(
     // numbered.
     let count = topology.possible.len().max(1);
     placement.folded = topology.possible.filter(|cpu| cpu >= count);
-    placement.queues = queues(topology, wishes.numa, &placement.threads, count);
-    placement.remarks.extend(remarks(topology, wishes, usable, placement));
+    placement.queues = queues(topology, options.numa, &placement.threads, count);
+    placement.remarks.extend(remarks(topology, options, usable, placement));
     let threads = placement.threads.len();
     if threads > count {
         placement.warnings.push(format!(
@@ -97,24 +98,24 @@ fn add(load: &mut (usize, usize), is_online: bool) {
 /// number.
 fn remarks(
     topology: &Topology,
-    wishes: &Wishes,
+    options: &ThreadOptions,
     usable: &CpuList,
     placement: &Placement,
 ) -> Vec<String> {
     let mut lines = Vec::new();
     let outside = topology.online.filter(|cpu| !usable.contains(cpu));
     if !outside.is_empty() {
-        let why = match wishes.cpus {
+        let why = match options.cpus {
             Some(_) => "left out by --cpus",
             None => "outside the CPU mask of this process",
         };
-        let (are, whose) = (are(&outside), whose(&outside));
+        let (are, whose) = (cpus_are(&outside), whose(&outside));
         lines.push(format!("{are} {why}: {whose} callers are served by threads on {usable}"));
     }
     let offline = topology.possible.filter(|cpu| !topology.online.contains(cpu));
     if !offline.is_empty() {
         let (possible, online) = (topology.possible.len(), topology.online.len());
-        let are = are(&offline);
+        let are = cpus_are(&offline);
         lines.push(format!(
             "{are} offline ({possible} possible, {online} online): queues are ready for their callers"
         ));
@@ -122,7 +123,7 @@ fn remarks(
     if !placement.folded.is_empty() {
         lines.push(format!(
             "{} past the {} queues of the kernel: queue 0 takes their requests",
-            name(&placement.folded),
+            cpus_named(&placement.folded),
             placement.queues.len()
         ));
     }

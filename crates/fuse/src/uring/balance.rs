@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use super::policy::{Load, Policy, Spot, Stay, Step, WINDOW_NS};
 use crate::placement::Placement;
-use ringdisk_ring::stats::QueueCells;
+use ringdisk_export::stats::QueueCells;
 
 /// Others wait so long after the last look of a thread that is in a trial: its client may be gone.
 const TRIAL_NS: u64 = 6 * WINDOW_NS;

@@ -7,7 +7,6 @@
 
 use std::future::pending;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::time::Instant;
 
 use ringdisk_ring::{Errno, RawCommand};
@@ -17,16 +16,16 @@ use crate::abi::uring::{
     self, CMD_ADD_BUFPOOL, CMD_ADD_QUEUE, CMD_COMMIT_AND_FETCH, CMD_REGISTER, command,
     register_with_slot,
 };
-use crate::dev::Queue;
-use crate::idle::note;
-use crate::keeper::EndReason;
+use crate::events::EndReason;
+use crate::queue::note;
 use crate::reply::ReplyBuf;
 use crate::serve::{Answer, answer};
 
 use super::MESSAGE_ENTRY;
 use super::memory::{Frame, Incoming};
 use super::pool::{MEMORY_SLOT, Pool};
-use super::rings::{Refuse, Rings};
+use super::queue::RingQueue;
+use super::rings::Refuse;
 
 /// How an entry comes to a thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,26 +37,26 @@ pub(super) enum Begin {
 }
 
 /// Another thread has handed an entry over.
-pub(crate) fn take_over(queue: &Rc<Queue>, message: u32) {
-    let Some(rings) = queue.rings() else { return };
+pub(crate) fn take_over(queue: &Rc<RingQueue>, message: u32) {
     let index = (message & !MESSAGE_ENTRY) as usize;
-    if rings.entries.get(index).is_some_and(|entry| entry.custody.take()) {
-        queue.ring.spawn(live(Rc::clone(queue), Arc::clone(rings), index, Begin::Handed));
+    if queue.rings.entries.get(index).is_some_and(|entry| entry.custody.take()) {
+        queue.ring.spawn(live(Rc::clone(queue), index, Begin::Handed));
     }
 }
 
 /// Serves an entry until it moves away or the mount ends.
-pub(super) async fn live(queue: Rc<Queue>, rings: Arc<Rings>, index: usize, begin: Begin) {
+pub(super) async fn live(queue: Rc<RingQueue>, index: usize, begin: Begin) {
+    let rings = &*queue.rings;
     let entry = &rings.entries[index];
     let frame = rings.frame(index);
     let fixed = rings.pool().filter(|pool| pool.is_pinned()).map(|_| MEMORY_SLOT);
     if begin == Begin::Register {
-        let registered = register(&queue, &rings, index, &frame, fixed).await;
+        let registered = register(&queue, index, &frame, fixed).await;
         if let Err(errno) = registered {
-            return ended(&queue, &rings, errno, EndReason::Device);
+            return ended(&queue, errno, EndReason::Device);
         }
     }
-    let place = queue.number_of_ring(index);
+    let place = queue.number(index);
     queue.memory.enter(place, frame.own_payload());
     let mut good_replies = match rings.refuses {
         Some(Refuse::ReplyAfter(count)) => Some(count),
@@ -69,21 +68,21 @@ pub(super) async fn live(queue: Rc<Queue>, rings: Arc<Rings>, index: usize, begi
             return pending().await;
         }
         let to = rings.place_of(index);
-        if to != queue.thread() && !frame.is_zero_copy() {
+        if to != queue.thread && !frame.is_zero_copy() {
             // Whoever gets the entry may use its memory at once.
             queue.memory.leave(place);
-            if hand_over(&queue, &rings, index, to).await {
+            if hand_over(&queue, index, to).await {
                 return;
             }
             queue.memory.enter(place, frame.own_payload());
         }
-        let number = serve(&queue, &rings, index, &frame).await;
+        let number = serve(&queue, index, &frame).await;
         let area = command(number, queue_of_reply(entry.queue, &mut good_replies));
         queue.memory.set_idle(place, true);
         let committed = send(&queue, CMD_COMMIT_AND_FETCH, (0, 0), area, fixed).await;
         queue.memory.set_idle(place, false);
         if let Err(errno) = committed {
-            return ended(&queue, &rings, errno, EndReason::Reply);
+            return ended(&queue, errno, EndReason::Reply);
         }
     }
 }
@@ -104,14 +103,14 @@ fn queue_of_reply(queue: u16, good: &mut Option<u32>) -> u16 {
 
 /// Gives the entry to the kernel; ready when a request is in it.
 async fn register(
-    queue: &Queue,
-    rings: &Rings,
+    queue: &RingQueue,
     index: usize,
     frame: &Frame,
     fixed: Option<u16>,
 ) -> Result<(), Errno> {
     // The header and the payload.
     const VECTORS: u32 = 2;
+    let rings = &queue.rings;
     let number = rings.entries[index].queue;
     let is_last = usize::from(number) + 1 == rings.plan.0.len();
     let number = match rings.refuses {
@@ -127,12 +126,8 @@ async fn register(
 }
 
 /// Makes a queue with a pool.
-pub(super) async fn add_pool(
-    queue: &Queue,
-    rings: &Rings,
-    pool: &Pool,
-    number: u16,
-) -> Result<(), Errno> {
+pub(super) async fn add_pool(queue: &RingQueue, pool: &Pool, number: u16) -> Result<(), Errno> {
+    let rings = &queue.rings;
     let area = uring::add_queue(number, pool.zero_copy);
     send(queue, CMD_ADD_QUEUE, (0, 0), area, None).await?;
     let (address, mut len) = pool.region(number);
@@ -148,7 +143,7 @@ pub(super) async fn add_pool(
 /// * `vector`: address and number of what the command reads from our memory.
 /// * `fixed`: slot of the pool's memory in the ring.
 async fn send(
-    queue: &Queue,
+    queue: &RingQueue,
     operation: u32,
     vector: (u64, u32),
     command: [u8; 80],
@@ -159,7 +154,7 @@ async fn send(
         RawCommand { fd: queue.device, operation, address, len, fixed_buffer: fixed, command };
     // SAFETY: the command names the entry's header and payload or the queue's pool, directly
     // (REGISTER, ADD_BUFPOOL) or from then on. They belong to `Rings`, which the queue thread holds
-    // until its ring is closed (`dev::queue::run`), so also after this future is dropped. The
+    // until its ring is closed ([`crate::thread`]), so also after this future is dropped. The
     // thread that has the request touches them, and after the command nobody does until it
     // completes. Pages of a client in a slot of the ring are reached by operations only, which have
     // all ended before a reply is committed.
@@ -169,7 +164,8 @@ async fn send(
 }
 
 /// Sends the entry to the thread where it belongs. False: it could not be sent and stays.
-async fn hand_over(queue: &Queue, rings: &Rings, index: usize, to: usize) -> bool {
+async fn hand_over(queue: &RingQueue, index: usize, to: usize) -> bool {
+    let rings = &queue.rings;
     let Some(fd) = rings.ring_fd(to) else { return false };
     // Fewer entries than 2^31.
     let number = u32::try_from(index).unwrap_or(0);
@@ -179,12 +175,12 @@ async fn hand_over(queue: &Queue, rings: &Rings, index: usize, to: usize) -> boo
 }
 
 /// Carries out the request in the entry and leaves the reply there. Returns the number to commit.
-async fn serve(queue: &Queue, rings: &Rings, index: usize, frame: &Frame) -> u64 {
+async fn serve(queue: &RingQueue, index: usize, frame: &Frame) -> u64 {
     let (started, turn) = (Instant::now(), queue.ring.turn());
-    queue.begin_ring(rings, index, started);
+    queue.begin(index, started);
     let number = match frame.incoming() {
         Some(incoming) => {
-            serve_incoming(queue, rings, queue.number_of_ring(index), frame, &incoming).await;
+            serve_incoming(queue, queue.number(index), frame, &incoming).await;
             incoming.number
         }
         None => {
@@ -192,17 +188,11 @@ async fn serve(queue: &Queue, rings: &Rings, index: usize, frame: &Frame) -> u64
             frame.fail(Errno::IO)
         }
     };
-    queue.end_ring(index, started, turn);
+    queue.end(index, started, turn);
     number
 }
 
-async fn serve_incoming(
-    queue: &Queue,
-    rings: &Rings,
-    place: usize,
-    frame: &Frame,
-    incoming: &Incoming,
-) {
+async fn serve_incoming(queue: &RingQueue, place: usize, frame: &Frame, incoming: &Incoming) {
     let Incoming { number, data, body, .. } = incoming;
     let number = *number;
     if !data.is_ours() {
@@ -221,7 +211,7 @@ async fn serve_incoming(
             if reply.is_failure() {
                 queue.cells.errors.add(1);
             } else if reply.error_number() == 0
-                && incoming.opener().is_some_and(|opener| rings.opens_zero_copy(opener))
+                && incoming.opener().is_some_and(|opener| queue.rings.opens_zero_copy(opener))
             {
                 reply.add_open_flags(FOPEN_IO_URING_ZERO_COPY);
             }
@@ -239,8 +229,8 @@ async fn serve_incoming(
 /// The kernel gives the entry no request any more.
 ///
 /// * `unexpected`: what it is when the end of the mount does not explain it.
-fn ended(queue: &Queue, rings: &Rings, errno: Errno, unexpected: fn(Errno) -> EndReason) {
-    if rings.fail(errno) {
+fn ended(queue: &RingQueue, errno: Errno, unexpected: fn(Errno) -> EndReason) {
+    if queue.rings.fail(errno) {
         // Before anybody relies on it: the start decides what follows.
         return;
     }

@@ -72,8 +72,8 @@ impl Plan {
         let all = format!("0-{}", cpus - 1);
         let running = format!("0-{}", online - 1);
         let machine = ringdisk_testkit::machine::Machine::new(&all, &running, &[(0, &all)]);
-        let wishes = crate::placement::Wishes::default();
-        let placement = crate::placement::place(&machine.topology(), &wishes, true);
+        let options = ringdisk_export::ThreadOptions::default();
+        let placement = crate::placement::place(&machine.topology(), &options, true);
         Plan::new(&placement.expect("a placement"), depth, bytes)
     }
 }

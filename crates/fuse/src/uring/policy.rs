@@ -29,6 +29,8 @@
 //!
 //! `bench/loads --tables placement,mixed` measures what this reaches beside the fixed spots.
 
+use ringdisk_export::{Measured, Pause, Trial, TrialRule, per_second};
+
 /// Length of a window.
 pub(super) const WINDOW_NS: u64 = 2_000_000;
 /// When nothing came for longer than this the client had stopped.
@@ -38,10 +40,10 @@ const REQUESTS_MIN: u64 = 8;
 const PAUSE_MIN_NS: u64 = 8_000_000;
 const PAUSE_CLEAR_NS: u64 = 64_000_000;
 const PAUSE_MAX_NS: u64 = 1_024_000_000;
-/// Windows that a trial measures at most.
-const TRIAL_WINDOWS: u32 = 4;
+/// Windows that a trial measures.
+const RULE: TrialRule = TrialRule { windows_min: 1, windows_max: 4 };
 /// The same where requests wait for storage.
-const TRIAL_WINDOWS_SLOW: u32 = 8;
+const RULE_SLOW: TrialRule = TrialRule { windows_min: 1, windows_max: 8 };
 /// Requests that wait for something, and take longer on the average, wait for storage. Those that
 /// are served in one go do not count: on a slow or busy machine they take as long.
 const SLOW_NS: u64 = 20_000;
@@ -126,17 +128,10 @@ pub(super) struct Load {
 
 /// A spot is being tried.
 #[derive(Clone, Copy, Debug)]
-struct Trial {
-    /// Back to this one unless the new one does better.
-    from: Spot,
-    /// What that one had, requests per second.
-    rate: u64,
+struct SpotTrial {
+    trial: Trial<Spot>,
     /// Requests wait for storage.
     is_slow: bool,
-    /// Windows so far; the first is not measured.
-    windows: u32,
-    requests: u64,
-    nanos: u64,
 }
 
 /// Chooses a spot by trial.
@@ -144,7 +139,7 @@ struct Trial {
 pub(super) struct Policy {
     can_move: bool,
     spot: Spot,
-    trial: Option<Trial>,
+    trial: Option<SpotTrial>,
     last: Option<Load>,
     /// When the last look was, nanoseconds; a window may be longer.
     seen: u64,
@@ -156,7 +151,7 @@ pub(super) struct Policy {
     waiting: u32,
     /// This spot is what another thread has found.
     is_guess: bool,
-    pause: u64,
+    pause: Pause,
     /// No trial before this moment.
     not_before: u64,
 }
@@ -185,7 +180,7 @@ impl Policy {
             changed: 0,
             waiting: 0,
             is_guess: false,
-            pause: PAUSE_MIN_NS,
+            pause: Pause::new(PAUSE_MIN_NS, PAUSE_MAX_NS),
             not_before: 0,
         }
     }
@@ -232,7 +227,7 @@ impl Policy {
         let before = self.spot;
         self.trial = None;
         self.go(load.begin);
-        self.pause = PAUSE_MIN_NS;
+        self.pause.reset();
         self.is_guess = load.begin != Spot::Home;
         self.not_before = if self.is_guess { load.now + PAUSE_CLEAR_NS } else { 0 };
         if self.spot == before { Step::Same } else { Step::Moved }
@@ -246,7 +241,7 @@ impl Policy {
         let several = own.several_at_once();
         let is_slow = own.is_slow();
         if has_collapsed || (is_changed && self.spot == Spot::Home) {
-            self.pause = PAUSE_MIN_NS;
+            self.pause.reset();
             self.not_before = 0;
         }
         let is_time = load.now >= self.not_before;
@@ -258,7 +253,7 @@ impl Policy {
                 self.waiting += 1;
                 if self.waiting >= WAITING_WINDOWS {
                     // Whoever comes next has not lost a trial yet.
-                    self.pause = PAUSE_MIN_NS;
+                    self.pause.reset();
                     self.not_before = 0;
                 }
                 return Step::Same;
@@ -280,7 +275,7 @@ impl Policy {
         let from = self.spot;
         let rate = self.rate;
         self.go(next);
-        self.trial = Some(Trial { from, rate, is_slow, windows: 0, requests: 0, nanos: 0 });
+        self.trial = Some(SpotTrial { trial: Trial::new(from, rate), is_slow });
         Step::Moved
     }
 
@@ -304,42 +299,33 @@ impl Policy {
         true
     }
 
-    fn measure(&mut self, trial: Trial, now: u64, requests: u64, nanos: u64) -> Step {
-        let first = trial.windows == 0;
-        let trial = Trial {
-            windows: trial.windows + 1,
-            requests: if first { 0 } else { trial.requests + requests },
-            nanos: if first { 0 } else { trial.nanos + nanos },
-            ..trial
-        };
-        let rate = per_second(trial.requests, trial.nanos.max(1));
-        let is_clear = rate * 5 <= trial.rate * 4 || rate * 4 >= trial.rate * 5;
-        let windows_max = if trial.is_slow { TRIAL_WINDOWS_SLOW } else { TRIAL_WINDOWS };
-        if first || (!is_clear && trial.windows <= windows_max) {
-            self.trial = Some(trial);
+    fn measure(&mut self, mut tried: SpotTrial, now: u64, requests: u64, nanos: u64) -> Step {
+        let SpotTrial { trial, is_slow } = &mut tried;
+        let rule = if *is_slow { RULE_SLOW } else { RULE };
+        let Some(Measured { rate, is_clear }) = trial.window(rule, requests, nanos) else {
+            self.trial = Some(tried);
             return Step::Same;
-        }
-        let has_won = match self.spot {
-            Spot::Home if trial.is_slow && trial.from == Spot::Split => {
-                rate * 10 >= trial.rate * 11
-            }
-            // The way from free to split.
-            Spot::Home if trial.is_slow => rate * 4 >= trial.rate * 3,
-            Spot::Home => rate * 100 >= trial.rate * 97,
-            _ if trial.is_slow => rate * 20 >= trial.rate * 19,
-            _ => rate * 20 >= trial.rate * 21,
         };
-        let pause_min = if is_clear { PAUSE_CLEAR_NS } else { PAUSE_MIN_NS };
+        let SpotTrial { trial, is_slow } = tried;
+        let has_won = match self.spot {
+            Spot::Home if is_slow && trial.from == Spot::Split => rate * 10 >= trial.before * 11,
+            // The way from free to split.
+            Spot::Home if is_slow => rate * 4 >= trial.before * 3,
+            Spot::Home => rate * 100 >= trial.before * 97,
+            _ if is_slow => rate * 20 >= trial.before * 19,
+            _ => rate * 20 >= trial.before * 21,
+        };
+        let shortest = if is_clear { PAUSE_CLEAR_NS } else { PAUSE_MIN_NS };
         if has_won {
             self.rate = rate;
             // Perhaps by chance: looked at again soon.
-            self.pause = pause_min;
+            self.pause.won(shortest);
         } else {
             self.go(trial.from);
-            self.rate = trial.rate;
-            self.pause = (self.pause * 2).clamp(pause_min, PAUSE_MAX_NS);
+            self.rate = trial.before;
+            self.pause.lost(shortest);
         }
-        self.not_before = now + self.pause;
+        self.not_before = now + self.pause.length();
         Step::Judged
     }
 
@@ -349,10 +335,6 @@ impl Policy {
         self.changed = 0;
         self.waiting = 0;
     }
-}
-
-fn per_second(requests: u64, nanos: u64) -> u64 {
-    requests.saturating_mul(1_000_000_000) / nanos
 }
 
 /// What the thread that looks did in a window.

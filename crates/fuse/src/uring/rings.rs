@@ -15,7 +15,7 @@ use super::plan::Plan;
 use super::policy::Stay;
 use super::pool::{Pool, PoolUses};
 use crate::placement::Placement;
-use ringdisk_ring::stats::QueueCells;
+use ringdisk_export::stats::QueueCells;
 
 /// One entry.
 #[derive(Debug)]

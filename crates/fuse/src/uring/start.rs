@@ -15,10 +15,9 @@ use std::time::Duration;
 
 use ringdisk_ring::Errno;
 
-use crate::dev::Queue;
-
 use super::entry::{Begin, add_pool, live};
 use super::pool::Pool;
+use super::queue::RingQueue;
 use super::rings::Rings;
 
 /// How long all threads may take to register: a few milliseconds, unless the machine is overloaded.
@@ -83,7 +82,7 @@ impl Starting {
 }
 
 /// Registers the entries of this thread's queues. A task of the queue thread.
-pub(crate) async fn register(queue: Rc<Queue>, starting: Starting) {
+pub(crate) async fn register(queue: Rc<RingQueue>, starting: Starting) {
     let Starting { rings, decision, registered } = starting;
     let last = rings.plan.0.len() - 1;
     if let Some(pool) = rings.pool() {
@@ -95,8 +94,8 @@ pub(crate) async fn register(queue: Rc<Queue>, starting: Starting) {
             return;
         }
         for (number, plan) in (0..).zip(&rings.plan.0) {
-            if plan.thread == queue.thread()
-                && let Err(errno) = add_pool(&queue, &rings, pool, number).await
+            if plan.thread == queue.thread
+                && let Err(errno) = add_pool(&queue, pool, number).await
             {
                 rings.fail(errno);
                 let _ = registered.send(());
@@ -106,7 +105,7 @@ pub(crate) async fn register(queue: Rc<Queue>, starting: Starting) {
     }
     spawn(&queue, &rings, |number| number != last).await;
     let _ = registered.send(());
-    if rings.plan.0[last].thread != queue.thread() || !decided(&queue, &decision, GO).await {
+    if rings.plan.0[last].thread != queue.thread || !decided(&queue, &decision, GO).await {
         return;
     }
     spawn(&queue, &rings, |number| number == last).await;
@@ -114,7 +113,7 @@ pub(crate) async fn register(queue: Rc<Queue>, starting: Starting) {
 }
 
 /// Waits for a decision. False: the start was given up.
-async fn decided(queue: &Queue, decision: &AtomicU8, wanted: u8) -> bool {
+async fn decided(queue: &RingQueue, decision: &AtomicU8, wanted: u8) -> bool {
     loop {
         match decision.load(Ordering::Acquire) {
             STOP => return false,
@@ -128,7 +127,7 @@ async fn decided(queue: &Queue, decision: &AtomicU8, wanted: u8) -> bool {
 /// noted; it then serves unregistered.
 ///
 /// Errors: there is no table at all, which client pages need.
-fn register_memory(queue: &Queue, rings: &Rings, pool: &Pool) -> Result<(), Errno> {
+fn register_memory(queue: &RingQueue, rings: &Rings, pool: &Pool) -> Result<(), Errno> {
     let slots = match pool.zero_copy {
         true => u16::try_from(rings.entries.len()).map_err(|_| Errno::NOSPC)?,
         false => 0,
@@ -144,11 +143,11 @@ fn register_memory(queue: &Queue, rings: &Rings, pool: &Pool) -> Result<(), Errn
 }
 
 /// Gives entries to the kernel and waits until it has seen them.
-async fn spawn(queue: &Rc<Queue>, rings: &Arc<Rings>, wanted: impl Fn(usize) -> bool) {
+async fn spawn(queue: &Rc<RingQueue>, rings: &Arc<Rings>, wanted: impl Fn(usize) -> bool) {
     for (index, entry) in rings.entries.iter().enumerate() {
         let number = usize::from(entry.queue);
-        if wanted(number) && rings.plan.0[number].thread == queue.thread() {
-            queue.ring.spawn(live(Rc::clone(queue), Arc::clone(rings), index, Begin::Register));
+        if wanted(number) && rings.plan.0[number].thread == queue.thread {
+            queue.ring.spawn(live(Rc::clone(queue), index, Begin::Register));
         }
     }
     // A refusal completes in the enter that submits it, and is taken in the turn after that.

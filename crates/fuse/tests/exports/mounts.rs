@@ -287,7 +287,7 @@ fn mountpoints_are_refused_with_a_reason() {
     for (path, kind, words) in cases {
         let error = mountpoint::check(&path).expect_err("refused");
         assert_eq!(error.kind(), kind, "{error}");
-        assert!(error.to_string().contains(words), "{error}");
+        assert!(error.with_hint().to_string().contains(words), "{error}");
     }
 }
 
@@ -304,7 +304,10 @@ fn a_link_in_the_place_of_a_mountpoint_is_not_followed_and_its_target_is_named()
         }
         let error = mountpoint::check(&link).expect_err("a link");
         assert_eq!(error.kind(), ErrorKind::NotRegular);
-        assert!(error.to_string().contains(&format!("{}", target.display())), "{error}");
+        assert!(
+            error.with_hint().to_string().contains(&format!("{}", target.display())),
+            "{error}"
+        );
     }
     // That of a directory is the user's own way to write the name.
     let folder = directory.path().join("folder");
@@ -320,8 +323,8 @@ fn a_mountpoint_that_serves_already_is_refused_and_named() {
     let served = Served::new(null(), Wanted::default());
     let error = mount(served.path(), &options()).expect_err("occupied");
     assert_eq!(error.kind(), ErrorKind::AlreadyOurs);
-    assert!(error.to_string().contains("test,image \\ name"), "{error}");
-    assert!(error.to_string().contains("ringdisk umount"), "{error}");
+    assert!(error.with_hint().to_string().contains("test,image \\ name"), "{error}");
+    assert!(error.with_hint().to_string().contains("ringdisk umount"), "{error}");
 }
 
 #[test]
@@ -437,7 +440,7 @@ fn an_ordinary_user_learns_why_nothing_was_mounted() {
 fn ordinary_user_refused() {
     let error = mount_new(Path::new("/etc/passwd"), &options()).expect_err("not theirs");
     assert_eq!(error.kind(), ErrorKind::PermissionDenied, "{error}");
-    assert!(error.to_string().contains("own or may write"), "{error}");
+    assert!(error.with_hint().to_string().contains("own or may write"), "{error}");
 
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().join("disk");
@@ -445,7 +448,7 @@ fn ordinary_user_refused() {
     let direct = MountOptions { method: Method::Direct, ..options() };
     let error = mount_new(&path, &direct).expect_err("not root");
     assert_eq!(error.kind(), ErrorKind::PermissionDenied, "{error}");
-    assert!(error.to_string().contains("run as root"), "{error}");
+    assert!(error.with_hint().to_string().contains("run as root"), "{error}");
 }
 
 #[test]
@@ -465,6 +468,6 @@ fn forbidden_device() {
         let refused = MountOptions { method, ..options() };
         let error = mount_new(&path, &refused).expect_err("forbidden");
         assert_eq!(error.kind(), ErrorKind::DeviceForbidden, "{error}");
-        assert!(error.to_string().contains("chmod 666 /dev/fuse"), "{error}");
+        assert!(error.with_hint().to_string().contains("chmod 666 /dev/fuse"), "{error}");
     }
 }

@@ -198,7 +198,7 @@ fn a_reply_that_is_refused_under_load_ends_clients_with_errors_and_keeps_what_wa
     let mut clients = readers(&place);
     // Nobody stops it: the first reply that the kernel does not take does.
     let reason = export.wait().expect_err("a refused reply");
-    assert_eq!(reason, HaltReason::Reply(rustix::io::Errno::INVAL));
+    assert_eq!(reason, HaltReason::Reply("the kernel", rustix::io::Errno::INVAL));
     assert!(before < 200, "it was under load: {before} requests before");
     assert!(clients.wait(SOON).is_some(), "clients are left hanging: {}", clients.output());
     assert_eq!(table::at(&place.path).expect("readable"), None);

@@ -6,7 +6,7 @@ use clap::{Args, ValueHint};
 use ringdisk_daemon::size::{SizeChange, parse_size, parse_size_change};
 use ringdisk_disk::{Cache, Format};
 use ringdisk_qcow2::Preallocation;
-use ringdisk_qcow2::check::Repair;
+use ringdisk_qcow2::Repair;
 
 use crate::cli::look::{OutputArgs, PoolArgs};
 use crate::cli::names::{parse_existing, parse_file, parse_snapshot};

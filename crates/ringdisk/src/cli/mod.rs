@@ -36,7 +36,7 @@ pub(crate) use disk_spec::DiskWords;
 pub(crate) use image::ImageArgs;
 pub(crate) use look::{InfoArgs, LookArgs, MapArgs, PoolArgs};
 pub(crate) use mount::{MountArgs, MountPaths, StopTimeout, UmountArgs, ZeroCopyWord, parse_limit};
-pub(crate) use placement::{NumaWord, PlacementArgs, StayWord, Threads, TransportWord};
+pub(crate) use placement::{NumaWord, PlacementArgs, StayWord, TransportWord};
 use ringdisk_disk::{Cache, Format};
 pub(crate) use serve::{
     AccelWord, DeviceArgs, DiskArgs, EngineWord, OnErrorWord, PackedWord, SecondWord, ServeArgs,

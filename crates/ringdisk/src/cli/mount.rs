@@ -279,13 +279,13 @@ impl MountArgs {
 mod tests {
     use clap::Parser;
     use clap::error::ErrorKind;
-    use ringdisk_disk::{Cache, Format};
+    use ringdisk_disk::{Cache, DetectZeroes, Discard, Format};
+    use ringdisk_export::Threads;
 
     use super::*;
-    use ringdisk_disk::{DetectZeroes, Discard};
 
     use crate::cli::words::CacheSize;
-    use crate::cli::{Cli, Command, NumaWord, Threads};
+    use crate::cli::{Cli, Command, NumaWord};
 
     fn mount(words: &str) -> Result<MountArgs, clap::Error> {
         let all = ["ringdisk", "mount"].into_iter().chain(words.split_whitespace());

@@ -1,8 +1,8 @@
 //! The words that say where a mount is served: transport, threads, CPUs, nodes, depth.
 
 use clap::{Args, ValueEnum};
+use ringdisk_export::Threads;
 use ringdisk_fuse::export::QUEUE_DEPTH_MAX;
-use ringdisk_fuse::placement::THREADS_MAX;
 use ringdisk_ring::CpuList;
 
 /// Options of `mount` that `topology` takes too.
@@ -26,14 +26,14 @@ pub(crate) struct PlacementArgs {
     /// auto is a thread for each CPU that may be used: up to 64 with uring, up to 4 with dev. With
     /// more than one, each has a CPU; over io_uring it may leave it, on its node, for clients that
     /// keep several requests in flight.
-    #[arg(long, value_name = "N", default_value = "auto", value_parser = parse_threads,
-          help_heading = "Serving options")]
+    #[arg(long, value_name = "N", default_value_t, help_heading = "Serving options")]
     pub(crate) threads: Threads,
 
     /// CPUs for the queue threads, such as 0-3,8 [default: all that the process may use]
     ///
     /// As the kernel and taskset write it: numbers and ranges; 10-14:2 is every second CPU of a
-    /// range. CPUs that are offline or not allowed here are left out with a warning.
+    /// range. CPUs that are offline, not allowed here or not in this machine are left out with a
+    /// warning.
     #[arg(long, value_name = "LIST", help_heading = "Serving options")]
     pub(crate) cpus: Option<CpuList>,
 
@@ -88,23 +88,4 @@ pub(crate) enum NumaWord {
     Auto,
     /// They do not
     Off,
-}
-
-/// How many queue threads serve.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Threads {
-    /// As many as suit this machine.
-    Auto,
-    /// This many.
-    Count(u16),
-}
-
-fn parse_threads(text: &str) -> Result<Threads, String> {
-    if text == "auto" {
-        return Ok(Threads::Auto);
-    }
-    match text.parse() {
-        Ok(count) if (1..=THREADS_MAX).contains(&usize::from(count)) => Ok(Threads::Count(count)),
-        _ => Err(format!("write auto, or a number from 1 to {THREADS_MAX}")),
-    }
 }

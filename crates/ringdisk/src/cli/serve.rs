@@ -6,12 +6,13 @@ use clap::error::ErrorKind;
 use clap::{Args, Parser, ValueEnum, ValueHint};
 use ringdisk_daemon::size::parse_size;
 use ringdisk_daemon::sockets::SocketOptions;
+use ringdisk_export::Threads;
 use ringdisk_ring::CpuList;
 use ringdisk_vhost::export::{
-    QUEUE_SIZE_MAX, QUEUES_MAX, THREADS_MAX, check_block_size, check_serial, queues_default,
+    QUEUE_SIZE_MAX, QUEUES_MAX, check_block_size, check_serial, queues_default,
 };
 
-use crate::cli::{DiskWords, ImageArgs, NumaWord, SandboxArgs, Threads, UserArgs, refuse};
+use crate::cli::{DiskWords, ImageArgs, NumaWord, SandboxArgs, UserArgs, refuse};
 
 const SERVE_LONG: &str = "\
 Serves the disk inside IMAGE to a virtual machine, through the socket SOCKET (vhost-user-blk), until it is \
@@ -202,14 +203,15 @@ pub(crate) struct DeviceArgs {
 
     /// Queue threads: a number, or auto (one for each virtqueue that is offered, at most as many as
     /// there are CPUs)
-    #[arg(long, value_name = "N", default_value = "auto", value_parser = parse_threads, help_heading = "Serving options")]
+    #[arg(long, value_name = "N", default_value_t, help_heading = "Serving options")]
     pub(crate) threads: Threads,
 
     /// CPUs for the queue threads, such as 0-3,8 [default: all that the process may use]
     ///
     /// As the kernel and taskset write it: numbers and ranges; 10-14:2 is every second CPU of a
-    /// range. CPUs that are offline or not allowed here are left out with a warning. Each of
-    /// several threads is bound to one of them; without this option the scheduler chooses.
+    /// range. CPUs that are offline, not allowed here or not in this machine are left out with a
+    /// warning. Each of several threads is bound to one of them; without this option the scheduler
+    /// chooses.
     #[arg(long, value_name = "LIST", help_heading = "Serving options")]
     pub(crate) cpus: Option<CpuList>,
 
@@ -470,16 +472,6 @@ impl ServeArgs {
             }
         }
         Ok(())
-    }
-}
-
-fn parse_threads(text: &str) -> Result<Threads, String> {
-    if text == "auto" {
-        return Ok(Threads::Auto);
-    }
-    match text.parse() {
-        Ok(count) if (1..=THREADS_MAX).contains(&count) => Ok(Threads::Count(count)),
-        _ => Err(format!("write auto, or a number from 1 to {THREADS_MAX}")),
     }
 }
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::terminal::{self, visible};
 use ringdisk_disk::Format;
-use ringdisk_qcow2::{CheckHooks, CheckOptions, CheckReport, Qcow2, Repair};
+use ringdisk_qcow2::{CheckHooks, CheckOptions, CheckReport, Qcow2};
 use ringdisk_ring::Runtime;
 use ringdisk_storage::{Lock, OpenOptions, Storage};
 use serde_json::{Map, Value, json};

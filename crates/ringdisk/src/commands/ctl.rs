@@ -180,7 +180,7 @@ fn command_of(command: &CtlCommand) -> Result<Command, Failure> {
                 SizeChange::Shrink(by) => NewSize::Shrink(by),
             },
             shrink: *shrink,
-            preallocation: Some(word_of(PREALLOCATION, preallocation).to_owned()),
+            preallocation: Some(word_of(PREALLOCATION, *preallocation).to_owned()),
         }),
         CtlCommand::Snapshot(target) => {
             target.file.as_deref().map_or(Ok(()), check_new_name)?;

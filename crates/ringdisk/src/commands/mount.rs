@@ -24,9 +24,10 @@ use ringdisk_daemon::helper::start::Role;
 use ringdisk_daemon::keep::{self, Kept};
 use ringdisk_daemon::mountpoint::MountpointState;
 use ringdisk_daemon::run_as::Wanted;
+use ringdisk_export::Threads;
 use ringdisk_fuse::placement::THREADS_AUTO_MAX_DEV;
 
-use crate::cli::{MountArgs, MountPaths, Threads};
+use crate::cli::{MountArgs, MountPaths};
 use crate::serve;
 
 use start::{Opened, Start};
@@ -71,7 +72,7 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
 fn queues_max(args: &MountArgs) -> usize {
     match args.placement.threads {
         Threads::Auto => THREADS_AUTO_MAX_DEV,
-        Threads::Count(count) => usize::from(count),
+        Threads::Count(count) => count,
     }
 }
 

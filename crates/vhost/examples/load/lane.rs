@@ -3,10 +3,10 @@
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
+use ringdisk_export::stats::QueueCells;
 use ringdisk_guest::driver::{Driver, GUEST_BASE, GuestRam};
 use ringdisk_guest::{RingMemory, Segment};
 use ringdisk_ring::Counters;
-use ringdisk_ring::stats::QueueCells;
 use rustix::time::{ClockId, clock_gettime};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;

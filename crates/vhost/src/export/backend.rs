@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ringdisk_disk::Disk;
+use ringdisk_export::{Gone, stop_threads};
 use ringdisk_guest::inflight::InflightArea as Inflight;
 use ringdisk_guest::{Layout, Log, Memory, Region};
 
 use super::accel::Accel;
 use super::home::Homes;
-use super::signals::Signals;
 use super::state::{self, StateTransfer};
 use super::vrings::Ring;
 use crate::BackChannel;
@@ -20,11 +20,15 @@ use crate::device::Device;
 use crate::session::{
     Backend, ConfigWrite, InflightArea, Refusal, RegionSetup, StateDirection, VringSetup,
 };
-use crate::worker::{Gone, QueueThread, areas};
+use crate::signals::Signals;
+use crate::worker::{WorkerThread, areas};
 
 /// Requests in flight have so long at the end of an export: storage that never answers does not
 /// hold the process up.
 const END_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Queue threads have so long to end.
+const THREADS_END: Duration = Duration::from_secs(10);
 
 /// The device of one export.
 #[derive(Debug)]
@@ -32,7 +36,7 @@ pub(super) struct Control {
     pub(super) disk: Arc<Disk>,
     pub(super) device: Arc<Device>,
     pub(super) config: Config,
-    pub(super) threads: Vec<QueueThread>,
+    pub(super) threads: Vec<WorkerThread>,
     pub(super) memory: Arc<Memory>,
     pub(super) rings: Vec<Ring>,
     pub(super) inflight: Option<Arc<Inflight>>,
@@ -67,7 +71,7 @@ impl Control {
         disk: Arc<Disk>,
         device: Arc<Device>,
         config: Config,
-        threads: Vec<QueueThread>,
+        threads: Vec<WorkerThread>,
         homes: Homes,
         accel: Option<Accel>,
         signals: Arc<Signals>,
@@ -92,8 +96,13 @@ impl Control {
     }
 
     /// The thread of a virtqueue.
-    pub(super) fn thread(&self, index: u16) -> &QueueThread {
+    pub(super) fn thread(&self, index: u16) -> &WorkerThread {
         &self.threads[usize::from(index) % self.threads.len()]
+    }
+
+    /// Ends all queue threads.
+    pub(super) fn stop_threads(&mut self) {
+        stop_threads(&mut self.threads, THREADS_END, &self.device.name);
     }
 
     /// Whether to go on waiting for a queue thread: not when it is gone or requests are not to be

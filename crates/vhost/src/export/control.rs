@@ -12,11 +12,11 @@ use super::accel::{KERNEL_LOOK, Occasion};
 use super::backend::Control;
 use super::hand_over::{FrontEnd, Outcome};
 use super::options::Second;
-use super::signals::Signals;
 use super::sockets::Door;
 use crate::closing::{Held, is_full};
 use crate::device::Complaint;
 use crate::session::{Session, SessionConfig};
+use crate::signals::Signals;
 use crate::{Connection, Error, ErrorKind, Received};
 
 /// From the first byte of a message to its last, and for a reply to be taken.
@@ -31,9 +31,6 @@ const CLAIM: Duration = Duration::from_secs(10);
 /// for its migration does not mind a second more, nor does a front end that comes behind a silent
 /// one; an idle disk is to cost nothing that could be measured.
 const LOOK: Duration = Duration::from_secs(1);
-/// Queue threads have so long to end.
-const THREADS_END: Duration = Duration::from_secs(10);
-
 /// How a connection ended.
 enum End {
     /// The front end has gone; another one may come.
@@ -89,15 +86,7 @@ impl Host {
                 )
             });
         }
-        for thread in &self.control.threads {
-            thread.ask_to_stop();
-        }
-        let deadline = Instant::now() + THREADS_END;
-        for thread in &mut self.control.threads {
-            if !thread.join(deadline) {
-                tracing::warn!("{}: a queue thread does not end; it is left behind", self.name);
-            }
-        }
+        self.control.stop_threads();
         result.map(|_| ()).and(flushed)
     }
 
@@ -371,7 +360,10 @@ impl Host {
     }
 
     fn ends(&self, error: &Error) {
-        self.complain(Complaint::Connection, format_args!("the connection ends: {error}"));
+        self.complain(
+            Complaint::Connection,
+            format_args!("the connection ends: {}", error.with_hint()),
+        );
     }
 
     /// Whether a front end has done nothing with its connection while another one waits. Alone it

@@ -4,9 +4,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ringdisk_export::{Gone, close_disk};
+
 use super::backend::Control;
 use crate::session::Refusal;
-use crate::worker::Gone;
 
 /// A migration's destination waits so long for the source to give the disk away.
 const TAKE_OVER: Duration = Duration::from_secs(10);
@@ -81,10 +82,8 @@ impl Control {
         if !self.disk.is_active() {
             return Ok(());
         }
-        let closed = self.threads[0].ask_task(|worker| async move {
-            let flushed = worker.disk.flush(&worker.ring).await;
-            flushed.and(worker.disk.close(&worker.ring).await)
-        });
+        let closed = self.threads[0]
+            .ask_task(|worker| async move { close_disk(&worker.disk, &worker.ring, false).await });
         // A page cache full of writes may take its time.
         let (device, begun) = (Arc::clone(&self.device), Instant::now());
         Ok(closed.wait(|| !device.gives_up() && begun.elapsed() < CLOSE_PATIENCE)??)

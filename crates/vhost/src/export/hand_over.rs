@@ -2,7 +2,7 @@
 //! is packed, and either goes on there or, if that fails, here.
 
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError, sync_channel};
+use std::sync::mpsc::{RecvTimeoutError, SyncSender, TryRecvError, sync_channel};
 use std::time::Duration;
 
 use ringdisk_disk::{Disk, HandOver, ImageOptions};
@@ -11,11 +11,11 @@ use ringdisk_guest::{Layout, Log, Memory, Region};
 use ringdisk_ring::Ring;
 
 use super::backend::Control;
-use super::parcel::{InflightWords, Packing, Parcel, RegionWords, Role, Unpacked};
-use super::signals::Signals;
 use super::sockets::Door;
 use crate::closing::Held;
+use crate::parcel::{InflightWords, Packing, Parcel, RegionWords, Role, Unpacked};
 use crate::session::Session;
+use crate::signals::{Request, Signals};
 use crate::{BackChannel, Connection, Error, ErrorKind};
 
 /// The other process has so long to take everything; the guest stands still meanwhile.
@@ -25,16 +25,6 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const FLUSHING: Duration = Duration::from_secs(20);
 /// An export has so long to stand still and to be packed.
 const STANDING: Duration = Duration::from_secs(10);
-
-/// A request to hand an export over.
-#[derive(Debug)]
-pub(crate) struct Request {
-    /// Something comes when the guest begins to stand still.
-    stands: SyncSender<()>,
-    answer: SyncSender<Result<Parcel, Error>>,
-    /// Something comes: the other process has it. The sender goes: it has not.
-    verdict: Receiver<()>,
-}
 
 /// An export that stands still because it is being handed over. Dropping it lets the export go on
 /// here.

@@ -15,11 +15,10 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use ringdisk_export::Numa;
+use ringdisk_export::stats::QueueView;
 use ringdisk_guest::{Areas, RingMemory};
-use ringdisk_ring::stats::QueueView;
 use ringdisk_ring::{CpuList, Topology, pages_by_node};
-
-use super::options::Numa;
 
 /// What is known of the threads, for whoever reads their counters.
 pub(super) type Views = Arc<Mutex<Vec<QueueView>>>;

@@ -9,9 +9,7 @@ mod custody;
 pub(crate) mod hand_over;
 mod home;
 mod options;
-mod parcel;
 mod place;
-pub(crate) mod signals;
 mod sockets;
 mod state;
 mod vrings;
@@ -22,41 +20,39 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use ringdisk_disk::{Disk, ImageOptions, SizeWatch};
-use ringdisk_ring::stats::Stats;
-use ringdisk_ring::{Ring, SetupError, Topology};
+use ringdisk_export::ThreadPlaces;
+use ringdisk_export::stats::Stats;
+use ringdisk_ring::{Ring, Topology};
 
+use crate::blk::SEGMENTS_MAX;
 use crate::blk::config::Config;
 use crate::blk::features::{Offer, offered};
 use crate::device::Device;
 use crate::protocol::features as protocol;
 use crate::session::{Session, SessionConfig};
-use crate::worker::{QueueThread, ThreadSetup};
+use crate::worker::{ThreadSetup, WorkerThread};
 use crate::{Error, ErrorKind};
 
 pub use crate::device::Health;
+pub use crate::device::OnError;
+pub use crate::parcel::Parcel;
 pub use hand_over::HandedOver;
 pub use options::{
-    BLOCK_SIZE_MAX, BLOCK_SIZE_MIN, Connector, ExportOptions, Listen, Numa, OnError, Packed,
-    QUEUE_SIZE_MAX, QUEUES_MAX, SERIAL_BYTES_MAX, Second, THREADS_MAX, Threads, check_block_size,
-    check_serial, queues_default,
+    BLOCK_SIZE_MAX, BLOCK_SIZE_MIN, Connector, ExportOptions, Listen, Packed, QUEUE_SIZE_MAX,
+    QUEUES_MAX, SERIAL_BYTES_MAX, Second, check_block_size, check_serial, queues_default,
 };
-pub use parcel::Parcel;
 
+use crate::parcel::{Role, Unpacked};
+use crate::signals::{Signals, Switch};
 use accel::{Accel, Shown};
 pub use accel::{AccelOptions, Acceleration, Engine, QueueCounters, QueueInKernel, State};
 use backend::Control;
 use control::Host;
 use home::{Homes, Views};
-use parcel::{Role, Unpacked};
-use signals::{Signals, Switch};
 use sockets::Door;
 
 /// Regions of guest memory that a front end may add.
 const MEM_SLOTS: u16 = 509;
-/// Data segments of a request, as drivers are told: with header and status they fit the smallest
-/// queue that front ends make by default (QEMU: 128 entries).
-pub(crate) const SEG_MAX: u32 = 126;
-
 /// Whoever switches acceleration waits so long for the control thread's answer. The switch itself
 /// waits for as long as requests in flight take: one that is late is done all the same, and nobody
 /// is told.
@@ -221,12 +217,12 @@ impl Export {
         ));
         let mut notes = Vec::new();
         let topology = Topology::read();
-        let (places, usable) = place::place(&topology, &options, &place::PLACED, &mut notes)?;
-        let placed = places.clone();
+        let places = place::place(&topology, &options, &place::PLACED, &mut notes)?;
+        let ThreadPlaces { threads: placed, usable } = places;
         let pins = options.pin_guest_memory.then(Arc::default);
-        let mut threads = Vec::with_capacity(places.len());
-        for (index, cpus) in places.into_iter().enumerate() {
-            let thread = QueueThread::start(ThreadSetup {
+        let mut threads = Vec::with_capacity(placed.len());
+        for (index, cpus) in placed.iter().cloned().enumerate() {
+            let thread = WorkerThread::start(ThreadSetup {
                 index,
                 cpus,
                 disk: Arc::clone(&disk),
@@ -234,17 +230,17 @@ impl Export {
                 pins: pins.clone(),
                 restricted: options.restricted,
             });
-            let thread = thread.map_err(ring_error)?;
-            notes.extend(thread.pin_error.clone());
+            let thread = thread.map_err(Error::of_ring)?;
+            notes.extend(thread.thread.pin_error.clone());
             threads.push(thread);
         }
-        let views = threads.iter().map(|thread| thread.view.clone()).collect();
+        let views = threads.iter().map(|thread| thread.thread.view.clone()).collect();
         let views: Views = Arc::new(Mutex::new(views));
         let homes = Homes::new(topology, usable, options.numa, placed, Arc::clone(&views));
         let limits = disk.block_limits();
         let logical = options.logical_block_size;
         let config = Config {
-            seg_max: SEG_MAX.min(u32::from(options.queue_size_max.max(3) - 2)),
+            seg_max: SEGMENTS_MAX.min(u32::from(options.queue_size_max.max(3) - 2)),
             logical_block: logical,
             physical_block: options
                 .physical_block_size
@@ -412,23 +408,15 @@ impl Drop for Export {
         if self.thread.is_some() {
             self.signals.stop();
             if let Err(error) = self.join() {
-                tracing::warn!("{error}");
+                tracing::warn!("{}", error.with_hint());
             }
         }
     }
 }
 
+/// The counters of all queue threads now.
 fn stats_of(views: &Views) -> Stats {
+    // A copy: reading takes longer than the lock may be held.
     let views = home::locked(views).clone();
-    let queues = views.iter().enumerate();
-    Stats { queues: queues.map(|(index, q)| q.cells.snapshot(index, q.cpu, &q.ring)).collect() }
-}
-
-fn ring_error(error: SetupError) -> Error {
-    let kind = match error {
-        SetupError::Forbidden(_) => ErrorKind::RingForbidden,
-        SetupError::Missing(_) => ErrorKind::Unsupported,
-        SetupError::Limit(_) | SetupError::Other(_) => ErrorKind::System,
-    };
-    Error::new(kind, "the queue threads could not be started").source(error)
+    Stats::of(&views)
 }

@@ -9,17 +9,17 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use ringdisk_export::{Numa, THREADS_MAX, Threads};
 use ringdisk_ring::CpuList;
 
 use super::accel::AccelOptions;
+use crate::device::OnError;
 use crate::{Error, ErrorKind};
 
 /// Most virtqueues of a disk.
 pub const QUEUES_MAX: u16 = 64;
 /// Largest virtqueue, descriptors: the most that QEMU takes for this device.
 pub const QUEUE_SIZE_MAX: u16 = 1024;
-/// Most queue threads: one for each virtqueue.
-pub const THREADS_MAX: u16 = QUEUES_MAX;
 /// Bytes of a serial number (virtio 1.3, 5.2.6: `VIRTIO_BLK_T_GET_ID`).
 pub const SERIAL_BYTES_MAX: usize = 20;
 /// Smallest block, bytes: the sector of the protocol (virtio 1.3, 5.2.4).
@@ -72,26 +72,6 @@ impl fmt::Debug for Connector {
     }
 }
 
-/// How many queue threads serve.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Threads {
-    /// One for each virtqueue that is offered, at most as many as there are CPUs.
-    #[default]
-    Auto,
-    /// So many, 1..=[`THREADS_MAX`].
-    Count(u16),
-}
-
-/// Whether nodes matter.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Numa {
-    /// They do, where there are several.
-    #[default]
-    Auto,
-    /// They do not.
-    Off,
-}
-
 /// Whether packed virtqueues are offered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Packed {
@@ -102,16 +82,6 @@ pub enum Packed {
     On,
     /// They are not.
     Off,
-}
-
-/// What an I/O error of the image does, beside the answer that the guest gets.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum OnError {
-    /// It is counted and told; requests go on.
-    #[default]
-    Report,
-    /// It also ends the export.
-    Stop,
 }
 
 /// What happens to a front end that comes while another one is served.

@@ -1,96 +1,53 @@
-//! Where queue threads run.
+//! How many queue threads a disk has, and the CPUs of each.
 //!
-//! A thread has a CPU to itself only where the user said which CPUs are for disks (`--cpus`).
-//! Otherwise nobody here knows what else runs: other processes like this one choose by the same
-//! rule, so that all of them would meet on the same few CPUs while others idle. The scheduler
-//! knows; threads are spread over the nodes, and are otherwise free.
+//! Promises: a thread has a CPU of its own only where the user named CPUs ([`ringdisk_export::OwnCpu`]); the threads
+//! of the next disk of this process go on behind those of the one before.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::AtomicUsize;
 
-use ringdisk_ring::{CpuList, Topology};
+use ringdisk_export::{PlacementRule, ThreadOptions, ThreadPlaces, place_threads};
+use ringdisk_ring::Topology;
 
-use super::options::{ExportOptions, Numa, Threads};
-use crate::{Error, ErrorKind};
+use super::options::ExportOptions;
+use crate::Error;
 
-/// Threads that have been placed in this process: those of the next disk go on behind them.
+/// Threads that have been placed in this process.
 pub(super) static PLACED: AtomicUsize = AtomicUsize::new(0);
 
-/// The CPUs of each queue thread, an empty list: where the scheduler wants; and all CPUs that queue
-/// threads may be on.
-///
-/// With CPUs that were named each of several threads has one, as long as there are enough; a single
-/// thread has them all. Else each has those of a node, the nodes in turn; on a machine with one
-/// node, and for a single thread, nothing is bound.
+/// Places the queue threads of a disk.
 ///
 /// * `placed`: threads of other disks, to which these are added.
 ///
-/// Errors: CPUs that the machine does not have, or of which none can be used.
+/// Errors: [`crate::ErrorKind::Usage`] for a list of CPUs of which none can be used.
 pub(super) fn place(
     topology: &Topology,
     options: &ExportOptions,
     placed: &AtomicUsize,
     notes: &mut Vec<String>,
-) -> Result<(Vec<CpuList>, CpuList), Error> {
-    let usable = match &options.cpus {
-        None => topology.allowed.clone(),
-        Some(wanted) => {
-            let usable = wanted.filter(|cpu| topology.allowed.contains(cpu));
-            if usable.is_empty() {
-                let text = format!("--cpus {wanted}: none of them can be used");
-                let hint = format!("this process may use {}", topology.allowed);
-                return Err(Error::new(ErrorKind::Usage, text).hint(hint));
-            }
-            if usable != *wanted {
-                notes.push(format!("--cpus {wanted}: only {usable} can be used"));
-            }
-            usable
-        }
-    };
-    let count = count(options, usable.len().max(1), notes);
-    let first = placed.fetch_add(count, Ordering::Relaxed);
-    let looks_at_nodes = options.numa == Numa::Auto && topology.nodes.len() > 1;
-    let is_named = options.cpus.is_some();
-    let places = if count == 1 {
-        vec![if is_named { usable.clone() } else { CpuList::default() }]
-    } else if is_named || looks_at_nodes {
-        let order: Vec<usize> = match options.numa {
-            Numa::Auto => topology.spread(&usable),
-            Numa::Off => usable.iter().collect(),
-        };
-        let cpus = (first..first + count).map(|number| order[number % order.len()]);
-        let near = |cpu| usable.filter(|other| topology.node_of(other) == topology.node_of(cpu));
-        cpus.map(|cpu| if is_named { [cpu].into_iter().collect() } else { near(cpu) }).collect()
-    } else {
-        vec![CpuList::default(); count]
-    };
-    Ok((places, usable))
-}
-
-/// How many threads there are, at least one.
-fn count(options: &ExportOptions, cpus: usize, notes: &mut Vec<String>) -> usize {
+) -> Result<ThreadPlaces, Error> {
+    let ExportOptions { threads, cpus, numa, .. } = options;
+    let wanted = ThreadOptions { threads: *threads, cpus: cpus.clone(), numa: *numa };
     let queues = usize::from(options.queues);
-    match options.threads {
-        Threads::Auto => queues.min(cpus),
-        Threads::Count(count) => {
-            let count = usize::from(count);
-            if count > queues {
-                notes.push(format!(
-                    "{queues} queue threads instead of {count}: one for each virtqueue"
-                ));
-            }
-            count.min(queues)
-        }
-    }
+    let rule = PlacementRule {
+        auto_max: queues,
+        most: queues,
+        why_most: "one for each virtqueue",
+        placed: Some(placed),
+        ..PlacementRule::default()
+    };
+    place_threads(topology, &wanted, &rule, notes)
 }
 
 #[cfg(test)]
 mod tests {
     use std::path::PathBuf;
 
-    use ringdisk_ring::Node;
+    use ringdisk_export::{Numa, Threads};
+    use ringdisk_ring::{CpuList, Node};
 
     use super::super::options::Listen;
     use super::*;
+    use crate::ErrorKind;
 
     fn cpus(text: &str) -> CpuList {
         CpuList::of_kernel(text)
@@ -118,7 +75,7 @@ mod tests {
     fn placed<const N: usize>(topology: &Topology, disks: [ExportOptions; N]) -> Vec<String> {
         let before = AtomicUsize::new(0);
         let places = disks.iter().flat_map(|options| {
-            place(topology, options, &before, &mut Vec::new()).expect("places").0
+            place(topology, options, &before, &mut Vec::new()).expect("places").threads
         });
         places.map(|cpus| cpus.to_string()).collect()
     }
@@ -157,10 +114,11 @@ mod tests {
     fn cpus_that_cannot_be_used_are_left_out_or_refused() {
         let mut notes = Vec::new();
         let some = options(2, Some("3-9"));
-        let (places, usable) =
-            place(&topology(1), &some, &AtomicUsize::new(0), &mut notes).expect("places");
-        assert_eq!((places, usable), (vec![cpus("3")], cpus("3")));
-        assert_eq!(notes, ["--cpus 3-9: only 3 can be used"]);
+        let places = place(&topology(1), &some, &AtomicUsize::new(0), &mut notes);
+        let ThreadPlaces { threads, usable } = places.expect("places");
+        assert_eq!((threads, usable), (vec![cpus("3")], cpus("3")));
+        let left_out = "--cpus 3-9: left out: this machine has no CPUs 4-9 (its CPUs are 0-3)";
+        assert_eq!(notes, [left_out]);
         let none = options(2, Some("8-9"));
         let error = place(&topology(1), &none, &AtomicUsize::new(0), &mut notes).expect_err("none");
         assert_eq!(error.kind(), ErrorKind::Usage);

@@ -3,13 +3,14 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use ringdisk_export::Gone;
 use ringdisk_guest::{Areas, Memory};
 use ringdisk_ring::{Errno, pin_to_cpus};
 
 use super::backend::Control;
 use crate::device::Complaint;
 use crate::session::{Refusal, VringSetup};
-use crate::worker::{Gone, RingStart, areas, layout};
+use crate::worker::{RingStart, areas, layout};
 
 /// What the front end gave for a virtqueue.
 #[derive(Debug, Default)]

@@ -11,8 +11,8 @@ use super::backend::Backend;
 use super::regions::Regions;
 use super::vring::Vring;
 use super::{Fault, Session, SessionConfig};
-use crate::error::{Error, ErrorKind};
 use crate::protocol::{Region, VringAddress, features};
+use crate::{Error, ErrorKind};
 
 /// One virtqueue, as the front end left it.
 #[derive(Debug)]

@@ -29,9 +29,9 @@ pub use hand_over::{SavedVring, SessionState};
 use regions::Regions;
 use vring::Vring;
 
-use crate::error::{Error, ErrorKind};
 use crate::protocol::features;
 use crate::protocol::{Header, Malformed, Message, Reply, Request};
+use crate::{Error, ErrorKind};
 
 /// What a session offers, and its limits.
 #[derive(Clone, Copy, Debug)]

@@ -8,6 +8,7 @@ mod call;
 mod hold;
 mod memory;
 mod pins;
+mod serve;
 mod slot;
 mod source;
 mod thread;
@@ -22,9 +23,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ringdisk_disk::Disk;
+use ringdisk_export::stats::QueueCells;
 use ringdisk_guest::{Areas, Error, Log, Memory, View};
 use ringdisk_ring::Ring;
-use ringdisk_ring::stats::QueueCells;
 
 use crate::device::Device;
 
@@ -36,7 +37,7 @@ use watch::Watch;
 
 pub(crate) use pins::Told;
 pub(crate) use slot::Slot;
-pub(crate) use thread::{Gone, Pending, QueueThread, ThreadSetup};
+pub(crate) use thread::{Pending, ThreadSetup, WorkerThread};
 pub(crate) use vring::{RingStart, Vring, areas, layout};
 
 /// Requests that one thread serves at once; further ones wait in their virtqueues.
@@ -198,7 +199,7 @@ impl Worker {
     /// Ends [`Worker::hold_all`], also one that is not done yet.
     pub(crate) fn release_all(&self) {
         self.holds_all.set(false);
-        self.all_held.borrow_mut().drain(..).for_each(|vring| vring.release());
+        self.all_held.borrow_mut().drain(..).for_each(|vring| vring.release(&self.ring));
     }
 
     /// What is written to guest memory is logged there from now on, or nowhere.

@@ -7,15 +7,14 @@ use std::time::Instant;
 use ringdisk_guest::{Chain, Token, View};
 use ringdisk_ring::{IoBuf, Parker, Ring, Scatter};
 
-use crate::blk::serve::serve;
-use crate::export::SEG_MAX;
-
+use super::serve::serve;
 use super::{Vring, Worker};
+use crate::blk::SEGMENTS_MAX;
 
 /// Segments of the longest request that drivers are told to make, with header and status. There are
 /// up to 256 slots for each thread, so room for the longest request that there can be (8 times as
 /// much) would cost more memory than anything else does.
-const SEGMENTS_USUAL: usize = SEG_MAX as usize + 2;
+const SEGMENTS_USUAL: usize = SEGMENTS_MAX as usize + 2;
 
 /// What a request needs while it is served; reused by the next one.
 pub(crate) struct Slot {
@@ -120,8 +119,10 @@ pub(super) async fn run(worker: Rc<Worker>, slot: Rc<Slot>) {
         // Memory that is to be let go must not wait for the next request of this slot.
         slot.scatter.borrow_mut().clear();
         *slot.view.borrow_mut() = None;
-        let since = slot.since.take().map_or(0, |since| since.elapsed().as_nanos());
-        worker.cells.end(u64::try_from(since).unwrap_or(u64::MAX));
+        match slot.since.take() {
+            Some(since) => worker.cells.end_since(since),
+            None => worker.cells.end(0),
+        }
         worker.idle.borrow_mut().push(Rc::clone(&slot));
         vring.complete(&worker.ring, token, written);
     }

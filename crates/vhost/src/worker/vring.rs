@@ -1,6 +1,6 @@
 //! A virtqueue that runs, on its thread.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::future::{Future, poll_fn};
 use std::os::fd::OwnedFd;
 use std::pin::pin;
@@ -8,9 +8,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
 
+use ringdisk_export::Admission;
+use ringdisk_export::stats::QueueCells;
 use ringdisk_guest::inflight::InflightArea as Inflight;
 use ringdisk_guest::{Areas, Broken, Error, Layout, Log, Memory, Queue, QueueConfig, Token, View};
-use ringdisk_ring::stats::QueueCells;
 use ringdisk_ring::{Fd, Parker, Ring};
 
 use super::call::Call;
@@ -73,11 +74,8 @@ pub(crate) struct Vring {
     kick: OwnedFd,
     pub(crate) call: Call,
     pub(crate) error: Call,
-    /// No requests are taken while somebody changes something.
-    holds: Cell<u32>,
-    in_flight: Cell<u32>,
-    /// Somebody waits until nothing is in flight.
-    drained: Parker,
+    /// No requests are taken while the control thread changes something.
+    admission: Admission,
     /// The task that reads the kick shall end.
     over: Parker,
 }
@@ -120,9 +118,7 @@ impl Vring {
             kick: start.kick,
             call: Call::new(watch, device),
             error: Call::new(watch, device),
-            holds: Cell::new(0),
-            in_flight: Cell::new(0),
-            drained: Parker::default(),
+            admission: Admission::default(),
             over: Parker::default(),
         };
         vring.call.set(start.call);
@@ -183,7 +179,7 @@ impl Vring {
     /// Whether there is a request that may be taken.
     #[inline]
     pub(super) fn has_next(&self) -> bool {
-        self.holds.get() == 0 && self.queue.borrow_mut().as_mut().is_some_and(Queue::has_next)
+        !self.admission.is_held() && self.queue.borrow_mut().as_mut().is_some_and(Queue::has_next)
     }
 
     /// Takes the next request into a slot. `None` when there is none, or when the guest has broken
@@ -194,7 +190,9 @@ impl Vring {
         let popped = queue.check(view).and_then(|()| queue.pop(view, &mut slot.chain.borrow_mut()));
         match popped {
             Ok(token) => {
-                self.in_flight.set(self.in_flight.get() + u32::from(token.is_some()));
+                if token.is_some() {
+                    self.admission.begin();
+                }
                 token
             }
             Err(broken) => {
@@ -230,11 +228,7 @@ impl Vring {
         if let Some(queue) = self.queue.borrow_mut().as_mut() {
             queue.complete(token, written);
         }
-        let left = self.in_flight.get() - 1;
-        self.in_flight.set(left);
-        if left == 0 && self.holds.get() > 0 {
-            self.drained.unpark(ring);
-        }
+        self.admission.end(ring);
     }
 
     /// Shows the guest what is done.
@@ -251,7 +245,7 @@ impl Vring {
     pub(super) fn is_behind(&self) -> bool {
         let queue = self.queue.borrow();
         let is_behind = |queue: &Queue| queue.broken().is_none() && queue.has_replays();
-        self.holds.get() == 0 && queue.as_ref().is_some_and(is_behind)
+        !self.admission.is_held() && queue.as_ref().is_some_and(is_behind)
     }
 
     /// Whether what is written to guest memory is logged.
@@ -261,7 +255,7 @@ impl Vring {
 
     /// Asks for a kick. Returns whether a request has come meanwhile.
     pub(super) fn enable_kicks(&self) -> bool {
-        if self.holds.get() > 0 {
+        if self.admission.is_held() {
             return false;
         }
         self.queue.borrow_mut().as_mut().is_some_and(Queue::enable_kicks)
@@ -275,17 +269,12 @@ impl Vring {
 
     /// Takes no more requests, and waits until none is in flight.
     pub(super) async fn hold(&self, ring: &Ring) {
-        self.holds.set(self.holds.get() + 1);
-        while self.in_flight.get() > 0 {
-            self.drained.park(ring).await;
-        }
-        // Another one may wait, too.
-        self.drained.unpark(ring);
+        self.admission.hold(ring).await;
     }
 
     /// Takes requests again.
-    pub(super) fn release(&self) {
-        self.holds.set(self.holds.get() - 1);
+    pub(super) fn release(&self, ring: &Ring) {
+        self.admission.release(ring);
     }
 
     /// The same rings in another mapping; it is held.

@@ -16,7 +16,7 @@ use ringdisk_ring::{Config, Runtime};
 use ringdisk_testkit::model::{Discards, FrontEnd, LoadOptions, Vm, VmOptions};
 use ringdisk_testkit::mount::scratch;
 use ringdisk_testkit::sim::SimStorage;
-use ringdisk_vhost::export::Threads;
+use ringdisk_vhost::Threads;
 use ringdisk_vhost::{Export, ExportOptions, Listen};
 use tempfile::TempDir;
 

@@ -10,7 +10,7 @@ use ringdisk_ring::{Config, Runtime};
 use ringdisk_testkit::images;
 use ringdisk_testkit::model::{FrontEnd, Load, Vm, VmOptions, ask, bits};
 use ringdisk_testkit::mount::scratch;
-use ringdisk_vhost::export::Threads;
+use ringdisk_vhost::Threads;
 use ringdisk_vhost::{Export, ExportOptions, Listen};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 

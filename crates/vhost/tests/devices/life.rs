@@ -10,7 +10,7 @@ use ringdisk_testkit::model::{BaseRule, Load, Refused, Request, Vm, VmOptions, a
 use ringdisk_testkit::mount::scratch;
 use ringdisk_testkit::process;
 use ringdisk_testkit::sim::{Fault, OpKind, Prng, When};
-use ringdisk_vhost::export::Threads;
+use ringdisk_vhost::Threads;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 

@@ -11,7 +11,7 @@ use ringdisk_guest::driver::{GUEST_BASE, GuestRam};
 use ringdisk_testkit::limits::full;
 use ringdisk_testkit::model::{Refused, Request, Vm, VmOptions, ask, bits};
 use ringdisk_testkit::process::patient;
-use ringdisk_vhost::export::Threads;
+use ringdisk_vhost::Threads;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use crate::common::ledger::Ledger;

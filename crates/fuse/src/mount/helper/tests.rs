@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::{explain, option_text};
-use crate::error::ErrorKind;
+use crate::ErrorKind;
 use crate::mount::{Method, MountOptions};
 
 fn options(source: &str) -> MountOptions {

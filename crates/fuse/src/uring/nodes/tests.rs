@@ -2,7 +2,7 @@ use ringdisk_ring::{Errno, pages_by_node};
 use ringdisk_testkit::machine::Machine;
 
 use super::Rings;
-use crate::placement::{Wishes, place};
+use crate::placement::place;
 use crate::uring::plan::Plan;
 use crate::uring::{PoolUses, ZeroCopy};
 
@@ -10,7 +10,8 @@ const PAYLOAD: usize = 1 << 20;
 
 /// Rings for a machine, with three entries for each queue.
 fn rings(machine: &Machine) -> Rings {
-    let placement = place(&machine.topology(), &Wishes::default(), true).expect("a placement");
+    let placement = place(&machine.topology(), &ringdisk_export::ThreadOptions::default(), true)
+        .expect("a placement");
     let plan = Plan::new(&placement, Some(3), PAYLOAD);
     Rings::new(plan, &placement, PAYLOAD, None, ZeroCopy::Off)
 }

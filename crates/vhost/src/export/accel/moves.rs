@@ -8,6 +8,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use ringdisk_disk::Plain;
+use ringdisk_export::Gone;
 use ringdisk_vblk::{DiskSetup, Engine, RingSetup};
 
 use super::super::backend::Control;
@@ -16,7 +17,7 @@ use super::{Occasion, claim, locked, refused};
 use crate::blk::SERIAL_BYTES;
 use crate::blk::config::RANGES_MAX;
 use crate::session::Refusal;
-use crate::worker::{Gone, Pending, Worker, areas};
+use crate::worker::{Pending, Worker, areas};
 
 impl Control {
     /// Moves a virtqueue from its thread into the kernel, if it may be there.

@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::blk::features::{LOG_ALL, RING_PACKED, VERSION_1};
 
-use super::super::options::OnError;
+use crate::device::OnError;
 
 /// Why virtqueues are with their queue threads, though they could be in the kernel. `Display` is a
 /// clause that follows "since".

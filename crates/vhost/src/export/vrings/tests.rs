@@ -4,6 +4,7 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use ringdisk_disk::{Disk, NullOptions};
+use ringdisk_export::{EndThread, Numa};
 use ringdisk_guest::Layout;
 use ringdisk_guest::Segment;
 use ringdisk_guest::driver::{Driver, DriverConfig, GuestRam};
@@ -16,10 +17,9 @@ use crate::blk::config::Config;
 use crate::device::Device;
 use crate::export::OnError;
 use crate::export::home::Homes;
-use crate::export::options::Numa;
-use crate::export::signals::Signals;
 use crate::session::Backend;
-use crate::worker::{QueueThread, ThreadSetup};
+use crate::signals::Signals;
+use crate::worker::{ThreadSetup, WorkerThread};
 
 fn config() -> Config {
     Config {
@@ -52,10 +52,10 @@ fn control() -> Control {
             pins: None,
             restricted: false,
         };
-        QueueThread::start(setup).expect("a queue thread")
+        WorkerThread::start(setup).expect("a queue thread")
     };
     let threads = vec![thread(0), thread(1)];
-    let views = Arc::new(Mutex::new(threads.iter().map(|it| it.view.clone()).collect()));
+    let views = Arc::new(Mutex::new(threads.iter().map(|it| it.thread.view.clone()).collect()));
     let placed = vec![CpuList::default(); 2];
     let homes = Homes::new(Topology::read(), CpuList::default(), Numa::Off, placed, views);
     Control::new(Arc::clone(&disk), device, config(), threads, homes, None, signals)

@@ -10,14 +10,16 @@ use ringdisk_ring::{Config, CpuList, Runtime};
 use ringdisk_testkit::mount::scratch;
 use ringdisk_testkit::process::{LIMIT, until};
 
-use super::super::{QueueThread, ThreadSetup};
+use ringdisk_export::EndThread;
+
+use super::super::{ThreadSetup, WorkerThread};
 use super::*;
 use crate::device::Device;
-use crate::export::OnError;
-use crate::export::signals::Signals;
+use crate::device::OnError;
+use crate::signals::Signals;
 
 /// A queue thread with a plain disk.
-fn thread(path: &Path) -> QueueThread {
+fn thread(path: &Path) -> WorkerThread {
     std::fs::write(path, vec![7; 65536]).expect("an image");
     let options =
         ImageOptions { format: Some(Format::Raw), cache: Cache::None, ..ImageOptions::default() };
@@ -35,18 +37,18 @@ fn thread(path: &Path) -> QueueThread {
         pins: None,
         restricted: false,
     };
-    QueueThread::start(setup).expect("a queue thread")
+    WorkerThread::start(setup).expect("a queue thread")
 }
 
 /// The thread does nothing until something comes.
-fn busy(thread: &QueueThread) -> Sender<()> {
+fn busy(thread: &WorkerThread) -> Sender<()> {
     let (go, gone) = channel();
     drop(thread.ask(move |_| gone.recv()));
     go
 }
 
 /// A change of the disk begins, so nobody holds it.
-fn changes(thread: &QueueThread, overlay: &Path) -> bool {
+fn changes(thread: &WorkerThread, overlay: &Path) -> bool {
     let (overlay, begun) = (overlay.to_owned(), Instant::now());
     let changed = thread.ask_task(|worker| async move {
         worker.disk.add_overlay(&worker.ring, overlay, OverlayOptions::default()).await.is_ok()
@@ -54,7 +56,7 @@ fn changes(thread: &QueueThread, overlay: &Path) -> bool {
     changed.wait(|| begun.elapsed() < LIMIT) == Ok(true)
 }
 
-fn ends(mut thread: QueueThread) {
+fn ends(mut thread: WorkerThread) {
     thread.ask_to_stop();
     assert!(thread.join(Instant::now() + LIMIT));
 }

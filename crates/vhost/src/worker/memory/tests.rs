@@ -8,11 +8,11 @@ use ringdisk_disk::{Disk, NullOptions};
 use ringdisk_ring::{CpuList, Topology, pages_by_node, pin_to_cpus};
 
 use crate::device::Device;
-use crate::export::OnError;
-use crate::export::signals::Signals;
-use crate::worker::{QueueThread, ThreadSetup};
+use crate::device::OnError;
+use crate::signals::Signals;
+use crate::worker::{ThreadSetup, WorkerThread};
 
-fn thread(cpus: CpuList) -> QueueThread {
+fn thread(cpus: CpuList) -> WorkerThread {
     let null = NullOptions { size: 1 << 20, read_zeroes: true, latency: Duration::ZERO };
     let signals = Arc::new(Signals::new(false).expect("an eventfd"));
     let device = Device::new("disk", "", 512, false, true, OnError::Report, signals);
@@ -24,7 +24,7 @@ fn thread(cpus: CpuList) -> QueueThread {
         pins: None,
         restricted: false,
     };
-    QueueThread::start(setup).expect("a queue thread")
+    WorkerThread::start(setup).expect("a queue thread")
 }
 
 #[test]

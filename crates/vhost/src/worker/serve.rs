@@ -6,14 +6,14 @@
 use ringdisk_guest::losses;
 use ringdisk_ring::{Errno, IoBuf};
 
-use super::SERIAL_BYTES;
-use super::request::{HEADER_BYTES, Header, Kind, RANGE_BYTES, Range, Status, range_count};
-use crate::export::OnError;
-use crate::worker::{Slot, Vring, Worker};
+use super::{Slot, Vring, Worker};
+use crate::blk::SERIAL_BYTES;
+use crate::blk::request::{HEADER_BYTES, Header, Kind, RANGE_BYTES, Range, Status, range_count};
+use crate::device::OnError;
 
 /// Serves the request in `slot`. Returns how many bytes of guest memory were written, from the
 /// first that may be: what the used element says.
-pub(crate) async fn serve(worker: &Worker, vring: &Vring, slot: &Slot) -> u32 {
+pub(super) async fn serve(worker: &Worker, vring: &Vring, slot: &Slot) -> u32 {
     let losses_before = losses();
     let mut bytes = [0; HEADER_BYTES];
     let (readable, writable) = {

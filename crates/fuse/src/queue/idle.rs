@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use ringdisk_ring::{IoBuf, Parker};
 
-use crate::dev::Queue;
+use super::Queue;
 use crate::request::{Operation, Request};
 
 /// From this size on a request is worth a look later, bytes: smaller ones use the first pages of a

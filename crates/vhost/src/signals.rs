@@ -1,15 +1,17 @@
-//! What other threads tell the control thread.
+//! What other threads ask of the control thread of an export.
+//!
+//! Promises: asking never waits. Any thread asks; the control thread looks after each wake-up.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::SyncSender;
+use std::sync::mpsc::{Receiver, SyncSender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ringdisk_disk::Change;
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::hand_over::Request;
+use crate::parcel::Parcel;
 use crate::{Error, ErrorKind};
 
 /// Flags and the eventfd that says that one was set. Any thread.
@@ -38,6 +40,16 @@ struct Requests {
     switches: VecDeque<Switch>,
     /// Nobody will look at them any more.
     ended: bool,
+}
+
+/// A request to hand an export over.
+#[derive(Debug)]
+pub(crate) struct Request {
+    /// Something comes when the guest begins to stand still.
+    pub(crate) stands: SyncSender<()>,
+    pub(crate) answer: SyncSender<Result<Parcel, Error>>,
+    /// Something comes: the other process has it. The sender goes: it has not.
+    pub(crate) verdict: Receiver<()>,
 }
 
 /// A request to switch acceleration.

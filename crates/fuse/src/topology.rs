@@ -1,16 +1,17 @@
 //! A placement for people: what a mount would get, and what a mount that serves has got.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use ringdisk_export::stats::QueueCells;
+use ringdisk_export::{Error, Numa, ThreadOptions, cpus_named};
 use ringdisk_ring::{CpuList, Errno, NodePages, Topology, pages_by_node};
 
-use super::{Numa, Placement, Wishes, place};
-use crate::Error;
 use crate::dev::entry_bytes;
-use crate::export::{QUEUE_DEPTH_DEFAULT, QUEUE_DEPTH_MAX, Transport, choose_transport};
 use crate::negotiate::Profile;
+use crate::placement::{Placement, ThreadPlace, place};
+use crate::queue::{Buffers, QUEUE_DEPTH_DEFAULT, QUEUE_DEPTH_MAX};
+use crate::transport::{Transport, choose_transport};
 use crate::uring::{Plan, RingMode};
-use ringdisk_ring::stats::QueueCells;
 
 /// Threads and queues of a mount.
 #[derive(Clone, Debug)]
@@ -96,25 +97,25 @@ pub(crate) struct Sizes<'a> {
     pub(crate) payload_bytes: usize,
 }
 
-/// What a mount with these wishes would get on a machine.
+/// What a mount with these options would get on a machine.
 ///
 /// * `transport`, `queue_depth`: as of a mount.
 ///
-/// Errors: those of a mount with such wishes.
+/// Errors: those of a mount with such options.
 pub fn preview(
     topology: &Topology,
-    wishes: &Wishes,
+    options: &ThreadOptions,
     transport: Transport,
     queue_depth: Option<u32>,
 ) -> Result<MountTopology, Error> {
     let (over_rings, reason) = choose_transport(transport)?;
-    let placement = place(topology, wishes, over_rings)?;
+    let placement = place(topology, options, over_rings)?;
     let payload_bytes = Profile::detect(false).transfer_bytes() as usize;
     let depth = queue_depth.map(|depth| depth.clamp(1, QUEUE_DEPTH_MAX) as usize);
     let plan = over_rings.then(|| Plan::new(&placement, depth, payload_bytes));
     let entries = depth.unwrap_or(QUEUE_DEPTH_DEFAULT as usize);
     let sizes = Sizes { entries, plan: plan.as_ref(), payload_bytes };
-    Ok(MountTopology { reason, ..describe(&placement, wishes.numa, sizes) })
+    Ok(MountTopology { reason, ..describe(&placement, options.numa, sizes) })
 }
 
 /// A placement with sizes, before anything runs.
@@ -128,7 +129,7 @@ pub(crate) fn describe(placement: &Placement, numa: Numa, sizes: Sizes<'_>) -> M
         entries: plans[number].entries,
     };
     let queues: Vec<QueueTopology> = (0..plans.len()).map(queue).collect();
-    let thread = |(number, thread): (usize, &super::ThreadPlace)| {
+    let thread = |(number, thread): (usize, &ThreadPlace)| {
         let own = || queues.iter().filter(|queue| queue.thread == number);
         ThreadTopology {
             number,
@@ -169,7 +170,7 @@ impl MountTopology {
         let cpus: CpuList = self.threads.iter().flat_map(|thread| thread.asked.iter()).collect();
         let place = match cpus.is_empty() {
             true => String::from("not bound to a CPU"),
-            false => format!("on {}", super::name(&cpus)),
+            false => format!("on {}", cpus_named(&cpus)),
         };
         let nodes: CpuList = self.threads.iter().filter_map(|thread| thread.node).collect();
         let queues = match self.queues.len() {
@@ -180,21 +181,6 @@ impl MountTopology {
         // The headers are next to nothing beside the payloads.
         let mib = (self.memory_bytes_max + (1 << 19)) >> 20;
         format!("{threads} {place} (node {nodes}), {queues}, {entries} entries: at most {mib} MiB")
-    }
-}
-
-/// Addresses and bytes of the buffers of a thread, which it adds itself.
-#[derive(Debug, Default)]
-pub(crate) struct Buffers(Mutex<Vec<(usize, usize)>>);
-
-impl Buffers {
-    /// Any thread, once for each buffer.
-    pub(crate) fn add(&self, start: usize, len_bytes: usize) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push((start, len_bytes));
-    }
-
-    fn all(&self) -> Vec<(usize, usize)> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 

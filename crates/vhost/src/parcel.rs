@@ -27,24 +27,24 @@ pub struct Parcel {
 
 /// The description.
 #[derive(Debug, Default, Serialize, Deserialize)]
-pub(super) struct Words {
+pub(crate) struct Words {
     version: u32,
-    pub(super) write_cache: bool,
-    pub(super) broken: Option<String>,
-    pub(super) session: Option<SessionWords>,
-    pub(super) regions: Vec<RegionWords>,
-    pub(super) inflight: Option<InflightWords>,
+    pub(crate) write_cache: bool,
+    pub(crate) broken: Option<String>,
+    pub(crate) session: Option<SessionWords>,
+    pub(crate) regions: Vec<RegionWords>,
+    pub(crate) inflight: Option<InflightWords>,
     /// Size and offset, bytes.
-    pub(super) log: Option<(u64, u64)>,
+    pub(crate) log: Option<(u64, u64)>,
     /// As [`ringdisk_disk::HandOver::description`].
-    pub(super) disk: String,
+    pub(crate) disk: String,
     /// What each descriptor is.
     roles: Vec<Role>,
 }
 
 /// What a descriptor is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Role {
+pub(crate) enum Role {
     Listener,
     Connection,
     Region,
@@ -59,24 +59,24 @@ pub(super) enum Role {
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct RegionWords {
-    pub(super) guest_addr: u64,
-    pub(super) user_addr: u64,
-    pub(super) size: u64,
-    pub(super) mmap_offset: u64,
+pub(crate) struct RegionWords {
+    pub(crate) guest_addr: u64,
+    pub(crate) user_addr: u64,
+    pub(crate) size: u64,
+    pub(crate) mmap_offset: u64,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct InflightWords {
-    pub(super) size: u64,
-    pub(super) offset: u64,
-    pub(super) queues: u16,
-    pub(super) queue_size: u16,
-    pub(super) packed: bool,
+pub(crate) struct InflightWords {
+    pub(crate) size: u64,
+    pub(crate) offset: u64,
+    pub(crate) queues: u16,
+    pub(crate) queue_size: u16,
+    pub(crate) packed: bool,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct SessionWords {
+pub(crate) struct SessionWords {
     features: u64,
     protocol_features: u64,
     status: u8,
@@ -98,8 +98,8 @@ struct VringWords {
 
 /// A parcel that is being packed.
 #[derive(Debug, Default)]
-pub(super) struct Packing {
-    pub(super) words: Words,
+pub(crate) struct Packing {
+    pub(crate) words: Words,
     fds: Vec<OwnedFd>,
 }
 
@@ -107,7 +107,7 @@ impl Packing {
     /// Adds a copy of a descriptor.
     ///
     /// Errors: no descriptors are left.
-    pub(super) fn add(&mut self, role: Role, fd: impl AsFd) -> Result<(), Error> {
+    pub(crate) fn add(&mut self, role: Role, fd: impl AsFd) -> Result<(), Error> {
         let copy = fd.as_fd().try_clone_to_owned().map_err(|error| {
             Error::new(ErrorKind::System, "no descriptors for the hand-over").source(error)
         })?;
@@ -116,12 +116,12 @@ impl Packing {
     }
 
     /// Adds a descriptor.
-    pub(super) fn give(&mut self, role: Role, fd: OwnedFd) {
+    pub(crate) fn give(&mut self, role: Role, fd: OwnedFd) {
         self.words.roles.push(role);
         self.fds.push(fd);
     }
 
-    pub(super) fn add_session(&mut self, state: SessionState) {
+    pub(crate) fn add_session(&mut self, state: SessionState) {
         let mut vrings = Vec::with_capacity(state.vrings.len());
         for (index, vring) in (0..).zip(state.vrings) {
             let SavedVring { size, address, base, base_at_reset, enabled, kick } = vring;
@@ -137,7 +137,7 @@ impl Packing {
             Some(SessionWords { features, protocol_features, status, regions, vrings });
     }
 
-    pub(super) fn finish(mut self) -> Result<Parcel, Error> {
+    pub(crate) fn finish(mut self) -> Result<Parcel, Error> {
         self.words.version = VERSION;
         let description = serde_json::to_string(&self.words).map_err(|error| {
             Error::new(ErrorKind::System, "the export cannot be described").source(error)
@@ -148,14 +148,14 @@ impl Packing {
 
 /// A parcel that was opened.
 #[derive(Debug)]
-pub(super) struct Unpacked {
-    pub(super) words: Words,
+pub(crate) struct Unpacked {
+    pub(crate) words: Words,
     fds: Vec<(Role, OwnedFd)>,
 }
 
 impl Parcel {
     /// Errors: it is of another version, or damaged.
-    pub(super) fn open(self) -> Result<Unpacked, Error> {
+    pub(crate) fn open(self) -> Result<Unpacked, Error> {
         let refuse = |what: String| {
             Err(Error::new(ErrorKind::Refused, format!("the hand-over is not understood: {what}")))
         };
@@ -190,7 +190,7 @@ impl Parcel {
 
 impl Unpacked {
     /// All descriptors of a role, in their order.
-    pub(super) fn all(&mut self, role: Role) -> Vec<OwnedFd> {
+    pub(crate) fn all(&mut self, role: Role) -> Vec<OwnedFd> {
         let (taken, left) =
             std::mem::take(&mut self.fds).into_iter().partition(|(r, _)| *r == role);
         self.fds = left;
@@ -199,12 +199,12 @@ impl Unpacked {
     }
 
     /// The descriptor of a role.
-    pub(super) fn one(&mut self, role: Role) -> Option<OwnedFd> {
+    pub(crate) fn one(&mut self, role: Role) -> Option<OwnedFd> {
         self.all(role).pop()
     }
 
     /// Lets go of all that a front end has lent, and of its connection.
-    pub(super) fn forget_front_end(&mut self) {
+    pub(crate) fn forget_front_end(&mut self) {
         self.words.session = None;
         let is_ours = |role: &Role| matches!(role, Role::Listener | Role::Image);
         let (kept, gone) = std::mem::take(&mut self.fds).into_iter().partition(|(r, _)| is_ours(r));
@@ -214,7 +214,7 @@ impl Unpacked {
     }
 
     /// The session, if a front end was connected.
-    pub(super) fn session(&mut self) -> Option<SessionState> {
+    pub(crate) fn session(&mut self) -> Option<SessionState> {
         let words = self.words.session.take()?;
         let SessionWords { features, protocol_features, status, regions, vrings } = words;
         let mut saved = Vec::with_capacity(vrings.len());

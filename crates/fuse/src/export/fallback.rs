@@ -1,15 +1,16 @@
-//! What a mount takes of what the kernel and the image offer, and why not more: transport, modes of
-//! rings, passthrough, descriptors.
+//! What a mount takes of what the kernel and the image offer, and why not more: modes of rings,
+//! passthrough, descriptors.
+//!
+//! Promises: whatever is refused has a reason that a user understands. Control path.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use ringdisk_disk::Disk;
-use ringdisk_ring::{Errno, SetupError};
+use ringdisk_ring::Errno;
 
-use super::Transport;
 use crate::mount::{Mount, clone_device};
-use crate::uring::{RingMode, ZeroCopy, is_enabled};
+use crate::uring::{RingMode, ZeroCopy};
 use crate::{Error, ErrorKind};
 
 /// The highest mode to try.
@@ -36,10 +37,10 @@ pub(super) fn why_no_zero_copy() -> Option<String> {
 
 /// The image file, for the kernel.
 ///
-/// Errors: [`ErrorKind::Unsupported`] with the reason.
+/// Errors: [`ErrorKind::TransportMissing`] with the reason.
 pub(super) fn lend(disk: &Disk) -> Result<OwnedFd, Error> {
     disk.lend().map_err(|error| {
-        Error::new(ErrorKind::Unsupported, format!("no passthrough: {error}"))
+        Error::new(ErrorKind::TransportMissing, format!("no passthrough: {error}"))
             .hint("leave `--passthrough` away")
     })
 }
@@ -47,11 +48,12 @@ pub(super) fn lend(disk: &Disk) -> Result<OwnedFd, Error> {
 pub(super) fn no_passthrough(errno: Errno) -> Error {
     let (kind, why) = match errno {
         Errno::PERM => (ErrorKind::PermissionDenied, "it is for root (CAP_SYS_ADMIN)"),
-        Errno::LOOP => {
-            (ErrorKind::Unsupported, "the image lies on a stacked file system (overlayfs, FUSE)")
-        }
+        Errno::LOOP => (
+            ErrorKind::TransportMissing,
+            "the image lies on a stacked file system (overlayfs, FUSE)",
+        ),
         Errno::NOSYS | Errno::OPNOTSUPP => (
-            ErrorKind::Unsupported,
+            ErrorKind::TransportMissing,
             "the kernel does not have it (Linux 6.9, CONFIG_FUSE_PASSTHROUGH)",
         ),
         _ => (ErrorKind::System, "the kernel does not take the image"),
@@ -79,28 +81,6 @@ pub(super) fn may_zero_copy(disk: &Disk, wanted: ZeroCopy) -> bool {
     takes || wanted == ZeroCopy::On
 }
 
-/// Whether rings are to be tried, and if not why, with what would change that.
-///
-/// Errors: [`ErrorKind::Unsupported`] when they were asked for and cannot be had.
-pub(crate) fn choose_transport(wanted: Transport) -> Result<(bool, Option<String>), Error> {
-    let (what, hint) = match (wanted, is_enabled()) {
-        (Transport::Dev, _) => return Ok((false, None)),
-        (_, Some(true)) => return Ok((true, None)),
-        (_, Some(false)) => (
-            "FUSE over io_uring is switched off",
-            "`echo Y > /sys/module/fuse/parameters/enable_uring` (as root) switches it on",
-        ),
-        (_, None) => (
-            "this kernel has no FUSE over io_uring",
-            "Linux 6.14 or newer with CONFIG_FUSE_IO_URING has it",
-        ),
-    };
-    match wanted {
-        Transport::Uring => Err(Error::new(ErrorKind::Unsupported, what).hint(hint)),
-        _ => Ok((false, Some(format!("{what}; {hint}")))),
-    }
-}
-
 /// Why rings cannot be had.
 ///
 /// * `errno`: what an entry was refused with; `None`: nothing, but it took too long.
@@ -109,16 +89,6 @@ pub(super) fn refusal(errno: Option<Errno>) -> String {
         Some(errno) => format!("the kernel refused a ring of this mount ({errno})"),
         None => String::from("the rings of this mount were not ready in time"),
     }
-}
-
-/// No ring can be made for a queue thread.
-pub(super) fn ring_error(error: SetupError) -> Error {
-    let kind = match error {
-        SetupError::Forbidden(_) => ErrorKind::RingForbidden,
-        SetupError::Missing(_) => ErrorKind::Unsupported,
-        SetupError::Limit(_) | SetupError::Other(_) => ErrorKind::System,
-    };
-    Error::new(kind, "the queues could not be started").source(error)
 }
 
 /// One descriptor for each queue: clones, or the first one shared where cloning is not allowed (a
