@@ -16,9 +16,9 @@ use serde_json::{Map, Value, json};
 
 use crate::cli::CheckArgs;
 use crate::commands::look;
+use crate::commands::operation::Operation;
 use crate::commands::output::json_text;
-use crate::job::Job;
-use crate::offline::Offline;
+use crate::commands::own_image::OwnImage;
 
 /// qemu-img's code for a format that has nothing to check.
 const NOTHING_TO_CHECK: u8 = 63;
@@ -55,7 +55,7 @@ fn checked(args: &CheckArgs) -> Result<u8, Failure> {
     }
     let repair = args.repair.unwrap_or_default();
     let data = data_file(&mut runtime, args, &storage)?;
-    let job = Job::start("check", args.show)?;
+    let job = Operation::start("check", args.show)?;
     let result = {
         let progress = job.progress();
         let show = |done, total| {
@@ -98,7 +98,7 @@ fn data_file(
     let Some(image) = opened.ok().filter(is_named) else {
         return Ok(None);
     };
-    let how = Offline { format: None, writable: false, force_share: args.force_share };
+    let how = OwnImage { format: None, writable: false, force_share: args.force_share };
     let context = |failure: Failure| failure.context("the external data file");
     how.data_file(image.info(), &args.file, &args.pool).map(Some).map_err(context)
 }

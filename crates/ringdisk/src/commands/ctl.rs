@@ -16,8 +16,8 @@ use ringdisk_disk::Progress;
 use serde_json::Value;
 
 use crate::cli::{CtlArgs, CtlCommand, PREALLOCATION, ProgressArgs, word_of};
+use crate::commands::operation::Operation;
 use crate::commands::output::json_text;
-use crate::job::Job;
 
 /// How long a server may take to end after it was told to: it flushes the image.
 const STOP_WAIT: Duration = Duration::from_secs(60);
@@ -37,7 +37,7 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
     };
     let what =
         if matches!(args.command, CtlCommand::Backing { .. }) { "compare" } else { "commit" };
-    let job = Job::start(what, show)?;
+    let job = Operation::start(what, show)?;
     let progress = Arc::clone(job.progress());
     let (result, left) = match &args.command {
         CtlCommand::Stop { .. } => (

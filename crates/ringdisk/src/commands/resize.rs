@@ -7,7 +7,7 @@ use ringdisk_qcow2::Preallocation;
 
 use crate::cli::{ProgressArgs, ResizeArgs};
 use crate::commands::look;
-use crate::job::Job;
+use crate::commands::operation::Operation;
 
 /// Sizes of qcow2 images are multiples of this, bytes.
 const SECTOR: u64 = 512;
@@ -47,7 +47,7 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<(), Failure> {
         ));
     }
     let options = ResizeOptions { shrink: args.shrink, preallocation: args.preallocation };
-    let job = Job::start("resize", ProgressArgs { progress: false, quiet: true })?;
+    let job = Operation::start("resize", ProgressArgs { progress: false, quiet: true })?;
     let resize = disk.resize_unless_cancelled(&ring, size, options, job.progress());
     let resized = runtime.block_on(resize).map_err(Failure::of_change);
     let closed = look::close(&mut runtime, &disk, &args.file, resized);
