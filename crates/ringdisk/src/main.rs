@@ -9,10 +9,8 @@
 
 mod cli;
 mod commands;
-mod job;
 mod log;
 mod new_image;
-mod offline;
 mod serve;
 mod vhost;
 
@@ -66,7 +64,7 @@ fn run() -> u8 {
         Err(End::Failed(failure)) => {
             terminal::complain(&failure);
             if let Some(signal) = failure.signal() {
-                job::end_by_signal(signal);
+                commands::operation::end_by_signal(signal);
             }
             failure.code()
         }

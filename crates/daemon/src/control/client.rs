@@ -47,7 +47,7 @@ const GONE: Duration = Duration::from_secs(60);
 
 /// How long one waits for an answer.
 #[derive(Clone, Copy, Debug)]
-pub enum Patience {
+pub enum Timeout {
     /// At most so long.
     Answer(Duration),
     /// As long as the server works at it; so long where it stands still (stopped by a signal, or by
@@ -184,16 +184,16 @@ impl Client {
         &mut self,
         command: &Command,
         progress: &Progress,
-        patience: Patience,
+        timeout: Timeout,
     ) -> Result<Value, Failure> {
-        let (Patience::Answer(limit) | Patience::Work(limit)) = patience;
+        let (Timeout::Answer(limit) | Timeout::Work(limit)) = timeout;
         let server = self.server();
         let begun = Instant::now();
         // When it was last seen to run.
         let mut ran = begun;
-        let mut is_late = || match patience {
-            Patience::Answer(limit) => begun.elapsed() >= limit,
-            Patience::Work(limit) => {
+        let mut is_late = || match timeout {
+            Timeout::Answer(limit) => begun.elapsed() >= limit,
+            Timeout::Work(limit) => {
                 if !server.is_some_and(is_stopped) {
                     ran = Instant::now();
                 }

@@ -1,7 +1,7 @@
 //! Lines over a socket, on a ring.
 //!
 //! Promises: nothing here blocks the ring's thread; a line is at most as long as the caller says;
-//! a peer that stops in the middle of a line, or does not read, is given up after [`PATIENCE`].
+//! a peer that stops in the middle of a line, or does not read, is given up after [`LINE_TIMEOUT`].
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -20,7 +20,7 @@ const POLL_OUT: u32 = 0x4;
 const POLL_PEER_GONE: u32 = 0;
 
 /// How long a peer may take for the rest of a line, or to take what we send.
-pub(super) const PATIENCE: Duration = Duration::from_secs(10);
+pub(super) const LINE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Bytes taken at once.
 const PIECE: usize = 4096;
@@ -76,7 +76,7 @@ impl Lines {
             let ready = if self.buffer.is_empty() {
                 poll.await
             } else {
-                match ring.within(PATIENCE, poll).await {
+                match ring.within(LINE_TIMEOUT, poll).await {
                     Ok(ready) => ready,
                     Err(_) => return Line::Bad("the rest of the line did not come"),
                 }
@@ -118,7 +118,7 @@ impl Lines {
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => {
                     let poll = ring.poll(self.fd(), POLL_OUT);
-                    ring.within(PATIENCE, poll).await.map_err(|_| Errno::TIMEDOUT)??;
+                    ring.within(LINE_TIMEOUT, poll).await.map_err(|_| Errno::TIMEDOUT)??;
                 }
                 Err(errno) => return Err(errno),
             }

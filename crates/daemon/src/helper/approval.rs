@@ -6,7 +6,7 @@
 //! with its command; the process passes it on. The kernel knows who made the pair, and nobody
 //! inside can make one.
 //!
-//! Promises: the word counts as long as its giver has the other end open, which is until the
+//! Promises: the word counts as long as the user who gave it has the other end open, which is until the
 //! command is answered; it is root's, or that of the user of the process.
 
 use std::io;
@@ -48,7 +48,7 @@ pub fn is_given(word: &OwnedFd, server: u32) -> bool {
     recv(word.as_fd(), &mut said, RecvFlags::DONTWAIT).is_ok_and(|((said, _), _)| &said[..] == TEXT)
 }
 
-/// Whether the giver still waits.
+/// Whether the user who gave it still waits.
 pub fn lasts(word: &OwnedFd) -> bool {
     let mut ready = [PollFd::new(word, PollFlags::RDHUP)];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };

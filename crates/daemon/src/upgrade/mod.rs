@@ -24,7 +24,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 pub use device::Shown;
-pub use predecessor::Giver;
+pub use predecessor::SuccessorSocket;
 use rustix::net::sockopt::socket_peercred;
 pub use successor::{Lingering, Offer, Predecessor, ask};
 

@@ -21,14 +21,14 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
 /// The socket for the successor of one disk; dropping it removes its name.
 #[derive(Debug)]
-pub struct Giver {
+pub struct SuccessorSocket {
     listening: Listening,
     was_given: Arc<AtomicBool>,
     /// Gives the stream to the process that has the disk.
     thread: Option<JoinHandle<Option<UnixStream>>>,
 }
 
-impl Giver {
+impl SuccessorSocket {
     /// Waits for a successor from now on.
     ///
     /// * `path`: of the vhost-user socket, as [`registry::real_path`] gives it.
@@ -40,7 +40,7 @@ impl Giver {
         handle: HandOverHandle,
         shown: Shown,
         disk: &Arc<Disk>,
-    ) -> io::Result<Giver> {
+    ) -> io::Result<SuccessorSocket> {
         let listening = registry::listen(&registry::name_for_successor(path))?;
         let listener = listening.listener.try_clone()?;
         listener.set_nonblocking(false)?;
@@ -50,7 +50,7 @@ impl Giver {
         let thread = std::thread::Builder::new()
             .name(String::from("upgrade"))
             .spawn(move || wait(&listener, &ours, &given))?;
-        Ok(Giver { listening, was_given, thread: Some(thread) })
+        Ok(SuccessorSocket { listening, was_given, thread: Some(thread) })
     }
 
     /// Its name, with device and inode number.
@@ -80,7 +80,7 @@ impl Giver {
     }
 }
 
-impl Drop for Giver {
+impl Drop for SuccessorSocket {
     fn drop(&mut self) {
         let _ = self.join();
     }

@@ -2,13 +2,15 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, ValueEnum, ValueHint};
+use clap::{Args, ValueHint};
 use ringdisk_daemon::size::{SizeChange, parse_size, parse_size_change};
 use ringdisk_disk::{Cache, Format};
+use ringdisk_qcow2::Preallocation;
+use ringdisk_qcow2::Repair;
 
 use crate::cli::look::{OutputArgs, PoolArgs};
 use crate::cli::names::{parse_existing, parse_file, parse_snapshot};
-use crate::cli::words::PreallocationWord;
+use crate::cli::words::{PREALLOCATION, Words, one_of};
 use crate::cli::{ProgressArgs, cache_parser, format_parser};
 
 const CREATE_EXAMPLES: &str = "\
@@ -81,8 +83,8 @@ pub(crate) struct ResizeArgs {
     pub(crate) shrink: bool,
 
     /// What is prepared in the new part
-    #[arg(long, value_name = "MODE", value_enum, default_value_t)]
-    pub(crate) preallocation: PreallocationWord,
+    #[arg(long, value_name = "MODE", value_parser = one_of(PREALLOCATION), default_value = "off")]
+    pub(crate) preallocation: Preallocation,
 
     /// Print nothing but errors
     #[arg(short, long)]
@@ -101,13 +103,10 @@ pub(crate) struct ResizeArgs {
 }
 
 /// What `check` repairs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum RepairWord {
-    /// Space that nobody uses, in an image without errors.
-    Leaks,
-    /// Everything that can be repaired.
-    All,
-}
+const REPAIR: &Words<Repair> = &[
+    ("leaks", "Space that nobody uses, in an image without errors", Repair::Leaks),
+    ("all", "Everything that can be repaired", Repair::All),
+];
 
 /// Check the metadata of an image, and repair it
 ///
@@ -124,8 +123,8 @@ pub(crate) struct CheckArgs {
     pub(crate) cache: Cache,
 
     /// Repair what is wrong
-    #[arg(short, long, value_name = "WHAT", value_enum)]
-    pub(crate) repair: Option<RepairWord>,
+    #[arg(short, long, value_name = "WHAT", value_parser = one_of(REPAIR))]
+    pub(crate) repair: Option<Repair>,
 
     /// Check although another program is writing to the image; then anything may look wrong
     #[arg(short = 'U', long, conflicts_with = "repair")]

@@ -8,9 +8,11 @@ use clap::{Args, Subcommand, ValueHint};
 use ringdisk_daemon::size::{SizeChange, parse_size_change};
 use ringdisk_disk::Format;
 
+use ringdisk_qcow2::Preallocation;
+
 use crate::cli::names::parse_snapshot;
-use crate::cli::words::PreallocationWord;
 use crate::cli::words::parse_switch;
+use crate::cli::words::{PREALLOCATION, one_of};
 use crate::cli::{ProgressArgs, format_parser, parse_limit};
 
 const CTL_EXAMPLES: &str = "\
@@ -63,8 +65,8 @@ pub(crate) enum CtlCommand {
         #[arg(long)]
         shrink: bool,
         /// What is prepared in the new part
-        #[arg(long, value_name = "MODE", value_enum, default_value_t)]
-        preallocation: PreallocationWord,
+        #[arg(long, value_name = "MODE", value_parser = one_of(PREALLOCATION), default_value = "off")]
+        preallocation: Preallocation,
     },
     /// Put a new overlay on top, or make a snapshot inside the image
     ///

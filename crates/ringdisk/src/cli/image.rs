@@ -6,9 +6,11 @@ use std::time::Duration;
 
 use clap::{Args, ValueHint};
 use ringdisk_daemon::size::{parse_size, parse_time};
-use ringdisk_disk::{Cache, Format};
+use ringdisk_disk::{Cache, DetectZeroes, Discard, Format};
 
-use crate::cli::words::{CacheSize, DetectZeroesWord, DiscardWord, parse_cache_size, parse_switch};
+use crate::cli::words::{
+    CacheSize, DETECT_ZEROES, DISCARD, one_of, parse_cache_size, parse_switch,
+};
 use crate::cli::{cache_parser, format_parser, is_named_qcow2};
 
 /// What is served; the IMAGE itself is with the command.
@@ -121,8 +123,9 @@ pub(crate) struct ImageArgs {
     pub(crate) force_share: bool,
 
     /// What a discard does: ignore, or give the space back
-    #[arg(long, value_name = "MODE", value_enum, default_value_t, help_heading = "Image options")]
-    pub(crate) discard: DiscardWord,
+    #[arg(long, value_name = "MODE", value_parser = one_of(DISCARD), default_value = "unmap",
+          help_heading = "Image options")]
+    pub(crate) discard: Discard,
 
     /// Keep the place of what is discarded in a qcow2, so that it does not become fragmented
     #[arg(long, help_heading = "Image options")]
@@ -130,8 +133,9 @@ pub(crate) struct ImageArgs {
 
     /// What is done with zeroes that are written: off, store them without bytes (on), or that and
     /// give their space back (unmap)
-    #[arg(long, value_name = "MODE", value_enum, default_value_t, help_heading = "Image options")]
-    pub(crate) detect_zeroes: DetectZeroesWord,
+    #[arg(long, value_name = "MODE", value_parser = one_of(DETECT_ZEROES), default_value = "off",
+          help_heading = "Image options")]
+    pub(crate) detect_zeroes: DetectZeroes,
 
     /// Write reference counts of a qcow2 late, or not [default: as the image says]
     ///

@@ -23,7 +23,7 @@ mod words;
 use std::path::PathBuf;
 
 pub(crate) use bitmap::{BitmapArgs, BitmapWork};
-pub(crate) use change::{CheckArgs, CommitArgs, RebaseArgs, RepairWord, ResizeArgs, SnapshotArgs};
+pub(crate) use change::{CheckArgs, CommitArgs, RebaseArgs, ResizeArgs, SnapshotArgs};
 pub(crate) use change::{CreateArgs, SnapshotWork};
 use clap::builder::PossibleValuesParser;
 use clap::builder::TypedValueParser;
@@ -44,7 +44,7 @@ pub(crate) use serve::{
 };
 pub(crate) use topology::TopologyArgs;
 pub(crate) use user::UserArgs;
-pub(crate) use words::{DetectZeroesWord, DiscardWord, PreallocationWord, SandboxArgs};
+pub(crate) use words::{DISCARD, PREALLOCATION, SandboxArgs, word_of};
 
 const ROOT_ABOUT: &str =
     "Serves a disk image, in place, as an ordinary file or to a virtual machine";

@@ -279,12 +279,13 @@ impl MountArgs {
 mod tests {
     use clap::Parser;
     use clap::error::ErrorKind;
-    use ringdisk_disk::{Cache, Format};
+    use ringdisk_disk::{Cache, DetectZeroes, Discard, Format};
+    use ringdisk_export::Threads;
 
     use super::*;
-    use crate::cli::words::{CacheSize, DetectZeroesWord, DiscardWord};
+
+    use crate::cli::words::CacheSize;
     use crate::cli::{Cli, Command, NumaWord};
-    use ringdisk_export::Threads;
 
     fn mount(words: &str) -> Result<MountArgs, clap::Error> {
         let all = ["ringdisk", "mount"].into_iter().chain(words.split_whitespace());
@@ -402,9 +403,9 @@ mod tests {
              --metadata-cache 8M a b",
         )
         .expect("parses");
-        assert_eq!(args.disk.discard, DiscardWord::Ignore);
+        assert_eq!(args.disk.discard, Discard::Ignore);
         assert!(args.disk.discard_no_unref);
-        assert_eq!(args.disk.detect_zeroes, DetectZeroesWord::Unmap);
+        assert_eq!(args.disk.detect_zeroes, DetectZeroes::Unmap);
         assert_eq!(args.disk.lazy_refcounts, Some(false));
         assert_eq!(args.disk.metadata_cache, CacheSize::Bytes(8 << 20));
         let plain = mount("--lazy-refcounts a b").expect("parses");
@@ -412,7 +413,7 @@ mod tests {
         assert_eq!(plain.disk.metadata_cache, CacheSize::Auto);
         assert_eq!(
             (plain.disk.discard, plain.disk.detect_zeroes),
-            (DiscardWord::Unmap, DetectZeroesWord::Off)
+            (Discard::Unmap, DetectZeroes::Off)
         );
     }
 }

@@ -1,9 +1,11 @@
 //! Words of options that several commands share, as clap knows them.
 
+use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
-use clap::{Args, ValueEnum};
 use ringdisk_daemon::confine::Confinement;
 use ringdisk_daemon::size::parse_size;
+use ringdisk_disk::{DetectZeroes, Discard};
+use ringdisk_qcow2::Preallocation;
 
 /// The words of an option: each with what it means, for the help, and its value.
 pub(crate) type Words<T> = [(&'static str, &'static str, T)];
@@ -19,14 +21,31 @@ pub(crate) fn one_of<T: Copy + Send + Sync + 'static>(
     })
 }
 
-/// What a discard does with the image.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(crate) enum DiscardWord {
-    /// Nothing.
-    Ignore,
-    /// The bytes read as zeroes and their place is given back.
-    #[default]
-    Unmap,
+/// The words of `--discard`.
+pub(crate) const DISCARD: &Words<Discard> = &[
+    ("ignore", "Nothing", Discard::Ignore),
+    ("unmap", "The bytes read as zeroes and their place is given back", Discard::Unmap),
+];
+
+/// The words of `--detect-zeroes`.
+pub(crate) const DETECT_ZEROES: &Words<DetectZeroes> = &[
+    ("off", "They are written like everything else", DetectZeroes::Off),
+    ("on", "They are stored as zeroes without bytes", DetectZeroes::On),
+    ("unmap", "The same, and their place is given back", DetectZeroes::Unmap),
+];
+
+/// The words of `--preallocation`.
+pub(crate) const PREALLOCATION: &Words<Preallocation> = &[
+    ("off", "Nothing", Preallocation::Off),
+    ("metadata", "The tables, over a sparse file", Preallocation::Metadata),
+    ("falloc", "The tables, and space that the file system reserves", Preallocation::Falloc),
+    ("full", "The tables, and zeroes that are written", Preallocation::Full),
+];
+
+/// How an option spells a value.
+pub(crate) fn word_of<T: Copy + PartialEq>(words: &Words<T>, value: T) -> &'static str {
+    let found = words.iter().find(|(_, _, this)| *this == value);
+    found.map_or("", |(word, ..)| word)
 }
 
 /// The words of `--sandbox`.
@@ -58,44 +77,6 @@ pub(crate) struct SandboxArgs {
         help_heading = "Serving options"
     )]
     pub(crate) word: Confinement,
-}
-
-/// What is done with written zeroes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(crate) enum DetectZeroesWord {
-    /// They are written like everything else.
-    #[default]
-    Off,
-    /// They are stored as zeroes without bytes.
-    On,
-    /// The same, and their place is given back.
-    Unmap,
-}
-
-/// What is prepared in a new image or in its new part.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(crate) enum PreallocationWord {
-    /// Nothing.
-    #[default]
-    Off,
-    /// The tables, over a sparse file.
-    Metadata,
-    /// The tables, and space that the file system reserves.
-    Falloc,
-    /// The tables, and zeroes that are written.
-    Full,
-}
-
-impl PreallocationWord {
-    /// As options spell it.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            PreallocationWord::Off => "off",
-            PreallocationWord::Metadata => "metadata",
-            PreallocationWord::Falloc => "falloc",
-            PreallocationWord::Full => "full",
-        }
-    }
 }
 
 /// Cap of a metadata cache.

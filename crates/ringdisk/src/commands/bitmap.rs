@@ -7,7 +7,7 @@ use ringdisk_ring::Runtime;
 use crate::cli::{BitmapArgs, BitmapWork};
 use crate::commands::create::is_same;
 use crate::commands::look;
-use crate::offline::Offline;
+use crate::commands::own_image::OwnImage;
 
 /// Does the actions, one after the other; the first that fails ends it, and those before it are
 /// done.
@@ -15,7 +15,7 @@ use crate::offline::Offline;
 /// Errors: those of opening the image, and what an action is refused for.
 pub(crate) fn run(args: &BitmapArgs, works: &[BitmapWork]) -> Result<(), Failure> {
     let mut runtime = look::runtime()?;
-    let what = Offline { format: args.format, writable: true, force_share: false };
+    let what = OwnImage { format: args.format, writable: true, force_share: false };
     let mut image = what.open(&mut runtime, &args.file, &args.pool, "bitmaps")?;
     let name = args.bitmap.as_deref().unwrap_or_default();
     let mut result = Ok(());
@@ -74,7 +74,7 @@ fn contents(
     let Some(file) = other else {
         return Ok(runtime.block_on(image.bitmap_contents(&ring, name))?);
     };
-    let what = Offline { format: args.source_format, writable: false, force_share: false };
+    let what = OwnImage { format: args.source_format, writable: false, force_share: false };
     let source = what.open(runtime, file, &args.pool, "bitmaps")?;
     Ok(runtime.block_on(source.bitmap_contents(&ring, name))?)
 }

@@ -9,16 +9,16 @@ use std::sync::Arc;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::terminal::{self, visible};
 use ringdisk_disk::Format;
-use ringdisk_qcow2::{CheckHooks, CheckOptions, CheckReport, Qcow2, Repair};
+use ringdisk_qcow2::{CheckHooks, CheckOptions, CheckReport, Qcow2};
 use ringdisk_ring::Runtime;
 use ringdisk_storage::{Lock, OpenOptions, Storage};
 use serde_json::{Map, Value, json};
 
-use crate::cli::{CheckArgs, RepairWord};
+use crate::cli::CheckArgs;
 use crate::commands::look;
+use crate::commands::operation::Operation;
 use crate::commands::output::json_text;
-use crate::job::Job;
-use crate::offline::Offline;
+use crate::commands::own_image::OwnImage;
 
 /// qemu-img's code for a format that has nothing to check.
 const NOTHING_TO_CHECK: u8 = 63;
@@ -53,13 +53,9 @@ fn checked(args: &CheckArgs) -> Result<u8, Failure> {
         let text = format!("a {format} image has no metadata that could be checked");
         return Err(Failure::new(Exit::Unsupported, text).with_code(NOTHING_TO_CHECK));
     }
-    let repair = match args.repair {
-        None => Repair::Nothing,
-        Some(RepairWord::Leaks) => Repair::Leaks,
-        Some(RepairWord::All) => Repair::All,
-    };
+    let repair = args.repair.unwrap_or_default();
     let data = data_file(&mut runtime, args, &storage)?;
-    let job = Job::start("check", args.show)?;
+    let job = Operation::start("check", args.show)?;
     let result = {
         let progress = job.progress();
         let show = |done, total| {
@@ -102,7 +98,7 @@ fn data_file(
     let Some(image) = opened.ok().filter(is_named) else {
         return Ok(None);
     };
-    let how = Offline { format: None, writable: false, force_share: args.force_share };
+    let how = OwnImage { format: None, writable: false, force_share: args.force_share };
     let context = |failure: Failure| failure.context("the external data file");
     how.data_file(image.info(), &args.file, &args.pool).map(Some).map_err(context)
 }

@@ -6,7 +6,7 @@ use ringdisk_disk::{Disk, Format, ImageOptions, Source, jobs};
 
 use crate::cli::CommitArgs;
 use crate::commands::look;
-use crate::job::Job;
+use crate::commands::operation::Operation;
 
 /// Commits.
 ///
@@ -24,7 +24,7 @@ pub(crate) fn run(args: &CommitArgs) -> Result<(), Failure> {
     let disk = runtime.block_on(Disk::open(&ring, Source::Path(args.file.clone()), &options))?;
     let commit =
         jobs::Commit { base: args.base.clone(), base_format: args.base_format, keep: args.drop };
-    let job = Job::start("commit", args.show)?;
+    let job = Operation::start("commit", args.show)?;
     let result = runtime.block_on(jobs::commit(&ring, &disk, &commit, job.progress()));
     job.end(result.map_err(Failure::of_change), "the images are sound and hold what they held")?;
     if !args.show.quiet {

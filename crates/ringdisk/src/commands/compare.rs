@@ -13,7 +13,7 @@ use ringdisk_ring::Runtime;
 
 use crate::cli::CompareArgs;
 use crate::commands::look;
-use crate::job::Job;
+use crate::commands::operation::Operation;
 
 /// qemu-img's codes.
 const DIFFERENT: u8 = 1;
@@ -32,7 +32,7 @@ pub(crate) fn run(args: &CompareArgs) -> Result<u8, Failure> {
         open(&mut runtime, args, &args.second, args.b_format).map_err(with(CANNOT_OPEN))?;
     let ring = runtime.ring().clone();
     let options = CompareOptions { strict: args.strict };
-    let job = Job::start("compare", args.show).map_err(with(CANNOT_OPEN))?;
+    let job = Operation::start("compare", args.show).map_err(with(CANNOT_OPEN))?;
     let result = runtime.block_on(compare(&ring, &first, &second, options, job.progress()));
     let compared = result.map_err(|error| {
         // The words of the job say which of the two it was.

@@ -18,9 +18,9 @@ use ringdisk_storage::Kind;
 use crate::cli::{ConvertArgs, is_named_qcow2};
 use crate::commands::create::{is_same, take_backing};
 use crate::commands::look;
-use crate::job::Job;
+use crate::commands::operation::Operation;
+use crate::commands::own_image::OwnImage;
 use crate::new_image::{Described, NewImage};
-use crate::offline::Offline;
 
 /// Largest number of zero bytes that `-S` may ask for, bytes; qemu-img's.
 const SPARSE_BYTES_MAX: u64 = 16 << 20;
@@ -61,7 +61,7 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<(), Failure> {
     let from = open_source(&mut runtime, args, source)?;
     let bitmaps = bitmaps_to_copy(args, &from, format)?;
     let fresh = NewFiles::default();
-    let job = Job::start("convert", args.show)?;
+    let job = Operation::start("convert", args.show)?;
     let work = Work { args, image: &image, format, target, options: &options };
     let result = work.copy(&mut runtime, &from, &fresh, &job, &bitmaps);
     let sound = match args.no_create {
@@ -172,7 +172,7 @@ impl Work<'_> {
         runtime: &mut Runtime,
         from: &Arc<Disk>,
         fresh: &NewFiles,
-        job: &Job,
+        job: &Operation,
         bitmaps: &[Bitmap],
     ) -> Result<ConvertReport, Failure> {
         let ring = runtime.ring().clone();
@@ -238,7 +238,7 @@ impl Work<'_> {
     ) -> Result<(), Failure> {
         let layers = from.layers();
         let Some(source) = top(&layers) else { return Ok(()) };
-        let offline = Offline { format: Some(Format::Qcow2), writable: true, force_share: false };
+        let offline = OwnImage { format: Some(Format::Qcow2), writable: true, force_share: false };
         let mut target = offline.open(runtime, self.target, &self.args.pool, "bitmaps")?;
         let ring = runtime.ring().clone();
         let copied = runtime.block_on(async {

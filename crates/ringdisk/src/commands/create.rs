@@ -14,7 +14,7 @@ use ringdisk_storage::Storage;
 
 use crate::cli::{CreateArgs, is_named_qcow2};
 use crate::commands::look;
-use crate::job;
+use crate::commands::operation;
 use crate::new_image::{Described, NewImage, SECTOR};
 
 /// Makes an image.
@@ -75,7 +75,7 @@ pub(crate) fn undo_on_signal(fresh: &NewFiles) -> Result<Watcher, Failure> {
     let fresh = fresh.clone();
     let quit = move |signal: &'static str| {
         fresh.undo();
-        job::die_by(signal);
+        operation::die_by(signal);
     };
     Watcher::start(Phase::Starting(Box::new(quit)))
         .map_err(|error| Failure::system("cannot watch for signals", &error, Exit::General))

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ringdisk_daemon::control::client::{ANSWER, Client, Patience};
+use ringdisk_daemon::control::client::{ANSWER, Client, Timeout};
 use ringdisk_daemon::control::protocol::{
     Accel, Command, Commit, NewBacking, NewSize, Resize, Snapshot, Stop,
 };
@@ -15,9 +15,9 @@ use ringdisk_daemon::terminal::{self, shell_word, visible, visible_lines};
 use ringdisk_disk::Progress;
 use serde_json::Value;
 
-use crate::cli::{CtlArgs, CtlCommand, ProgressArgs};
+use crate::cli::{CtlArgs, CtlCommand, PREALLOCATION, ProgressArgs, word_of};
+use crate::commands::operation::Operation;
 use crate::commands::output::json_text;
-use crate::job::Job;
 
 /// How long a server may take to end after it was told to: it flushes the image.
 const STOP_WAIT: Duration = Duration::from_secs(60);
@@ -37,7 +37,7 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
     };
     let what =
         if matches!(args.command, CtlCommand::Backing { .. }) { "compare" } else { "commit" };
-    let job = Job::start(what, show)?;
+    let job = Operation::start(what, show)?;
     let progress = Arc::clone(job.progress());
     let (result, left) = match &args.command {
         CtlCommand::Stop { .. } => (
@@ -46,14 +46,14 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
         ),
         // These are answered at once.
         CtlCommand::Stats { .. } => {
-            (client.call(&command, &progress, Patience::Answer(limit)), "nothing was changed")
+            (client.call(&command, &progress, Timeout::Answer(limit)), "nothing was changed")
         }
         CtlCommand::Snapshot(_) | CtlCommand::Accel { .. } => (
-            client.call(&command, &progress, Patience::Work(limit)),
+            client.call(&command, &progress, Timeout::Work(limit)),
             "the server does it all the same, unless it fails; the image is sound",
         ),
         _ => (
-            client.call(&command, &progress, Patience::Work(limit)),
+            client.call(&command, &progress, Timeout::Work(limit)),
             "the server was asked to give it up; the image is sound",
         ),
     };
@@ -105,7 +105,7 @@ fn stop(
 ) -> Result<Value, Failure> {
     let shown = shell_word(&args.target.display().to_string());
     let limit = args.timeout.unwrap_or(STOP_WAIT);
-    let value = client.call(command, progress, Patience::Answer(limit.max(STOP_ANSWER)))?;
+    let value = client.call(command, progress, Timeout::Answer(limit.max(STOP_ANSWER)))?;
     let users = value.get("in-use").and_then(Value::as_str).map(visible);
     if let Some(users) = &users {
         terminal::note(format_args!(
@@ -180,7 +180,7 @@ fn command_of(command: &CtlCommand) -> Result<Command, Failure> {
                 SizeChange::Shrink(by) => NewSize::Shrink(by),
             },
             shrink: *shrink,
-            preallocation: Some(preallocation.name().to_owned()),
+            preallocation: Some(word_of(PREALLOCATION, *preallocation).to_owned()),
         }),
         CtlCommand::Snapshot(target) => {
             target.file.as_deref().map_or(Ok(()), check_new_name)?;

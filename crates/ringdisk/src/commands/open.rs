@@ -12,11 +12,9 @@ use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::new_file::{NewFiles, check_new_name};
 use ringdisk_daemon::size::human_size;
 use ringdisk_daemon::terminal::{self, shell_word};
-use ringdisk_disk::{
-    Cache, DetectZeroes, Discard, Disk, Error, ErrorKind, Format, ImageOptions, NullOptions, Source,
-};
+use ringdisk_disk::{Cache, Disk, Error, ErrorKind, Format, ImageOptions, NullOptions, Source};
 
-use crate::cli::{DetectZeroesWord, DiscardWord, ImageArgs};
+use crate::cli::ImageArgs;
 use crate::commands::look;
 use crate::new_image::{Described, NewImage};
 
@@ -92,16 +90,9 @@ impl<'a> ImagePlan<'a> {
             allow_paths: args.allow_path.iter().map(|path| self.lasting(path)).collect(),
             force_share: args.force_share,
             metadata_cache_bytes: args.metadata_cache.bytes(),
-            discard: match args.discard {
-                DiscardWord::Ignore => Discard::Ignore,
-                DiscardWord::Unmap => Discard::Unmap,
-            },
+            discard: args.discard,
             discard_no_unref: args.discard_no_unref,
-            detect_zeroes: match args.detect_zeroes {
-                DetectZeroesWord::Off => DetectZeroes::Off,
-                DetectZeroesWord::On => DetectZeroes::On,
-                DetectZeroesWord::Unmap => DetectZeroes::Unmap,
-            },
+            detect_zeroes: args.detect_zeroes,
             lazy_refcounts: args.lazy_refcounts,
             temporary: args.snapshot,
             overlay: args.overlay.as_deref().map(|path| self.lasting(path)),

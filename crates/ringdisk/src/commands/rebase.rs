@@ -9,7 +9,7 @@ use ringdisk_disk::{Backing, ImageOptions, jobs};
 use crate::cli::RebaseArgs;
 use crate::commands::create::{backing_path, is_same};
 use crate::commands::look;
-use crate::job::Job;
+use crate::commands::operation::Operation;
 
 /// Rebases.
 ///
@@ -43,7 +43,7 @@ pub(crate) fn run(args: &RebaseArgs) -> Result<(), Failure> {
         ..ImageOptions::default()
     };
     let work = jobs::Rebase { backing, header_only: args.backing_unsafe };
-    let job = Job::start("rebase", args.show)?;
+    let job = Operation::start("rebase", args.show)?;
     let rebase = jobs::rebase(&ring, args.file.clone(), &options, &work, job.progress());
     let result = runtime.block_on(rebase);
     job.end(

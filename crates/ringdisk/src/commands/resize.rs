@@ -5,9 +5,9 @@ use ringdisk_daemon::terminal;
 use ringdisk_disk::{Disk, Format, ImageOptions, ResizeOptions, Source};
 use ringdisk_qcow2::Preallocation;
 
-use crate::cli::{PreallocationWord, ProgressArgs, ResizeArgs};
+use crate::cli::{ProgressArgs, ResizeArgs};
 use crate::commands::look;
-use crate::job::Job;
+use crate::commands::operation::Operation;
 
 /// Sizes of qcow2 images are multiples of this, bytes.
 const SECTOR: u64 = 512;
@@ -34,7 +34,7 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<(), Failure> {
         .hint("add --shrink if that is meant"));
     }
     let is_raw = disk.layers().first().and_then(|top| top.format()) == Some(Format::Raw);
-    if is_raw && args.preallocation == PreallocationWord::Metadata {
+    if is_raw && args.preallocation == Preallocation::Metadata {
         return Err(Failure::new(
             Exit::Usage,
             "a raw image has no metadata that could be prepared; write off, falloc or full",
@@ -46,8 +46,8 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<(), Failure> {
             format!("the new size of {size} bytes is not a multiple of 512"),
         ));
     }
-    let options = ResizeOptions { shrink: args.shrink, preallocation: word(args.preallocation) };
-    let job = Job::start("resize", ProgressArgs { progress: false, quiet: true })?;
+    let options = ResizeOptions { shrink: args.shrink, preallocation: args.preallocation };
+    let job = Operation::start("resize", ProgressArgs { progress: false, quiet: true })?;
     let resize = disk.resize_unless_cancelled(&ring, size, options, job.progress());
     let resized = runtime.block_on(resize).map_err(Failure::of_change);
     let closed = look::close(&mut runtime, &disk, &args.file, resized);
@@ -56,13 +56,4 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<(), Failure> {
         terminal::say("Image resized.");
     }
     Ok(())
-}
-
-fn word(word: PreallocationWord) -> Preallocation {
-    match word {
-        PreallocationWord::Off => Preallocation::Off,
-        PreallocationWord::Metadata => Preallocation::Metadata,
-        PreallocationWord::Falloc => Preallocation::Falloc,
-        PreallocationWord::Full => Preallocation::Full,
-    }
 }

@@ -31,11 +31,11 @@ use ringdisk_daemon::run_as::Wanted;
 use ringdisk_daemon::signals::{Actions, Phase, Watcher};
 use ringdisk_daemon::sockets::{self, Inherited, MadeSocket, Opened, Place, SocketOptions};
 use ringdisk_daemon::terminal;
-use ringdisk_daemon::upgrade::{Giver, Shown};
+use ringdisk_daemon::upgrade::{Shown, SuccessorSocket};
 use ringdisk_disk::Disk;
 use ringdisk_vhost::{ExportOptions, Listen};
 
-use crate::cli::{DiscardWord, DiskArgs, ServeArgs, ServedDisk};
+use crate::cli::{DISCARD, DiskArgs, ServeArgs, ServedDisk, word_of};
 use crate::commands::open::{ImagePlan, new_image, reach};
 use crate::new_image::NewImage;
 use crate::vhost::{self, Handle, Served};
@@ -78,7 +78,7 @@ struct Running {
     commands: Arc<DiskControl>,
     control: Option<(Server, helper::Named)>,
     /// For the process that takes the disk over.
-    giver: Option<Giver>,
+    successor: Option<SuccessorSocket>,
 }
 
 /// Serves until the end. Gives the exit code.
@@ -182,8 +182,10 @@ fn serve(
         notify.stopping(&format!("stopping on {signal}"));
         handles.iter().for_each(Handle::stop);
     }
-    let given: Vec<_> =
-        running.iter().map(|disk| disk.giver.as_ref().map(Giver::was_given)).collect();
+    let given: Vec<_> = running
+        .iter()
+        .map(|disk| disk.successor.as_ref().map(SuccessorSocket::was_given))
+        .collect();
     let result = wait(args, running);
     watcher.enter(Phase::Ending);
     let is_given = |flag: &Option<Arc<AtomicBool>>| {
@@ -280,11 +282,7 @@ fn shown(disk: &ServedDisk) -> Shown {
     say("--physical-block-size", number(device.physical_block_size.map(u64::from)));
     say("--packed", Some(device.packed.name().to_owned()));
     say("--read-only", switch(source.read_only));
-    let discard = match source.discard {
-        DiscardWord::Ignore => "ignore",
-        DiscardWord::Unmap => "unmap",
-    };
-    say("--discard", Some(discard.to_owned()));
+    say("--discard", Some(word_of(DISCARD, source.discard).to_owned()));
     say("--snapshot", switch(source.snapshot));
     say("--offset", number(source.offset));
     say("--size", number(source.size));
@@ -356,9 +354,9 @@ impl Placed {
         let commands = DiskControl::new(Arc::clone(&disk), handle, move |_| for_control.stop());
         let commands = Arc::new(commands.confined_later(restricted));
         let control = control(path.as_ref(), &commands, restricted);
-        let giver = path.as_ref().and_then(|path| {
-            let giver = Giver::start(path, served.hand_over_handle(), shown, &disk);
-            giver.inspect_err(|e| tracing::warn!("`--upgrade` cannot be used: {e}")).ok()
+        let successor = path.as_ref().and_then(|path| {
+            let successor = SuccessorSocket::start(path, served.hand_over_handle(), shown, &disk);
+            successor.inspect_err(|e| tracing::warn!("`--upgrade` cannot be used: {e}")).ok()
         });
         Running {
             ready,
@@ -373,7 +371,7 @@ impl Placed {
             made,
             commands,
             control,
-            giver,
+            successor,
         }
     }
 }
@@ -472,8 +470,10 @@ impl Running {
         if stats {
             print(&handle, &self.disk);
         }
-        let was_given =
-            self.giver.as_ref().is_some_and(|giver| giver.was_given().load(Ordering::Acquire));
+        let was_given = self
+            .successor
+            .as_ref()
+            .is_some_and(|successor| successor.was_given().load(Ordering::Acquire));
         match self.made {
             // It is the name of the other process now.
             Some(made) if was_given => made.leave(),
@@ -486,7 +486,7 @@ impl Running {
         drop(self.control);
         // Who has taken the disk may use its names. With the last disk it gets the pid file, too,
         // which is free when this process has ended.
-        let successor = self.giver.and_then(Giver::end);
+        let successor = self.successor.and_then(SuccessorSocket::end);
         if left.fetch_sub(1, Ordering::AcqRel) == 1 {
             std::mem::forget(successor);
         }

@@ -9,7 +9,7 @@ use ringdisk_qcow2::Snapshot;
 
 use crate::cli::{SnapshotArgs, SnapshotWork};
 use crate::commands::look;
-use crate::offline::Offline;
+use crate::commands::own_image::OwnImage;
 
 /// Lists the snapshots, or makes, applies or deletes one.
 ///
@@ -17,7 +17,7 @@ use crate::offline::Offline;
 pub(crate) fn run(args: &SnapshotArgs) -> Result<(), Failure> {
     let mut runtime = look::runtime()?;
     let work = args.work();
-    let what = Offline {
+    let what = OwnImage {
         format: args.format,
         writable: work != SnapshotWork::List,
         force_share: args.force_share,

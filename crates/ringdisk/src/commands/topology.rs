@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use ringdisk_daemon::control::client::{ANSWER, Client, Patience};
+use ringdisk_daemon::control::client::{ANSWER, Client, Timeout};
 use ringdisk_daemon::control::protocol::Command;
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::terminal::{Results, ended, visible_lines};
@@ -44,6 +44,6 @@ fn of_mount(mountpoint: &Path) -> Result<Value, Failure> {
     Client::connect(mountpoint, ANSWER)?.call(
         &Command::Topology,
         &progress,
-        Patience::Answer(ANSWER),
+        Timeout::Answer(ANSWER),
     )
 }

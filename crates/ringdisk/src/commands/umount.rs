@@ -10,7 +10,7 @@ use std::process::{Child, Command};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ringdisk_daemon::control::client::{Client, Patience};
+use ringdisk_daemon::control::client::{Client, Timeout};
 use ringdisk_daemon::control::protocol::Command as Request;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::mount_lock;
@@ -91,7 +91,7 @@ fn ask(mountpoint: &Path, limit: Duration) -> Option<Client> {
     let mut client = Client::reach(mountpoint, limit).ok()?;
     let stats = client
         .greet(deadline, limit)
-        .and_then(|()| client.call(&Request::Stats, &Progress::new(), Patience::Answer(limit)));
+        .and_then(|()| client.call(&Request::Stats, &Progress::new(), Timeout::Answer(limit)));
     let Ok(stats) = stats else { return Some(client) };
     let layers = stats["layers"].as_array().map(Vec::as_slice).unwrap_or_default();
     for lost in layers.iter().filter_map(|layer| layer["name-lost"].as_str()) {
@@ -141,7 +141,7 @@ fn late(mountpoint: &Path, limit: Duration) -> Failure {
 }
 
 fn detach(mountpoint: &Path, how: Unmount) -> Result<(), Failure> {
-    patiently(|| unmount(mountpoint, how)).map_err(|error| {
+    while_busy(|| unmount(mountpoint, how)).map_err(|error| {
         let is_busy = error.kind() == ErrorKind::Busy;
         let entry = table::at(mountpoint).ok().flatten();
         let number = entry.filter(MountEntry::is_ours).and_then(|entry| entry.connection());
@@ -160,7 +160,7 @@ fn detach(mountpoint: &Path, how: Unmount) -> Result<(), Failure> {
 
 /// How long a mount may be in use by somebody who is about to close it: a program that has just
 /// ended, or the server's own look at a mount that has just begun.
-const PATIENCE: Duration = Duration::from_millis(300);
+const BUSY_TIMEOUT: Duration = Duration::from_millis(300);
 
 /// How often that is tried again.
 const AGAIN: Duration = Duration::from_millis(10);
@@ -169,8 +169,8 @@ const AGAIN: Duration = Duration::from_millis(10);
 const LOOK: Duration = Duration::from_millis(2);
 
 /// Tries again for a moment while the mount is busy.
-fn patiently(mut unmount: impl FnMut() -> Result<(), Error>) -> Result<(), Error> {
-    let end = Instant::now() + PATIENCE;
+fn while_busy(mut unmount: impl FnMut() -> Result<(), Error>) -> Result<(), Error> {
+    let end = Instant::now() + BUSY_TIMEOUT;
     loop {
         match unmount() {
             Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < end => {
@@ -188,13 +188,13 @@ mod tests {
     #[test]
     fn a_busy_mount_is_tried_again_and_other_errors_are_not() {
         let mut left = 3;
-        let result = patiently(|| {
+        let result = while_busy(|| {
             left -= 1;
             if left > 0 { Err(Error::new(ErrorKind::Busy, "busy")) } else { Ok(()) }
         });
         assert!(result.is_ok());
         let mut calls = 0;
-        let refused = patiently(|| {
+        let refused = while_busy(|| {
             calls += 1;
             Err(Error::new(ErrorKind::PermissionDenied, "no"))
         });

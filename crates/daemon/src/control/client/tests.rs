@@ -41,8 +41,8 @@ fn refused(answer: &Value, is_trusted: bool) -> Failure {
     let (stream, mut server) = UnixStream::pair().expect("sockets");
     server.write_all(format!("{answer}\n").as_bytes()).expect("it fits");
     let mut client = of(stream, is_trusted);
-    let patience = Patience::Answer(Duration::from_secs(60));
-    client.call(&Command::Stats, &Progress::new(), patience).expect_err("refused")
+    let timeout = Timeout::Answer(Duration::from_secs(60));
+    client.call(&Command::Stats, &Progress::new(), timeout).expect_err("refused")
 }
 
 #[test]

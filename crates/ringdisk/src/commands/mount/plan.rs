@@ -152,14 +152,14 @@ impl<'a> Plan<'a> {
     /// until the last write that it began has landed, and until then nothing may be read or carried
     /// out again.
     ///
-    /// * `patience`: how long.
+    /// * `timeout`: how long.
     ///
     /// Errors: as [`ImagePlan::open`]; the image was not free by then, or not [`FREE_STOPPED`]
     /// after a signal came.
     pub(super) fn open_when_free(
         &self,
         watcher: &Watcher,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Arc<Disk>, Failure> {
         let begun = Instant::now();
         let mut is_said = false;
@@ -174,8 +174,8 @@ impl<'a> Plan<'a> {
             {
                 return Err(failure.hint(format!("{signal} came while it was waited for")));
             }
-            if begun.elapsed() > patience {
-                let waited = patience.as_secs();
+            if begun.elapsed() > timeout {
+                let waited = timeout.as_secs();
                 return Err(failure.hint(format!(
                     "after a crash it was waited for {waited} s; look whether its storage answers"
                 )));

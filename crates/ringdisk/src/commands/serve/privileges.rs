@@ -15,7 +15,7 @@ use ringdisk_daemon::pidfile::Pidfile;
 use ringdisk_daemon::run_as::{Decision, Wanted};
 use ringdisk_daemon::sockets::MadeSocket;
 use ringdisk_daemon::terminal;
-use ringdisk_daemon::upgrade::Giver;
+use ringdisk_daemon::upgrade::SuccessorSocket;
 use ringdisk_disk::Disk;
 use ringdisk_sandbox::{Calls, Plan};
 
@@ -115,7 +115,7 @@ impl Running {
     fn names(&self) -> Vec<Named> {
         let made = self.made.as_ref().map(MadeSocket::named);
         let control = self.control.as_ref().map(|(_, named)| named.clone());
-        let successor = self.giver.as_ref().map(Giver::named);
+        let successor = self.successor.as_ref().map(SuccessorSocket::named);
         [made, control, successor].into_iter().flatten().collect()
     }
 }

@@ -32,7 +32,7 @@ const SHOW_AFTER: Duration = Duration::from_millis(400);
 const STEP_PERCENT: f64 = 1.0;
 
 /// A running operation.
-pub(crate) struct Job {
+pub(crate) struct Operation {
     progress: Arc<Progress>,
     watcher: Watcher,
     display: Option<Display>,
@@ -60,11 +60,11 @@ impl Show {
     }
 }
 
-impl Job {
+impl Operation {
     /// * `what`: shown in front of the bar.
     ///
     /// Errors: those of making the threads.
-    pub(crate) fn start(what: &str, args: ProgressArgs) -> Result<Job, Failure> {
+    pub(crate) fn start(what: &str, args: ProgressArgs) -> Result<Operation, Failure> {
         let progress = Arc::new(Progress::new());
         let asked = AtomicBool::new(false);
         let (for_stop, for_print) = (Arc::clone(&progress), Arc::clone(&progress));
@@ -82,7 +82,7 @@ impl Job {
         let show = Show::choose(args);
         let display =
             (show != Show::Nothing).then(|| Display::start(what, show, &progress)).flatten();
-        Ok(Job { progress, watcher, display })
+        Ok(Operation { progress, watcher, display })
     }
 
     /// What the operation counts in, and looks at to see whether it shall end.

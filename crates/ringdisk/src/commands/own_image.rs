@@ -21,13 +21,13 @@ use crate::commands::look;
 
 /// How to open.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Offline {
+pub(crate) struct OwnImage {
     pub(crate) format: Option<Format>,
     pub(crate) writable: bool,
     pub(crate) force_share: bool,
 }
 
-impl Offline {
+impl OwnImage {
     /// Opens a qcow2 image. The caller closes it.
     ///
     /// * `what`: what raw images do not have, for the message.
