@@ -6,13 +6,13 @@ use crate::tree::{files, relative, root};
 
 /// Where the words still stand. Parts leave this list when they are clean; none is added.
 const NOT_YET: [&str; 8] = [
-    "CHANGELOG.md",
     "crates/daemon/",
-    "crates/export/",
     "crates/fuse/",
     "crates/ringdisk/",
     "crates/vhost/",
-    "docs/",
+    "docs/performance.md",
+    "docs/sandbox.md",
+    "docs/security.md",
     "fuzz/",
 ];
 /// The page that names them.
