@@ -1,7 +1,7 @@
-//! What a process that was taken over says to those outside of its sandbox: duties and orders to
-//! its warden (with the model of what may come of them), the memory that it leaves to the next
-//! process of a kept mount, the parcel that it hands to a successor. Nothing panics, and nothing is
-//! touched but what was named at the start.
+//! What an attacker who controls a confined process sends out of its sandbox: tasks and requests to
+//! its helper process (with the model of what may come of them), the memory that the process leaves
+//! to the next one of a kept mount, the state that it hands to a successor. Nothing panics, and
+//! nothing is touched but what was named at the start.
 #![no_main]
 
 use std::fs::File;
@@ -12,68 +12,16 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
+use ringdisk_daemon::helper::model;
+use ringdisk_daemon::keep::{sealed, slots};
+use ringdisk_daemon::upgrade::link;
 use ringdisk_disk::{Disk, HandOver, ImageOptions};
 use ringdisk_fuzz::{Input, with_ring};
 use rustix::fs::{MemfdFlags, memfd_create};
-use serde::{Deserialize, Serialize};
 use tempfile::TempDir;
 
-// The program has no library; these parts of it stand for themselves.
-#[path = "../../crates/ringdisk/src/sandbox/below.rs"]
-#[allow(dead_code)]
-mod below;
-/// As the others name it.
-mod control {
-    pub(crate) use super::word;
-}
-#[path = "../../crates/ringdisk/src/dirlock.rs"]
-#[allow(dead_code)]
-mod dirlock;
-#[path = "../../crates/ringdisk/src/sandbox/duties.rs"]
-#[allow(dead_code)]
-mod duties;
-#[path = "../../crates/ringdisk/src/keep/mark.rs"]
-#[allow(dead_code)]
-mod mark;
-/// As the others name it.
-mod keep {
-    pub(crate) use super::mark;
-}
-#[path = "../../crates/ringdisk/src/upgrade/link.rs"]
-#[allow(dead_code)]
-mod link;
-#[path = "../../crates/ringdisk/src/sandbox/model.rs"]
-mod model;
-#[path = "../../crates/ringdisk/src/keep/origin.rs"]
-#[allow(dead_code)]
-mod origin;
-#[path = "../../crates/ringdisk/src/sandbox/overlays.rs"]
-#[allow(dead_code)]
-mod overlays;
-#[path = "../../crates/ringdisk/src/pid.rs"]
-mod pid;
-#[path = "../../crates/ringdisk/src/keep/places.rs"]
-#[allow(dead_code)]
-mod places;
-/// As far as the others need it: the program's own one wants its errors, too.
-mod terminal {
-    pub(crate) fn visible(text: &str) -> String {
-        text.escape_debug().collect()
-    }
-}
-#[path = "../../crates/ringdisk/src/users.rs"]
-#[allow(dead_code)]
-mod users;
-#[path = "../../crates/ringdisk/src/control/word.rs"]
-#[allow(dead_code)]
-mod word;
-
-/// What a successor says of itself; its fields are of no matter to the link.
-#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-struct Shown {}
-
-/// Where the places of a state begin, and their bytes: random offsets hardly ever meet them.
-const PLACES: [u64; 2] = [4096, 4096 + (64 << 10)];
+/// Where the slots of a state begin, and their bytes: random offsets hardly ever meet them.
+const SLOTS: [u64; 2] = [4096, 4096 + (64 << 10)];
 
 thread_local! {
     static DIRECTORY: TempDir = tempfile::tempdir().expect("a directory");
@@ -88,22 +36,22 @@ fn kept(input: &mut Input<'_>) {
     let memory = memory();
     let sound = input.byte();
     for number in 1..=u64::from(sound % 3) {
-        places::put(&memory, number, b"{\"version\":1}").expect("room");
+        slots::put(&memory, number, b"{\"version\":1}").expect("room");
     }
-    let (place, at) = (PLACES[usize::from(sound) / 128], input.number(1));
-    memory.write_all_at(input.0, place + at).expect("memory");
+    let (slot, at) = (SLOTS[usize::from(sound) / 128], input.number(1));
+    memory.write_all_at(input.0, slot + at).expect("memory");
     if sound % 16 == 0 {
-        memory.set_len(place + at).expect("memory");
+        memory.set_len(slot + at).expect("memory");
     }
-    if let Some((number, text)) = places::newest(&memory) {
+    if let Some((number, text)) = slots::newest(&memory) {
         assert!(number != 0 && text.len() <= 64 << 10);
         // Another one can follow, and is found then.
         if number < 1 << 62 {
-            places::put(&memory, number + 1, b"next").expect("room");
-            assert_eq!(places::newest(&memory), Some((number + 1, b"next".to_vec())));
+            slots::put(&memory, number + 1, b"next").expect("room");
+            assert_eq!(slots::newest(&memory), Some((number + 1, b"next".to_vec())));
         }
     }
-    assert!(origin::open(&memory.into()).is_err(), "it is not sealed");
+    assert!(sealed::open(&memory.into()).is_err(), "it is not sealed");
 }
 
 /// A parcel, as bytes of the stream and as the words of a disk with descriptors.

@@ -13,14 +13,14 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::signals::{Actions, Phase, Watcher};
+use ringdisk_daemon::terminal;
 use ringdisk_disk::Progress;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::low_level::emulate_default_handler;
 
 use crate::cli::ProgressArgs;
-use crate::report::{Exit, Failure};
-use crate::signals::{Actions, Phase, Watcher};
-use crate::terminal;
 
 /// How often the display looks.
 const LOOK: Duration = Duration::from_millis(100);

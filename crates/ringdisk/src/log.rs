@@ -10,13 +10,12 @@ use std::fmt;
 use std::io::{self, Write};
 use std::sync::{Mutex, PoisonError};
 
+use ringdisk_daemon::terminal::{NAME, paint_error, paint_warning, write_error};
 use tracing::{Event, Level, Metadata, Subscriber};
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields, MakeWriter};
 use tracing_subscriber::registry::LookupSpan;
-
-use crate::terminal::{NAME, paint_error, paint_warning, write_error};
 
 /// Warnings that a command keeps in mind so as not to repeat them; those after them are all
 /// written.

@@ -1,51 +1,29 @@
 //! ringdisk: serves a disk image, in place, as an ordinary file or to a virtual machine.
 //!
-//! Promises: every way out has one of the exit codes of [`report::Exit`]; nothing that comes from
+//! Promises: every way out has one of the exit codes of [`Exit`]; nothing that comes from
 //! the command line, the environment, an image or the system ends in a panic. Standard streams that
 //! were closed at the start are `/dev/null` (the Rust runtime opens them before `main`), and a
 //! broken pipe is an error like any other (the runtime ignores SIGPIPE).
 
 #![forbid(unsafe_code)]
 
-mod alive;
-mod before;
 mod cli;
 mod commands;
-mod control;
-mod daemonize;
-mod dirlock;
-mod io_flusher;
 mod job;
-mod keep;
-mod limits;
 mod log;
-mod made;
 mod new_image;
-mod notify;
 mod offline;
-mod pid;
-mod pidfile;
-mod report;
-mod sandbox;
 mod serve;
-mod signals;
-mod size;
-mod sockets;
-mod stats;
-mod stopping;
-mod terminal;
-mod topology;
-mod upgrade;
-mod user;
-mod users;
 mod vhost;
 
 use std::process::ExitCode;
 
 use clap::Parser;
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::helper::{self, start::Role};
+use ringdisk_daemon::{limits, terminal};
 
 use crate::cli::{Cli, Command};
-use crate::report::{Exit, Failure};
 
 fn main() -> ExitCode {
     ExitCode::from(run())
@@ -72,8 +50,8 @@ impl From<Failure> for End {
 
 /// Runs the command and gives the exit code.
 fn run() -> u8 {
-    if sandbox::warden::is_warden() {
-        return sandbox::warden::run();
+    if Role::Helper.is_ours() {
+        return helper::run();
     }
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,

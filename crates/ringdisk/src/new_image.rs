@@ -8,17 +8,16 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::new_file::{NewFiles, check_new_name};
+use ringdisk_daemon::size::{human_size_exact, parse_size};
+use ringdisk_daemon::terminal::visible;
 use ringdisk_disk::Format;
 use ringdisk_disk::name::FileName;
 use ringdisk_disk::names_note::{Names, renew};
 use ringdisk_qcow2::{CompressionType, CreateOptions, Preallocation};
 use ringdisk_ring::Ring;
 use ringdisk_storage::{OpenOptions, Storage};
-
-use crate::made::Fresh;
-use crate::report::{Exit, Failure};
-use crate::size::{human_size_exact, parse_size};
-use crate::terminal::visible;
 
 /// A sector: QEMU counts the length of disks in them.
 pub(crate) const SECTOR: u64 = 512;
@@ -271,7 +270,7 @@ impl NewImage {
         ring: &Ring,
         file: &Path,
         size: u64,
-        fresh: &Fresh,
+        fresh: &NewFiles,
     ) -> Result<(), Failure> {
         check_new_name(file)?;
         match self.format {
@@ -285,7 +284,7 @@ impl NewImage {
         ring: &Ring,
         file: &Path,
         size: u64,
-        fresh: &Fresh,
+        fresh: &NewFiles,
     ) -> Result<(), Failure> {
         let options = self.qcow2(size)?;
         let size = ringdisk_qcow2::check_options(&file.to_string_lossy(), &options)?;
@@ -312,7 +311,7 @@ impl NewImage {
         ring: &Ring,
         file: &Path,
         size: u64,
-        fresh: &Fresh,
+        fresh: &NewFiles,
     ) -> Result<(), Failure> {
         use ringdisk_storage::{Kind, Preallocation as Mode};
         let mode = match self.preallocation()? {
@@ -351,32 +350,8 @@ impl NewImage {
     }
 }
 
-impl From<ringdisk_storage::Error> for Failure {
-    fn from(error: ringdisk_storage::Error) -> Failure {
-        use ringdisk_storage::ErrorKind;
-        let exit = match error.kind() {
-            ErrorKind::Locked => Exit::Locked,
-            ErrorKind::PermissionDenied | ErrorKind::ReadOnly => Exit::Permission,
-            _ => Exit::Image,
-        };
-        Failure::caused(exit, &error)
-    }
-}
-
-impl From<ringdisk_qcow2::Error> for Failure {
-    fn from(error: ringdisk_qcow2::Error) -> Failure {
-        use ringdisk_qcow2::ErrorKind;
-        let exit = match error.kind() {
-            ErrorKind::Unsupported | ErrorKind::Encrypted => Exit::Unsupported,
-            ErrorKind::InvalidRequest => Exit::Usage,
-            _ => Exit::Image,
-        };
-        Failure::caused(exit, &error)
-    }
-}
-
 /// Opens a file to be filled, and makes it when it is not there.
-fn open_new(path: &Path, fresh: &Fresh) -> Result<Arc<Storage>, Failure> {
+fn open_new(path: &Path, fresh: &NewFiles) -> Result<Arc<Storage>, Failure> {
     fresh.file(path).map_err(|error| {
         Failure::system(format!("cannot create '{}'", path.display()), &error, Exit::Image)
     })?;
@@ -384,7 +359,7 @@ fn open_new(path: &Path, fresh: &Fresh) -> Result<Arc<Storage>, Failure> {
 }
 
 /// From now on the old content of a file is lost.
-fn begin(fresh: &Fresh, path: &Path) -> Result<(), Failure> {
+fn begin(fresh: &NewFiles, path: &Path) -> Result<(), Failure> {
     fresh.begin(path).map_err(|error| {
         Failure::system(format!("cannot create '{}'", path.display()), &error, Exit::Image)
     })
@@ -397,34 +372,6 @@ fn data_path(image: &Path, name: &str) -> Result<PathBuf, Failure> {
         return refuse("a data file is a plain file or block device, used from its first byte");
     }
     Ok(image.parent().unwrap_or(Path::new("")).join(parsed.path))
-}
-
-/// Whether a new file may have this name.
-///
-/// Errors: a name that could not be used again, by us or by QEMU's programs.
-pub(crate) fn check_new_name(file: &Path) -> Result<(), Failure> {
-    let text = file.to_string_lossy();
-    if text.is_empty() {
-        return refuse("the image needs a name");
-    }
-    if text.chars().any(char::is_control) {
-        return refuse(format!("the name '{}' has a control character in it", visible(&text)));
-    }
-    let protocol = text.split(':').next().unwrap_or_default();
-    let is_protocol = protocol.len() < text.len()
-        && protocol.chars().all(|c| c.is_ascii_alphanumeric() || "+-.".contains(c));
-    if is_protocol {
-        return Err(Failure::new(
-            Exit::Usage,
-            format!(
-                "the name '{}' begins like a protocol ('{protocol}:'); images are files and block \
-                 devices",
-                visible(&text)
-            ),
-        )
-        .hint(format!("write './{}' if the file shall be called so", visible(&text))));
-    }
-    Ok(())
 }
 
 /// The entries of a list; two commas are one that belongs to the entry.

@@ -6,6 +6,8 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::terminal::shell_word;
 use ringdisk_disk::Format;
 use ringdisk_disk::name::FileName;
 use ringdisk_disk::names_note::Names;
@@ -16,8 +18,6 @@ use ringdisk_storage::{Lock, OpenOptions, Storage};
 
 use crate::cli::PoolArgs;
 use crate::commands::look;
-use crate::report::{Exit, Failure};
-use crate::terminal::shell_word;
 
 /// How to open.
 #[derive(Clone, Copy, Debug, Default)]

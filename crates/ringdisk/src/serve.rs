@@ -8,6 +8,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ringdisk_daemon::control::disk::Serving;
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::stats::Report;
+use ringdisk_daemon::topology;
 use ringdisk_disk::Disk;
 use ringdisk_export::{Numa, ThreadOptions};
 use ringdisk_fuse::kept::{Keep, Parked, refuse};
@@ -20,10 +24,6 @@ use ringdisk_ring::Topology;
 use serde_json::Value;
 
 use crate::cli::{MountArgs, NumaWord, PlacementArgs, StayWord, TransportWord, ZeroCopyWord};
-use crate::control::disk::Serving;
-use crate::report::{Exit, Failure};
-use crate::stats::Report;
-use crate::topology;
 
 /// What to serve, and how.
 #[derive(Debug)]

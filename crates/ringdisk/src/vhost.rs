@@ -7,6 +7,11 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
+use ringdisk_daemon::control::disk::Serving;
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::helper;
+use ringdisk_daemon::stats::Report;
+use ringdisk_daemon::topology;
 use ringdisk_disk::Disk;
 use ringdisk_export::Numa;
 use ringdisk_export::stats::Stats;
@@ -21,11 +26,6 @@ use serde_json::Value;
 use crate::cli::{
     AccelWord, DeviceArgs, DiskArgs, EngineWord, NumaWord, OnErrorWord, PackedWord, SecondWord,
 };
-use crate::control::disk::Serving;
-use crate::report::{Exit, Failure};
-use crate::sandbox;
-use crate::stats::Report;
-use crate::topology;
 
 /// Virtqueues of a disk with these options.
 pub(crate) fn queues(args: &DiskArgs) -> u16 {
@@ -77,7 +77,7 @@ pub(crate) fn options(
         },
         read_only: args.source.read_only || read_only,
         restricted,
-        connector: Connector::new(sandbox::connect),
+        connector: Connector::new(helper::connect),
         ..ExportOptions::new(listen)
     }
 }

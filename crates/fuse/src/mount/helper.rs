@@ -7,19 +7,16 @@
 //! The helper gets `_FUSE_COMMFD`, the number of a socket, mounts, sends the device over it with
 //! one byte (SCM_RIGHTS), and exits.
 
-use std::io::{self, IoSliceMut, Read};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
+use std::io::{self, Read};
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
+use ringdisk_messages::{Wait, pair, receive};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
-use rustix::io::{Errno, FdFlags, fcntl_setfd};
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketFlags, SocketType,
-    recvmsg, socketpair,
-};
+use rustix::io::Errno;
+use rustix::net::SocketType;
 
 use super::table::SUBTYPE;
 use super::{MountOptions, busy};
@@ -39,9 +36,7 @@ const HELPER_TEXT_MAX: u64 = 4096;
 pub(super) fn mount(mountpoint: &Path, options: &MountOptions) -> Result<OwnedFd, Error> {
     let system =
         |errno: Errno| Error::new(ErrorKind::System, "cannot talk to fusermount3").errno(errno);
-    let (ours, theirs) =
-        socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
-            .map_err(system)?;
+    let (ours, theirs) = pair(SocketType::STREAM).map_err(system)?;
 
     let mut child = spawn(|command| {
         command.arg("-o").arg(option_text(options)).arg("--").arg(mountpoint);
@@ -53,11 +48,11 @@ pub(super) fn mount(mountpoint: &Path, options: &MountOptions) -> Result<OwnedFd
     // Otherwise a helper that dies would leave us waiting for our own copy of its end.
     drop(theirs);
 
-    let device = receive_device(&ours).map_err(system);
+    // `None`: the helper ended without sending one.
+    let device = receive(&ours, &mut [0], Wait::Forever).map_err(system);
     let said = finish(&mut child);
-    match (device?, said) {
+    match (device?.into_one(), said) {
         (Some(device), Ok(())) => {
-            fcntl_setfd(&device, FdFlags::CLOEXEC).map_err(system)?;
             let flags = fcntl_getfl(&device).map_err(system)?;
             fcntl_setfl(&device, flags | OFlags::NONBLOCK).map_err(system)?;
             Ok(device)
@@ -125,26 +120,6 @@ fn finish(child: &mut Child) -> Result<(), String> {
         Ok(status) if status.success() => Ok(()),
         Ok(_) => Err(text),
         Err(error) => Err(format!("{text} ({error})")),
-    }
-}
-
-/// Receives one descriptor; `None` if the other end closed without sending one.
-fn receive_device(socket: &OwnedFd) -> Result<Option<OwnedFd>, Errno> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut byte = [0];
-    loop {
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let mut pieces = [IoSliceMut::new(&mut byte)];
-        match recvmsg(socket.as_fd(), &mut pieces, &mut control, RecvFlags::CMSG_CLOEXEC) {
-            Ok(_) => {}
-            Err(Errno::INTR) => continue,
-            Err(errno) => return Err(errno),
-        }
-        let device = control.drain().find_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
-            _ => None,
-        });
-        return Ok(device);
     }
 }
 

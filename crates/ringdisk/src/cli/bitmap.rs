@@ -5,12 +5,12 @@ use std::path::PathBuf;
 
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Args, FromArgMatches, ValueHint};
+use ringdisk_daemon::size::parse_size;
 use ringdisk_disk::Format;
 
 use crate::cli::format_parser;
 use crate::cli::look::PoolArgs;
 use crate::cli::names::{parse_bitmap, parse_existing};
-use crate::size::parse_size;
 
 /// Change the bitmaps inside an image
 ///
@@ -167,9 +167,10 @@ impl FromArgMatches for Works {
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser;
+
     use super::*;
     use crate::cli::{Cli, Command};
-    use clap::Parser;
 
     fn bitmap(words: &str) -> Result<BitmapArgs, clap::Error> {
         let all = ["ringdisk", "bitmap"].into_iter().chain(words.split_whitespace());

@@ -3,13 +3,13 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum, ValueHint};
+use ringdisk_daemon::size::{SizeChange, parse_size, parse_size_change};
 use ringdisk_disk::{Cache, Format};
 
 use crate::cli::look::{OutputArgs, PoolArgs};
 use crate::cli::names::{parse_existing, parse_file, parse_snapshot};
 use crate::cli::words::PreallocationWord;
 use crate::cli::{ProgressArgs, cache_parser, format_parser};
-use crate::size::{SizeChange, parse_size, parse_size_change};
 
 const CREATE_EXAMPLES: &str = "\
 Examples:

@@ -3,12 +3,12 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
+use ringdisk_daemon::size::parse_size;
 use ringdisk_disk::{Cache, Format};
 
 use crate::cli::look::{OutputArgs, PoolArgs};
 use crate::cli::names::parse_file;
 use crate::cli::{ProgressArgs, cache_parser, format_parser};
-use crate::size::parse_size;
 
 /// Requests at once at most; qemu-img's.
 #[allow(clippy::cast_possible_wrap)] // A small constant.

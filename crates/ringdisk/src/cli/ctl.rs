@@ -5,13 +5,13 @@ use std::time::Duration;
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{Args, Subcommand, ValueHint};
+use ringdisk_daemon::size::{SizeChange, parse_size_change};
 use ringdisk_disk::Format;
 
 use crate::cli::names::parse_snapshot;
 use crate::cli::words::PreallocationWord;
 use crate::cli::words::parse_switch;
 use crate::cli::{ProgressArgs, format_parser, parse_limit};
-use crate::size::{SizeChange, parse_size_change};
 
 const CTL_EXAMPLES: &str = "\
 Examples:

@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{Args, ValueHint};
+use ringdisk_daemon::size::{parse_size, parse_time};
 use ringdisk_disk::{Cache, Format};
 
 use crate::cli::words::{CacheSize, DetectZeroesWord, DiscardWord, parse_cache_size, parse_switch};
 use crate::cli::{cache_parser, format_parser, is_named_qcow2};
-use crate::size::{parse_size, parse_time};
 
 /// What is served; the IMAGE itself is with the command.
 #[derive(Args, Clone, Debug)]

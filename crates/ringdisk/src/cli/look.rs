@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
+use ringdisk_daemon::size::parse_size;
 use ringdisk_disk::Format;
 
 use crate::cli::format_parser;
-use crate::size::parse_size;
 
 /// How a result is printed.
 #[derive(Args, Clone, Debug)]

@@ -22,16 +22,14 @@ mod words;
 
 use std::path::PathBuf;
 
+pub(crate) use bitmap::{BitmapArgs, BitmapWork};
+pub(crate) use change::{CheckArgs, CommitArgs, RebaseArgs, RepairWord, ResizeArgs, SnapshotArgs};
+pub(crate) use change::{CreateArgs, SnapshotWork};
 use clap::builder::PossibleValuesParser;
 use clap::builder::TypedValueParser;
 use clap::error::ErrorKind;
 use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand, ValueHint};
 use clap_complete::Shell;
-use ringdisk_disk::{Cache, Format};
-
-pub(crate) use bitmap::{BitmapArgs, BitmapWork};
-pub(crate) use change::{CheckArgs, CommitArgs, RebaseArgs, RepairWord, ResizeArgs, SnapshotArgs};
-pub(crate) use change::{CreateArgs, SnapshotWork};
 pub(crate) use copy::{CompareArgs, ConvertArgs, MeasureArgs};
 pub(crate) use ctl::{CtlArgs, CtlCommand};
 pub(crate) use disk_spec::DiskWords;
@@ -39,15 +37,14 @@ pub(crate) use image::ImageArgs;
 pub(crate) use look::{InfoArgs, LookArgs, MapArgs, PoolArgs};
 pub(crate) use mount::{MountArgs, MountPaths, StopTimeout, UmountArgs, ZeroCopyWord, parse_limit};
 pub(crate) use placement::{NumaWord, PlacementArgs, StayWord, TransportWord};
+use ringdisk_disk::{Cache, Format};
 pub(crate) use serve::{
     AccelWord, DeviceArgs, DiskArgs, EngineWord, OnErrorWord, PackedWord, SecondWord, ServeArgs,
-    ServedDisk, SocketArgs,
+    ServedDisk,
 };
 pub(crate) use topology::TopologyArgs;
-pub(crate) use user::{UserArgs, UserWord};
-pub(crate) use words::{
-    DetectZeroesWord, DiscardWord, PreallocationWord, SandboxArgs, SandboxWord,
-};
+pub(crate) use user::UserArgs;
+pub(crate) use words::{DetectZeroesWord, DiscardWord, PreallocationWord, SandboxArgs};
 
 const ROOT_ABOUT: &str =
     "Serves a disk image, in place, as an ordinary file or to a virtual machine";

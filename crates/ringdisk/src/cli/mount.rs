@@ -4,10 +4,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum, ValueHint};
+use ringdisk_daemon::size::parse_time;
 
 use crate::cli::words::SandboxArgs;
 use crate::cli::{ImageArgs, PlacementArgs, StayWord, UserArgs, refuse};
-use crate::size::parse_time;
 
 const MOUNT_LONG: &str = "\
 Serves the disk inside IMAGE as the file MOUNTPOINT until it is unmounted or stopped by Ctrl-C \
@@ -277,14 +277,14 @@ impl MountArgs {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::cli::words::{CacheSize, DetectZeroesWord, DiscardWord};
-    use ringdisk_export::Threads;
-
-    use crate::cli::{Cli, Command, NumaWord};
     use clap::Parser;
     use clap::error::ErrorKind;
     use ringdisk_disk::{Cache, Format};
+
+    use super::*;
+    use crate::cli::words::{CacheSize, DetectZeroesWord, DiscardWord};
+    use crate::cli::{Cli, Command, NumaWord};
+    use ringdisk_export::Threads;
 
     fn mount(words: &str) -> Result<MountArgs, clap::Error> {
         let all = ["ringdisk", "mount"].into_iter().chain(words.split_whitespace());

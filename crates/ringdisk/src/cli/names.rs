@@ -2,7 +2,7 @@
 //!
 //! Promises: what is accepted here can be listed on one line, typed again, and stored by QEMU too.
 
-use crate::terminal::visible;
+use ringdisk_daemon::terminal::visible;
 
 /// Longest name of an internal snapshot, bytes: QEMU keeps 255.
 const SNAPSHOT_BYTES_MAX: usize = 255;

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::error::ErrorKind;
 use clap::{Args, Parser, ValueEnum, ValueHint};
+use ringdisk_daemon::size::parse_size;
+use ringdisk_daemon::sockets::SocketOptions;
 use ringdisk_export::Threads;
 use ringdisk_ring::CpuList;
 use ringdisk_vhost::export::{
@@ -11,7 +13,6 @@ use ringdisk_vhost::export::{
 };
 
 use crate::cli::{DiskWords, ImageArgs, NumaWord, SandboxArgs, UserArgs, refuse};
-use crate::size::parse_size;
 
 const SERVE_LONG: &str = "\
 Serves the disk inside IMAGE to a virtual machine, through the socket SOCKET (vhost-user-blk), until it is \
@@ -352,6 +353,20 @@ pub(crate) struct ServedDisk {
     /// `None` with `--null`.
     pub(crate) image: Option<PathBuf>,
     pub(crate) args: DiskArgs,
+}
+
+impl SocketArgs {
+    /// As the library takes them.
+    pub(crate) fn options(&self) -> SocketOptions {
+        SocketOptions {
+            make: self.vhost_user_blk.clone(),
+            connect: self.connect.clone(),
+            descriptor: self.socket_fd,
+            name: self.socket_name.clone(),
+            mode: self.socket_mode,
+            group: self.socket_group.clone(),
+        }
+    }
 }
 
 impl DeviceArgs {

@@ -1,8 +1,7 @@
 //! The words of `--user`.
 
-use std::str::FromStr;
-
 use clap::Args;
+use ringdisk_daemon::run_as::RequestedUser;
 
 /// Which user a process serves as.
 #[derive(Args, Clone, Debug)]
@@ -24,58 +23,5 @@ pub(crate) struct UserArgs {
         default_value = "auto",
         help_heading = "Serving options"
     )]
-    pub(crate) word: UserWord,
-}
-
-/// What `--user` says.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum UserWord {
-    /// The owner of the image, where that does.
-    Auto,
-    /// No other than now.
-    Root,
-    /// A name or a number, and perhaps one of a group.
-    Is { user: String, group: Option<String> },
-}
-
-impl FromStr for UserWord {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<UserWord, String> {
-        let (user, group) = match text.split_once(':') {
-            Some((user, group)) => (user, Some(group)),
-            None => (text, None),
-        };
-        let is_root = user == "root" || user.parse() == Ok(0);
-        match (user, group) {
-            ("", _) | (_, Some("")) => {
-                Err(String::from("write auto, root, USER or USER:GROUP, names or numbers"))
-            }
-            ("auto", Some(_)) => Err(String::from("auto finds the group by itself")),
-            (_, Some(_)) if is_root => Err(String::from("root stays what it is, with its groups")),
-            ("auto", None) => Ok(UserWord::Auto),
-            (_, None) if is_root => Ok(UserWord::Root),
-            _ => Ok(UserWord::Is { user: user.to_owned(), group: group.map(str::to_owned) }),
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn users_and_groups_are_told_apart_from_the_two_words() {
-        let is = |user: &str, group: Option<&str>| {
-            Ok(UserWord::Is { user: user.to_owned(), group: group.map(str::to_owned) })
-        };
-        assert_eq!("auto".parse(), Ok(UserWord::Auto));
-        assert_eq!("root".parse(), Ok(UserWord::Root));
-        assert_eq!("0".parse(), Ok(UserWord::Root));
-        assert_eq!("qemu".parse(), is("qemu", None));
-        assert_eq!("64055:kvm".parse(), is("64055", Some("kvm")));
-        for bad in ["", ":", "qemu:", ":kvm", "auto:kvm", "root:kvm", "0:0"] {
-            assert!(bad.parse::<UserWord>().is_err(), "{bad}");
-        }
-    }
+    pub(crate) word: RequestedUser,
 }

@@ -1,8 +1,23 @@
 //! Words of options that several commands share, as clap knows them.
 
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
+use ringdisk_daemon::confine::Confinement;
+use ringdisk_daemon::size::parse_size;
 
-use crate::size::parse_size;
+/// The words of an option: each with what it means, for the help, and its value.
+pub(crate) type Words<T> = [(&'static str, &'static str, T)];
+
+/// Reads one of some words.
+pub(crate) fn one_of<T: Copy + Send + Sync + 'static>(
+    words: &'static Words<T>,
+) -> impl TypedValueParser<Value = T> {
+    let values = words.iter().map(|(word, help, _)| PossibleValue::new(*word).help(*help));
+    PossibleValuesParser::new(values).try_map(|given| {
+        let word = words.iter().find(|(word, ..)| *word == given);
+        word.map(|(.., value)| *value).ok_or("it is none of the words")
+    })
+}
 
 /// What a discard does with the image.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -14,19 +29,13 @@ pub(crate) enum DiscardWord {
     Unmap,
 }
 
-/// Whether a serving process is confined.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(crate) enum SandboxWord {
-    /// For root, as far as the kernel can.
-    #[default]
-    Auto,
-    /// Wholly, or not at all.
-    On,
-    /// As on, and no new files.
-    Strict,
-    /// Not.
-    Off,
-}
+/// The words of `--sandbox`.
+const SANDBOX: &Words<Confinement> = &[
+    ("auto", "For root, as far as the kernel can", Confinement::Auto),
+    ("on", "Wholly, or not at all", Confinement::On),
+    ("strict", "As on, and no new files", Confinement::Strict),
+    ("off", "Not", Confinement::Off),
+];
 
 /// How far a serving process is confined.
 #[derive(Args, Clone, Copy, Debug)]
@@ -44,11 +53,11 @@ pub(crate) struct SandboxArgs {
         id = "sandbox",
         long = "sandbox",
         value_name = "WHEN",
-        value_enum,
-        default_value_t,
+        value_parser = one_of(SANDBOX),
+        default_value = "auto",
         help_heading = "Serving options"
     )]
-    pub(crate) word: SandboxWord,
+    pub(crate) word: Confinement,
 }
 
 /// What is done with written zeroes.

@@ -1,5 +1,6 @@
 //! `ringdisk bitmap`: changes of the bitmaps inside an image.
 
+use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_qcow2::{BitmapContents, Qcow2};
 use ringdisk_ring::Runtime;
 
@@ -7,7 +8,6 @@ use crate::cli::{BitmapArgs, BitmapWork};
 use crate::commands::create::is_same;
 use crate::commands::look;
 use crate::offline::Offline;
-use crate::report::{Exit, Failure};
 
 /// Does the actions, one after the other; the first that fails ends it, and those before it are
 /// done.

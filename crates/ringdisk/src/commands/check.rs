@@ -6,6 +6,8 @@
 use std::fmt::Write as _;
 use std::sync::Arc;
 
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::terminal::{self, visible};
 use ringdisk_disk::Format;
 use ringdisk_qcow2::{CheckHooks, CheckOptions, CheckReport, Qcow2, Repair};
 use ringdisk_ring::Runtime;
@@ -17,8 +19,6 @@ use crate::commands::look;
 use crate::commands::output::json_text;
 use crate::job::Job;
 use crate::offline::Offline;
-use crate::report::{Exit, Failure};
-use crate::terminal::{self, visible};
 
 /// qemu-img's code for a format that has nothing to check.
 const NOTHING_TO_CHECK: u8 = 63;

@@ -1,12 +1,12 @@
 //! `ringdisk commit`: what an image holds goes into its backing file.
 
+use ringdisk_daemon::failure::Failure;
+use ringdisk_daemon::terminal;
 use ringdisk_disk::{Disk, Format, ImageOptions, Source, jobs};
 
 use crate::cli::CommitArgs;
 use crate::commands::look;
 use crate::job::Job;
-use crate::report::Failure;
-use crate::terminal;
 
 /// Commits.
 ///

@@ -5,6 +5,8 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use ringdisk_daemon::failure::Failure;
+use ringdisk_daemon::terminal;
 use ringdisk_disk::jobs::{CompareOptions, Comparison, Difference, compare};
 use ringdisk_disk::{Disk, Format, ImageOptions, Source};
 use ringdisk_ring::Runtime;
@@ -12,8 +14,6 @@ use ringdisk_ring::Runtime;
 use crate::cli::CompareArgs;
 use crate::commands::look;
 use crate::job::Job;
-use crate::report::Failure;
-use crate::terminal;
 
 /// qemu-img's codes.
 const DIFFERENT: u8 = 1;

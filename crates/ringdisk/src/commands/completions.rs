@@ -3,10 +3,10 @@
 use std::io::Write;
 
 use clap::CommandFactory;
+use ringdisk_daemon::failure::Failure;
+use ringdisk_daemon::terminal::{self, Results};
 
 use crate::cli::{Cli, CompletionsArgs};
-use crate::report::Failure;
-use crate::terminal::{self, Results};
 
 /// Prints the completions of a shell.
 ///
@@ -15,7 +15,7 @@ pub(crate) fn run(args: &CompletionsArgs) -> Result<(), Failure> {
     // Through memory: the generator panics when its writer fails.
     let mut text = Vec::new();
     clap_complete::generate(args.shell, &mut Cli::command(), terminal::NAME, &mut text);
-    let mut out = Results::new();
+    let mut out = Results::lock();
     terminal::ended(out.write_all(&text))?;
     out.finish()
 }

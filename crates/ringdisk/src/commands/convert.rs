@@ -6,6 +6,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::new_file::{NewFiles, check_new_name};
+use ringdisk_daemon::terminal::{self, visible};
 use ringdisk_disk::jobs::{self, ConvertOptions, ConvertReport, SPARSE_BYTES_DEFAULT};
 use ringdisk_disk::{Disk, Format, ImageOptions, Layer, Source};
 use ringdisk_qcow2::{Bitmap, Qcow2};
@@ -16,11 +19,8 @@ use crate::cli::{ConvertArgs, is_named_qcow2};
 use crate::commands::create::{is_same, take_backing};
 use crate::commands::look;
 use crate::job::Job;
-use crate::made::Fresh;
-use crate::new_image::{Described, NewImage, check_new_name};
+use crate::new_image::{Described, NewImage};
 use crate::offline::Offline;
-use crate::report::{Exit, Failure};
-use crate::terminal::{self, visible};
 
 /// Largest number of zero bytes that `-S` may ask for, bytes; qemu-img's.
 const SPARSE_BYTES_MAX: u64 = 16 << 20;
@@ -60,7 +60,7 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<(), Failure> {
     let mut runtime = look::runtime()?;
     let from = open_source(&mut runtime, args, source)?;
     let bitmaps = bitmaps_to_copy(args, &from, format)?;
-    let fresh = Fresh::default();
+    let fresh = NewFiles::default();
     let job = Job::start("convert", args.show)?;
     let work = Work { args, image: &image, format, target, options: &options };
     let result = work.copy(&mut runtime, &from, &fresh, &job, &bitmaps);
@@ -171,7 +171,7 @@ impl Work<'_> {
         &self,
         runtime: &mut Runtime,
         from: &Arc<Disk>,
-        fresh: &Fresh,
+        fresh: &NewFiles,
         job: &Job,
         bitmaps: &[Bitmap],
     ) -> Result<ConvertReport, Failure> {

@@ -3,6 +3,10 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::new_file::{NewFiles, check_new_name};
+use ringdisk_daemon::signals::{Phase, Watcher};
+use ringdisk_daemon::terminal::{self, shell_word};
 use ringdisk_disk::name::FileName;
 use ringdisk_disk::{Disk, Format, ImageOptions, Source};
 use ringdisk_ring::Runtime;
@@ -11,11 +15,7 @@ use ringdisk_storage::Storage;
 use crate::cli::{CreateArgs, is_named_qcow2};
 use crate::commands::look;
 use crate::job;
-use crate::made::Fresh;
-use crate::new_image::{Described, NewImage, SECTOR, check_new_name};
-use crate::report::{Exit, Failure};
-use crate::signals::{Phase, Watcher};
-use crate::terminal::{self, shell_word};
+use crate::new_image::{Described, NewImage, SECTOR};
 
 /// Makes an image.
 ///
@@ -57,7 +57,7 @@ pub(crate) fn run(args: &CreateArgs) -> Result<(), Failure> {
     if !args.quiet {
         terminal::say(image.line(file, size));
     }
-    let fresh = Fresh::default();
+    let fresh = NewFiles::default();
     let watcher = undo_on_signal(&fresh)?;
     let ring = runtime.ring().clone();
     let made = runtime.block_on(image.make(&ring, file, size, &fresh));
@@ -71,7 +71,7 @@ pub(crate) fn run(args: &CreateArgs) -> Result<(), Failure> {
 }
 
 /// A signal removes what was made so far, and then ends the process.
-pub(crate) fn undo_on_signal(fresh: &Fresh) -> Result<Watcher, Failure> {
+pub(crate) fn undo_on_signal(fresh: &NewFiles) -> Result<Watcher, Failure> {
     let fresh = fresh.clone();
     let quit = move |signal: &'static str| {
         fresh.undo();

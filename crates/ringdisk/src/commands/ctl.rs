@@ -3,21 +3,21 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use ringdisk_daemon::control::client::{ANSWER, Client, Patience};
+use ringdisk_daemon::control::protocol::{
+    Accel, Command, Commit, NewBacking, NewSize, Resize, Snapshot, Stop,
+};
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::mount_lock;
+use ringdisk_daemon::new_file::check_new_name;
+use ringdisk_daemon::size::{SizeChange, human_size_exact};
+use ringdisk_daemon::terminal::{self, shell_word, visible, visible_lines};
 use ringdisk_disk::Progress;
 use serde_json::Value;
 
-use crate::alive;
 use crate::cli::{CtlArgs, CtlCommand, ProgressArgs};
 use crate::commands::output::json_text;
-use crate::control::client::{ANSWER, Client, Patience};
-use crate::control::protocol::{
-    Accel, Command, Commit, NewBacking, NewSize, Resize, Snapshot, Stop,
-};
 use crate::job::Job;
-use crate::new_image::check_new_name;
-use crate::report::{Exit, Failure};
-use crate::size::{SizeChange, human_size_exact};
-use crate::terminal::{self, shell_word, visible, visible_lines};
 
 /// How long a server may take to end after it was told to: it flushes the image.
 const STOP_WAIT: Duration = Duration::from_secs(60);
@@ -120,7 +120,12 @@ fn stop(
             client.wait_for_exit();
             Ok(value)
         }
-        Some(_) if client.mountpoint.as_deref().is_none_or(|path| alive::wait(path, STOP_WAIT)) => {
+        Some(_)
+            if client
+                .mountpoint
+                .as_deref()
+                .is_none_or(|path| mount_lock::wait(path, STOP_WAIT)) =>
+        {
             Ok(value)
         }
         Some(_) => Err(late(limit)),

@@ -4,6 +4,9 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::sync::Arc;
 
+use ringdisk_daemon::failure::Failure;
+use ringdisk_daemon::size::{human_size, human_size_exact};
+use ringdisk_daemon::terminal::{self, Results, visible};
 use ringdisk_disk::name::FileName;
 use ringdisk_disk::{Disk, ImageOptions, Layer, Source, describe};
 use ringdisk_qcow2::Info;
@@ -14,9 +17,6 @@ use serde_json::{Map, Value};
 use crate::cli::InfoArgs;
 use crate::commands::output::json;
 use crate::commands::{look, snapshot};
-use crate::report::Failure;
-use crate::size::{human_size, human_size_exact};
-use crate::terminal::{self, Results, visible};
 
 /// QEMU counts the length of files in sectors of so many bytes.
 const SECTOR: u64 = 512;
@@ -57,7 +57,7 @@ fn print(
     layers: &[Arc<Layer>],
     value: impl FnOnce() -> Value,
 ) -> Result<(), Failure> {
-    let mut out = Results::new();
+    let mut out = Results::lock();
     let written = if args.look.output.is_json() {
         json(&mut out, &value())
     } else {

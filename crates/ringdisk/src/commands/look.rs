@@ -3,13 +3,13 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_disk::probe::PROBE_LEN;
 use ringdisk_disk::{Disk, Format, ImageOptions, Source};
 use ringdisk_ring::{Config, IoBuf, Ring, Runtime};
 use ringdisk_storage::Storage;
 
 use crate::cli::{LookArgs, PoolArgs};
-use crate::report::{Exit, Failure};
 
 /// Submission entries of a ring that only looks: tables are read one by one or in small batches.
 const ENTRIES: u32 = 32;

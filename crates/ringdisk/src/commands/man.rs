@@ -7,10 +7,10 @@ use std::path::Path;
 use clap::{Command, CommandFactory};
 use clap_mangen::Man;
 use clap_mangen::roff::{Roff, bold, roman};
+use ringdisk_daemon::failure::{Exit, Failure, MEANINGS};
+use ringdisk_daemon::terminal::{self, Results};
 
 use crate::cli::{Cli, ManArgs};
-use crate::report::{Exit, Failure, MEANINGS};
-use crate::terminal::{self, Results};
 
 /// Prints `ringdisk.1`, or writes all pages into a directory, which is made when it is not there.
 ///
@@ -19,7 +19,7 @@ pub(crate) fn run(args: &ManArgs) -> Result<(), Failure> {
     let mut root = Cli::command().disable_help_subcommand(true);
     root.build();
     let Some(directory) = &args.directory else {
-        let mut out = Results::new();
+        let mut out = Results::lock();
         let text = page(&root).map_err(|error| unwritable("the man page", &error))?;
         terminal::ended(out.write_all(&text))?;
         return out.finish();

@@ -5,12 +5,12 @@
 use std::io::{self, Write};
 use std::path::Path;
 
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::terminal::{self, Results};
 use ringdisk_disk::{BlockStatus, Disk, MapEntry};
 
 use crate::cli::MapArgs;
 use crate::commands::look;
-use crate::report::{Exit, Failure};
-use crate::terminal::{self, Results};
 
 /// Most that is asked for at once, bytes. Keeps a single answer, and with it an interruption, short
 /// on huge images; neighbours are joined anyway.
@@ -50,7 +50,7 @@ pub(crate) fn run(args: &MapArgs) -> Result<(), Failure> {
         None => disk.size(),
     };
     let mut printer =
-        Printer { out: Results::new(), json: args.look.output.is_json(), count: 0, hidden: false };
+        Printer { out: Results::lock(), json: args.look.output.is_json(), count: 0, hidden: false };
     let mut at = args.start_offset;
     let mut pending: Option<MapEntry> = None;
     let mut written = printer.begin();

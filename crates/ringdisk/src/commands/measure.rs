@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::terminal;
 use ringdisk_disk::{Format, Layer};
 use ringdisk_qcow2::{Measure, Measurement, measure_raw};
 use serde_json::{Map, Value, json};
@@ -10,8 +12,6 @@ use crate::cli::MeasureArgs;
 use crate::commands::look;
 use crate::commands::output::json_text;
 use crate::new_image::{Described, NewImage};
-use crate::report::{Exit, Failure};
-use crate::terminal;
 
 /// Most of a map that is asked for at once, bytes; as long as nothing is found, it is one answer.
 const STEP_BYTES: u64 = 1 << 40;

@@ -7,18 +7,18 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use ringdisk_daemon::confine::{self, Reach};
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::new_file::{NewFiles, check_new_name};
+use ringdisk_daemon::size::human_size;
+use ringdisk_daemon::terminal::{self, shell_word};
 use ringdisk_disk::{
     Cache, DetectZeroes, Discard, Disk, Error, ErrorKind, Format, ImageOptions, NullOptions, Source,
 };
 
 use crate::cli::{DetectZeroesWord, DiscardWord, ImageArgs};
 use crate::commands::look;
-use crate::made::Fresh;
-use crate::new_image::{Described, NewImage, check_new_name};
-use crate::report::{Exit, Failure};
-use crate::sandbox::{self, Reach};
-use crate::size::human_size;
-use crate::terminal::{self, shell_word};
+use crate::new_image::{Described, NewImage};
 
 /// What is to be served.
 #[derive(Debug)]
@@ -108,7 +108,7 @@ impl<'a> ImagePlan<'a> {
             outlives_process: self.outlives_process,
             inactive: self.inactive,
             wait_for_locks: self.wait_for_locks,
-            opener: Some(sandbox::opener()),
+            opener: Some(confine::opener()),
             ..ImageOptions::default()
         }
     }
@@ -121,7 +121,7 @@ impl<'a> ImagePlan<'a> {
     /// Errors: why the image cannot be served.
     pub(crate) fn open(
         &self,
-        fresh: &Fresh,
+        fresh: &NewFiles,
         new: Option<&(NewImage, u64)>,
     ) -> Result<Arc<Disk>, Failure> {
         let args = self.args;
@@ -278,7 +278,7 @@ pub(crate) fn new_image(
 }
 
 /// Makes an image when there is none; `false` if there is one.
-fn make_image(fresh: &Fresh, path: &Path, new: &NewImage, size: u64) -> Result<bool, Failure> {
+fn make_image(fresh: &NewFiles, path: &Path, new: &NewImage, size: u64) -> Result<bool, Failure> {
     check_new_name(path)?;
     let cannot = |error| {
         let doing = format!("cannot create '{}'", path.display());

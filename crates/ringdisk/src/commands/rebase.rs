@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_disk::name::FileName;
 use ringdisk_disk::{Backing, ImageOptions, jobs};
 
@@ -9,7 +10,6 @@ use crate::cli::RebaseArgs;
 use crate::commands::create::{backing_path, is_same};
 use crate::commands::look;
 use crate::job::Job;
-use crate::report::{Exit, Failure};
 
 /// Rebases.
 ///

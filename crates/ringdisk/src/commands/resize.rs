@@ -1,13 +1,13 @@
 //! `ringdisk resize`: another size for the disk inside an image.
 
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::terminal;
 use ringdisk_disk::{Disk, Format, ImageOptions, ResizeOptions, Source};
 use ringdisk_qcow2::Preallocation;
 
 use crate::cli::{PreallocationWord, ProgressArgs, ResizeArgs};
 use crate::commands::look;
 use crate::job::Job;
-use crate::report::{Exit, Failure};
-use crate::terminal;
 
 /// Sizes of qcow2 images are multiples of this, bytes.
 const SECTOR: u64 = 512;

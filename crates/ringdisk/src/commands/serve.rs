@@ -5,36 +5,39 @@
 //! start fails; at a clean end everything but the images is. One disk that breaks down ends alone.
 //! Signals are honoured from the first moment.
 
-mod confine;
 mod greet;
+mod privileges;
 mod take;
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use ringdisk_daemon::background::{self, Background};
+use ringdisk_daemon::confine::{self, Reach};
+use ringdisk_daemon::control::disk::{DiskControl, Serving};
+use ringdisk_daemon::control::registry;
+use ringdisk_daemon::control::server::Server;
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::helper;
+use ringdisk_daemon::helper::start::Role;
+use ringdisk_daemon::io_flusher;
+use ringdisk_daemon::new_file::NewFiles;
+use ringdisk_daemon::notify::Notify;
+use ringdisk_daemon::pidfile::Pidfile;
+use ringdisk_daemon::run_as::Wanted;
+use ringdisk_daemon::signals::{Actions, Phase, Watcher};
+use ringdisk_daemon::sockets::{self, Inherited, MadeSocket, Opened, Place, SocketOptions};
+use ringdisk_daemon::terminal;
+use ringdisk_daemon::upgrade::{Giver, Shown};
 use ringdisk_disk::Disk;
 use ringdisk_vhost::{ExportOptions, Listen};
 
-use crate::cli::{DiskArgs, ServeArgs, ServedDisk};
+use crate::cli::{DiscardWord, DiskArgs, ServeArgs, ServedDisk};
 use crate::commands::open::{ImagePlan, new_image, reach};
-use crate::control::disk::{DiskControl, Serving};
-use crate::control::place;
-use crate::control::server::Server;
-use crate::daemonize::{self, Background};
-use crate::io_flusher;
-use crate::made::Fresh;
 use crate::new_image::NewImage;
-use crate::notify::Notify;
-use crate::pidfile::Pidfile;
-use crate::report::{Exit, Failure};
-use crate::sandbox::{self, Reach};
-use crate::signals::{Actions, Phase, Watcher};
-use crate::sockets::{self, Inherited, MadeSocket, Opened, Place};
-use crate::terminal;
-use crate::upgrade::{Giver, Shown};
-use crate::user::Wanted;
 use crate::vhost::{self, Handle, Served};
 
 /// A process that served the disk and was killed has it until its last write has landed.
@@ -73,7 +76,7 @@ struct Running {
     /// The name of the socket.
     made: Option<MadeSocket>,
     commands: Arc<DiskControl>,
-    control: Option<(Server, sandbox::Named)>,
+    control: Option<(Server, helper::Named)>,
     /// For the process that takes the disk over.
     giver: Option<Giver>,
 }
@@ -83,7 +86,7 @@ struct Running {
 /// Errors: everything that can go wrong; see [`Exit`].
 pub(crate) fn run(args: &ServeArgs, disks: Vec<ServedDisk>) -> Result<u8, Failure> {
     let background = match args.daemonize {
-        true if daemonize::is_child() => Some(Background::enter()?),
+        true if Role::Background.is_ours() => Some(Background::enter()?),
         true if std::env::var("LISTEN_PID")
             .is_ok_and(|pid| pid == std::process::id().to_string()) =>
         {
@@ -93,31 +96,33 @@ pub(crate) fn run(args: &ServeArgs, disks: Vec<ServedDisk>) -> Result<u8, Failur
             )
             .hint("leave --daemonize away; the manager waits for Type=notify"));
         }
-        true => return daemonize::run_child(),
+        true => return background::run_child(),
         false => None,
     };
     let user = Wanted::of(&args.user.word)?;
     // Before any descriptor is opened here that could have the number of one that is inherited.
-    let inherited = sockets::take(&disks)?;
-    let result = serve(args, &disks, inherited, background, user);
-    sandbox::leave();
+    let options: Vec<_> = disks.iter().map(|disk| disk.args.place.options()).collect();
+    let inherited = sockets::take(&options)?;
+    let result = serve(args, &disks, &options, inherited, background, user);
+    helper::leave();
     result
 }
 
 fn serve(
     args: &ServeArgs,
     disks: &[ServedDisk],
+    options: &[SocketOptions],
     inherited: Vec<Option<Inherited>>,
     background: Option<Background>,
     user: Wanted,
 ) -> Result<u8, Failure> {
     let places = match args.upgrade {
-        true => sockets::taken_places(disks, inherited)?,
-        false => sockets::places(disks, inherited)?,
+        true => sockets::taken_places(options, inherited)?,
+        false => sockets::places(options, inherited)?,
     };
     let plans = disks.iter().zip(places).map(|(disk, place)| plan(args, disk, place));
     let plans = plans.collect::<Result<Vec<_>, _>>()?;
-    let fresh = Fresh::default();
+    let fresh = NewFiles::default();
     let watcher = watch_start(&fresh)?;
     let pidfile = args.pidfile.as_deref().map(std::path::absolute).transpose();
     let pidfile = pidfile
@@ -129,7 +134,7 @@ fn serve(
     }
     let running = match args.upgrade {
         true => {
-            sandbox::check(args.sandbox.word)?;
+            confine::check(args.sandbox.word)?;
             take::take_over(plans, &watcher)?
         }
         false => match begin(plans, &fresh, &watcher)? {
@@ -146,7 +151,14 @@ fn serve(
         }
         created => created.transpose()?,
     };
-    confine::enter(args.sandbox.word, user, &running, pidfile.as_ref(), &notify, args.upgrade)?;
+    privileges::give_up(
+        args.sandbox.word,
+        user,
+        &running,
+        pidfile.as_ref(),
+        &notify,
+        args.upgrade,
+    )?;
     // What front ends say is read inside; those that were taken over have been served already.
     running.iter().for_each(|disk| disk.served.release());
     let ready = match running.as_slice() {
@@ -204,7 +216,7 @@ fn serve(
 /// Errors: why one cannot be served; nothing that was made stays.
 fn begin(
     plans: Vec<Plan<'_>>,
-    fresh: &Fresh,
+    fresh: &NewFiles,
     watcher: &Watcher,
 ) -> Result<Option<Vec<Running>>, Failure> {
     let opened: Result<Vec<Arc<Disk>>, Failure> =
@@ -233,7 +245,7 @@ fn plan<'a>(args: &ServeArgs, disk: &'a ServedDisk, place: Place) -> Result<Plan
     let source = &disk.args.source;
     Ok(Plan {
         args: &disk.args,
-        shown: Shown::of(disk),
+        shown: shown(disk),
         new: new_image(source, disk.image.as_deref())?,
         image: ImagePlan {
             // The guest lives on when this process is killed, and was told that its writes are
@@ -243,13 +255,47 @@ fn plan<'a>(args: &ServeArgs, disk: &'a ServedDisk, place: Place) -> Result<Plan
             inactive: disk.args.device.incoming,
             wait_for_locks: Some(LOCK_WAIT),
             ask_for_raw: true,
-            note_names: sandbox::is_wanted(args.sandbox.word),
+            note_names: confine::is_wanted(args.sandbox.word),
             ..ImagePlan::new(source, disk.image.clone())
         },
         place,
-        restricted: sandbox::is_wanted(args.sandbox.word),
-        confines: sandbox::confines_files(args.sandbox.word),
+        restricted: confine::is_wanted(args.sandbox.word),
+        confines: confine::confines_files(args.sandbox.word),
     })
+}
+
+/// What the guest is shown, as the words of a disk say it now.
+fn shown(disk: &ServedDisk) -> Shown {
+    let (source, device) = (&disk.args.source, &disk.args.device);
+    let mut options = BTreeMap::new();
+    let mut say = |name: &str, value: Option<String>| {
+        options.insert(name.to_owned(), value.unwrap_or_default());
+    };
+    let switch = |is_on: bool| Some(String::from(if is_on { "on" } else { "off" }));
+    let number = |number: Option<u64>| number.map(|number| number.to_string());
+    say("--queues", Some(vhost::queues(&disk.args).to_string()));
+    say("--queue-size", Some(device.queue_size.to_string()));
+    say("--serial", Some(device.serial.clone()));
+    say("--logical-block-size", Some(device.logical_block_size.to_string()));
+    say("--physical-block-size", number(device.physical_block_size.map(u64::from)));
+    say("--packed", Some(device.packed.name().to_owned()));
+    say("--read-only", switch(source.read_only));
+    let discard = match source.discard {
+        DiscardWord::Ignore => "ignore",
+        DiscardWord::Unmap => "unmap",
+    };
+    say("--discard", Some(discard.to_owned()));
+    say("--snapshot", switch(source.snapshot));
+    say("--offset", number(source.offset));
+    say("--size", number(source.size));
+    say("--partition", number(source.partition.map(u64::from)));
+    say("--null", number(source.null));
+    if let Some(format) = source.format {
+        // Who does not say it leaves it to the image.
+        say("--format", Some(format.name().to_owned()));
+    }
+    let image = source.overlay.as_deref().or(disk.image.as_deref());
+    Shown::new(image, options)
 }
 
 /// Serves one disk.
@@ -337,10 +383,10 @@ fn control(
     path: Option<&PathBuf>,
     commands: &Arc<DiskControl>,
     restricted: bool,
-) -> Option<(Server, sandbox::Named)> {
+) -> Option<(Server, helper::Named)> {
     // Nobody could name a disk without a path.
-    let name = place::name_of_disk(path?);
-    let started = place::listen(&name).and_then(|listening| {
+    let name = registry::name_of_disk(path?);
+    let started = registry::listen(&name).and_then(|listening| {
         let named = listening.named();
         Ok((Server::start(listening, Arc::clone(commands), restricted)?, named))
     });
@@ -449,7 +495,7 @@ impl Running {
 }
 
 /// Takes signals while nothing is served: a stop removes what was made and ends the process.
-fn watch_start(fresh: &Fresh) -> Result<Watcher, Failure> {
+fn watch_start(fresh: &NewFiles) -> Result<Watcher, Failure> {
     let fresh = fresh.clone();
     let quit = move |signal: &'static str| {
         fresh.undo();

@@ -2,14 +2,14 @@
 
 use std::io::{self, Write};
 
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::size::human_size;
+use ringdisk_daemon::terminal::{self, Results, visible};
 use ringdisk_qcow2::Snapshot;
 
 use crate::cli::{SnapshotArgs, SnapshotWork};
 use crate::commands::look;
 use crate::offline::Offline;
-use crate::report::{Exit, Failure};
-use crate::size::human_size;
-use crate::terminal::{self, Results, visible};
 
 /// Lists the snapshots, or makes, applies or deletes one.
 ///
@@ -36,7 +36,7 @@ pub(crate) fn run(args: &SnapshotArgs) -> Result<(), Failure> {
         SnapshotWork::List => {
             let snapshots = &image.info().snapshots;
             if !snapshots.is_empty() && !args.quiet {
-                let mut out = Results::new();
+                let mut out = Results::lock();
                 terminal::ended(list(&mut out, snapshots))?;
                 out.finish()?;
             }

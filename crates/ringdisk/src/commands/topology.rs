@@ -2,17 +2,18 @@
 
 use std::path::Path;
 
+use ringdisk_daemon::control::client::{ANSWER, Client, Patience};
+use ringdisk_daemon::control::protocol::Command;
+use ringdisk_daemon::failure::Failure;
+use ringdisk_daemon::terminal::{Results, ended, visible_lines};
+use ringdisk_daemon::topology;
 use ringdisk_ring::Topology;
 use serde_json::Value;
 
 use crate::cli::TopologyArgs;
 use crate::commands::ctl::without_text;
 use crate::commands::output::json;
-use crate::control::client::{ANSWER, Client, Patience};
-use crate::control::protocol::Command;
-use crate::report::Failure;
-use crate::terminal::{Results, ended, visible_lines};
-use crate::{serve, topology};
+use crate::serve;
 
 /// Prints it.
 ///
@@ -26,7 +27,7 @@ pub(crate) fn run(args: &TopologyArgs) -> Result<(), Failure> {
             topology::to_json(&machine, &serve::foresee(&args.placement, &machine)?)
         }
     };
-    let mut out = Results::new();
+    let mut out = Results::lock();
     if args.json {
         ended(json(&mut out, &without_text(value)))?;
     } else {

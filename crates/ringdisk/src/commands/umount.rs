@@ -10,17 +10,17 @@ use std::process::{Child, Command};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use ringdisk_daemon::control::client::{Client, Patience};
+use ringdisk_daemon::control::protocol::Command as Request;
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::mount_lock;
+use ringdisk_daemon::mount_users::{self, Place};
+use ringdisk_daemon::terminal::{self, visible};
 use ringdisk_disk::Progress;
 use ringdisk_fuse::mount::{MountEntry, Unmount, mountpoint, table, unmount};
 use ringdisk_fuse::{Error, ErrorKind};
 
-use crate::alive;
 use crate::cli::UmountArgs;
-use crate::control::client::{Client, Patience};
-use crate::control::protocol::Command as Request;
-use crate::report::{Exit, Failure};
-use crate::terminal::{self, visible};
-use crate::users::{self, Place};
 
 /// Takes the mount away, and waits until its server has flushed, let go of the image and ended.
 /// Gives the exit code.
@@ -53,7 +53,7 @@ pub(crate) fn run(args: &UmountArgs) -> Result<u8, Failure> {
         return Ok(Exit::Clean.code());
     }
     let left = |least| end.saturating_duration_since(Instant::now()).max(least);
-    if !alive::wait(&mountpoint, left(WAIT_MIN)) {
+    if !mount_lock::wait(&mountpoint, left(WAIT_MIN)) {
         return Err(still_there(&mountpoint, args.timeout));
     }
     let Some(mut server) = server else { return Ok(Exit::Clean.code()) };
@@ -148,7 +148,7 @@ fn detach(mountpoint: &Path, how: Unmount) -> Result<(), Failure> {
         let failure = Failure::from(error);
         match number.filter(|_| is_busy) {
             Some(number) => {
-                let users = users::look(&Place::of(mountpoint, number)).text(None);
+                let users = mount_users::look(&Place::of(mountpoint, number)).text(None);
                 let shown = mountpoint.display();
                 Failure::new(failure.exit, format!("{shown} is in use by {users}"))
                     .hint("close it there; or give --lazy, and it ends when they have closed it, or --force, and they get errors")

@@ -66,7 +66,7 @@ fn a_mount_in_its_sandbox_does_everything_and_leaves_nothing() {
         assert!(piece(disk.path(), offset, 1 << 20) == pattern(seed, offset, 1 << 20));
     }
     let inside: Vec<u32> = children(disk.pid());
-    assert_eq!(inside.len(), 1, "the warden");
+    assert_eq!(inside.len(), 1, "the helper process");
     let finished = disk.stop();
     // A disk that is slow to flush is no complaint.
     let mut said = finished.stderr.lines().filter(|line| !line.contains("page cache still holds"));
@@ -159,7 +159,7 @@ fn off_is_off() {
 }
 
 #[test]
-fn the_warden_ends_with_a_process_that_is_killed_and_the_next_mount_takes_its_place() {
+fn the_helper_ends_with_a_process_that_is_killed_and_the_next_mount_takes_its_place() {
     if !needs_root() {
         return;
     }
@@ -169,15 +169,15 @@ fn the_warden_ends_with_a_process_that_is_killed_and_the_next_mount_takes_its_pl
     let path = directory.path().join("disk");
     let words = ["--format", "raw", text(&image)];
     let mut disk = Mounted::start_at(&program(), &words, &path);
-    let warden = children(disk.pid());
+    let helper = children(disk.pid());
     // As a service manager does.
-    let each = warden.iter().map(u32::to_string).collect::<Vec<_>>();
+    let each = helper.iter().map(u32::to_string).collect::<Vec<_>>();
     for signal in ["-TERM", "-INT", "-HUP"] {
         ok_words(&["kill", signal, &each[0]]);
     }
-    assert_eq!(children(disk.pid()), warden);
+    assert_eq!(children(disk.pid()), helper);
     disk.process().signal(Signal::KILL);
-    assert!(warden.iter().all(|pid| is_gone(*pid)));
+    assert!(helper.iter().all(|pid| is_gone(*pid)));
     assert!(mount_at(&path).is_some(), "left, for the next one");
     let next = Mounted::start_at(&program(), &words, &path);
     assert!(piece(next.path(), 0, 4096) == pattern(1, 0, 4096));
@@ -200,7 +200,7 @@ fn an_unmount_from_outside_leaves_nothing_either() {
 }
 
 #[test]
-fn a_mount_in_use_goes_lazily_through_the_warden() {
+fn a_mount_in_use_goes_lazily_through_the_helper() {
     if !needs_root() {
         return;
     }

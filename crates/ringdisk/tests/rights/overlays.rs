@@ -1,5 +1,5 @@
 //! What a process in its sandbox reaches of the directory of its image: nothing but its own images.
-//! New overlays there are made by the warden, and every command goes on to work with them.
+//! New overlays there are made by the helper process, and every command goes on to work with them.
 
 use std::fs;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, chown, symlink};
@@ -119,7 +119,7 @@ fn a_neighbour_is_not_read_without_a_word() {
 }
 
 #[test]
-fn a_mount_does_everything_with_overlays_of_the_warden() {
+fn a_mount_does_everything_with_overlays_of_the_helper() {
     if !needs_root() {
         return;
     }
@@ -132,7 +132,7 @@ fn a_mount_does_everything_with_overlays_of_the_warden() {
         let finished = disk.stop();
         assert_eq!(finished.code(), Some(0), "{cache}: {finished:?}");
         // Everything that it opens again is open as it shall be.
-        for complaint in ["stays locked", "no buffered descriptor", "the warden does not"] {
+        for complaint in ["stays locked", "no buffered descriptor", "the helper process does not"] {
             assert!(!finished.stderr.contains(complaint), "{cache}: {finished:?}");
         }
         let all = ["a", "b", "c", "d", "disk", "e"].map(|name| format!("{name}.qcow2"));

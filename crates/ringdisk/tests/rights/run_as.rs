@@ -142,10 +142,10 @@ fn a_mount_is_the_owner_of_its_image_and_does_everything() {
         place.mount(&["--pidfile", text(&pidfile), "--threads", "2", "--allow-path", text(&copy)]);
     assert_is(disk.pid(), NOBODY);
     assert_confined(disk.pid(), true);
-    let warden = children(disk.pid());
-    assert_eq!(warden.len(), 1, "the warden");
+    let helper = children(disk.pid());
+    assert_eq!(helper.len(), 1, "the helper process");
     assert!(
-        fs::read_to_string(format!("/proc/{}/status", warden[0])).expect("it").contains("Uid:\t0")
+        fs::read_to_string(format!("/proc/{}/status", helper[0])).expect("it").contains("Uid:\t0")
     );
     assert!(place.sandbox("disk").contains("capabilities none"), "{}", place.sandbox("disk"));
     assert!(
@@ -177,7 +177,7 @@ fn a_mount_is_the_owner_of_its_image_and_does_everything() {
     let finished = disk.finish();
     assert_eq!(finished.code(), Some(0), "{}", finished.output());
     assert!(!finished.output().contains("WARN"), "{}", finished.output());
-    assert!(is_gone(warden[0]));
+    assert!(is_gone(helper[0]));
     assert_eq!(names(place.roots.path()), ["ringdisk"]);
     assert_eq!(names(&place.root("ringdisk")), [""; 0]);
     assert_clean(&copy);

@@ -70,8 +70,8 @@ fn a_disk_in_its_sandbox_does_everything_and_leaves_nothing() {
     let pid = daemon.process.pid();
     assert_confined(pid, true);
     assert!(daemon.process.output().contains("sandbox: "), "{}", daemon.process.output());
-    let warden = children(pid);
-    assert_eq!(warden.len(), 1, "the warden");
+    let helper = children(pid);
+    assert_eq!(helper.len(), 1, "the helper process");
     assert_eq!(names(&runtime.join("ringdisk")).len(), 2);
     let (mut vm, mut load) = (place.vm(false), load(1));
     load.run(&mut vm, 100);
@@ -97,7 +97,7 @@ fn a_disk_in_its_sandbox_does_everything_and_leaves_nothing() {
     assert_confined(pid, true);
     let finished = daemon.stop(&[&place.socket]);
     assert!(!finished.output().contains("warning"), "{}", finished.output());
-    assert!(is_gone(warden[0]));
+    assert!(is_gone(helper[0]));
     assert_eq!(names(&runtime.join("ringdisk")), [""; 0]);
     assert_eq!(names(place.directory.path()), ["copy.qcow2", "disk", "overlay.qcow2"]);
     judge(&copy, "qcow2", &mut load);
@@ -216,13 +216,13 @@ fn who_takes_over_has_the_same_reach() {
     meanwhile(&mut vm, &mut load, || {
         ctl_in(runtime, &place.socket, &["snapshot", text(&overlays[0])])
     });
-    let warden = children(old.process.pid());
+    let helper = children(old.process.pid());
     let new = meanwhile(&mut vm, &mut load, || {
         let new = Daemon::of(&mut serve_in(runtime, &[&words[..], &["--upgrade"]].concat()));
         old.ends(0);
         new
     });
-    assert!(is_gone(warden[0]));
+    assert!(is_gone(helper[0]));
     assert_confined(new.process.pid(), true);
     let told = fs::read_to_string(&pidfile).expect("the pid file");
     assert_eq!(told.trim(), new.process.pid().to_string());
@@ -426,8 +426,8 @@ fn what_is_missing_when_a_disk_was_taken_does_not_cost_the_guest_its_disk() {
     let old = place.start(&[]);
     let (mut vm, mut load) = (place.vm(false), load(11));
     load.run(&mut vm, 100);
-    // A program that nobody may start a second time: the new process gets no warden. Nothing is
-    // taken before that is so.
+    // A program that nobody may start a second time: the new process gets no helper process.
+    // Nothing is taken before that is so.
     let program = place.path("program");
     copy_program(&crate::common::program(), &program);
     let words = [&["serve"], &words_at(&place)[..], &["--upgrade", "--sandbox", "on"]].concat();
@@ -485,19 +485,19 @@ fn without_proc_some_walls_are_missing_and_it_says_so() {
 }
 
 #[test]
-fn the_warden_ends_with_a_process_that_is_killed() {
+fn the_helper_ends_with_a_process_that_is_killed() {
     if !needs_root() {
         return;
     }
     let place = Place::new("raw");
     let daemon = place.start(&[]);
-    let warden: Vec<PathBuf> = children(daemon.process.pid())
+    let helper: Vec<PathBuf> = children(daemon.process.pid())
         .into_iter()
         .map(|pid| PathBuf::from(format!("/proc/{pid}")))
         .collect();
-    assert_eq!(warden.len(), 1);
+    assert_eq!(helper.len(), 1);
     daemon.kill();
-    let gone = until(Duration::from_secs(5), || (!warden[0].exists()).then_some(()));
+    let gone = until(Duration::from_secs(5), || (!helper[0].exists()).then_some(()));
     assert!(gone.is_some());
     // What it left is replaced.
     let daemon = place.start(&[]);

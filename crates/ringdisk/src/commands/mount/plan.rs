@@ -9,21 +9,23 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ringdisk_daemon::confine::{self, Confinement, Reach};
+use ringdisk_daemon::control::registry;
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::helper;
+use ringdisk_daemon::helper::mark;
+use ringdisk_daemon::keep::{self, State};
+use ringdisk_daemon::new_file::NewFiles;
+use ringdisk_daemon::signals::Watcher;
+use ringdisk_daemon::terminal::{self, shell_word, visible};
 use ringdisk_disk::{Disk, Format, Layer};
 use ringdisk_fuse::mount::{Unmount, mountpoint, table, unmount};
 use ringdisk_storage::Kind;
 
-use crate::cli::{MountArgs, MountPaths, SandboxWord, StopTimeout};
+use crate::cli::{MountArgs, MountPaths, StopTimeout};
 use crate::commands::open::{ImagePlan, reach};
-use crate::control::place;
-use crate::keep::{self, State, mark};
-use crate::made::Fresh;
 use crate::new_image::NewImage;
-use crate::report::{Exit, Failure};
-use crate::sandbox::{self, Reach};
 use crate::serve::Options;
-use crate::signals::Watcher;
-use crate::terminal::{self, shell_word, visible};
 
 /// How long the image of a process that was killed may stay locked: its storage has that long to
 /// take what is in flight.
@@ -64,7 +66,7 @@ fn image_plan(args: &MountArgs, image: Option<PathBuf>) -> ImagePlan<'_> {
         growable: args.growable || args.resizable,
         // The kernel lets go of the image of a dead mount a moment after that was removed.
         wait_for_locks: args.passthrough.then_some(LOCK_WAIT),
-        note_names: sandbox::is_wanted(args.sandbox.word),
+        note_names: confine::is_wanted(args.sandbox.word),
         ..ImagePlan::new(&args.disk, image)
     }
 }
@@ -163,7 +165,7 @@ impl<'a> Plan<'a> {
         let mut is_said = false;
         let mut stopped = None;
         loop {
-            let failure = match self.open_disk(&Fresh::default(), None) {
+            let failure = match self.open_disk(&NewFiles::default(), None) {
                 Err(failure) if failure.exit == Exit::Locked => failure,
                 opened => return opened.and_then(|disk| self.check_same(disk)),
             };
@@ -218,7 +220,7 @@ impl<'a> Plan<'a> {
     /// Errors: a file from elsewhere.
     fn check_known(&self, layers: &[Arc<Layer>]) -> Result<(), Failure> {
         let Some(first) = self.first.as_ref() else { return Ok(()) };
-        if !sandbox::confines_files(self.args.sandbox.word) {
+        if !confine::confines_files(self.args.sandbox.word) {
             return Ok(());
         }
         let Some(stranger) = first.stranger(&allowed(self.args), layers) else { return Ok(()) };
@@ -236,12 +238,12 @@ impl<'a> Plan<'a> {
     /// Errors: as [`ImagePlan::open`].
     pub(super) fn open_disk(
         &self,
-        fresh: &Fresh,
+        fresh: &NewFiles,
         new: Option<&(NewImage, u64)>,
     ) -> Result<Arc<Disk>, Failure> {
         self.image.open(fresh, new).map_err(|failure| {
             let is_free = table::at(&self.mountpoint).is_ok_and(|mount| mount.is_none());
-            if failure.exit != Exit::Locked || !is_free || !place::is_served(&self.mountpoint) {
+            if failure.exit != Exit::Locked || !is_free || !registry::is_served(&self.mountpoint) {
                 return failure;
             }
             let shown = shell_word(&self.mountpoint_shown);
@@ -254,7 +256,7 @@ impl<'a> Plan<'a> {
 
     /// Whether the next process of a kept mount takes an image on top, by its name.
     pub(super) fn may_be_top(&self) -> impl Fn(&Layer) -> Result<(), String> + Send + Sync + use<> {
-        let is_confined = sandbox::confines_files(self.args.sandbox.word);
+        let is_confined = confine::confines_files(self.args.sandbox.word);
         let reach = reach(&self.args.disk, self.image.image.as_deref());
         let allowed = allowed(self.args);
         // A device keeps no mark by which the next process would know it.
@@ -270,25 +272,25 @@ impl<'a> Plan<'a> {
     }
 
     /// Whether this is in a sandbox.
-    pub(super) fn sandbox_word(&self) -> SandboxWord {
+    pub(super) fn sandbox_word(&self) -> Confinement {
         self.args.sandbox.word
     }
 
     /// What serving takes of the system, for the sandbox.
     pub(super) fn confinement(&self, disk: &Disk) -> ringdisk_sandbox::Plan {
         let args = self.args;
-        let plan = sandbox::plan(args.sandbox.word);
-        sandbox::images(plan, args.sandbox.word, disk, &args.disk.allow_path, None)
+        let plan = confine::plan(args.sandbox.word);
+        confine::images(plan, args.sandbox.word, disk, &args.disk.allow_path, None)
     }
 
     /// Where new overlays may be made.
-    pub(super) fn directories(&self, disk: &Disk) -> Vec<sandbox::Named> {
+    pub(super) fn directories(&self, disk: &Disk) -> Vec<helper::Named> {
         let args = self.args;
-        let top = sandbox::directory_for(args.sandbox.word, disk, None);
+        let top = confine::directory_for(args.sandbox.word, disk, None);
         // As in the process that was there before a command put that one on top of its own.
         let first = args.disk.overlay.as_ref().or(self.image.image.as_ref());
         let first = first.filter(|_| self.image.top.is_some() && top.is_some());
-        let first = first.and_then(|image| sandbox::named(sandbox::directory_of(image)?));
+        let first = first.and_then(|image| helper::named(confine::directory_of(image)?));
         top.into_iter().chain(first).collect()
     }
 
@@ -316,7 +318,7 @@ impl<'a> Plan<'a> {
             kernel_cache: args.kernel_cache,
             io_timeout: args.io_timeout,
             stop_timeout: stop_timeout(args.stop_timeout, keep::is_managed()),
-            restricted: sandbox::is_wanted(args.sandbox.word),
+            restricted: confine::is_wanted(args.sandbox.word),
             keep: None,
             name: self.image.name(),
         }
@@ -341,7 +343,7 @@ fn checked_top(
 ) -> Result<Option<(PathBuf, Format)>, Failure> {
     let Some((top, format)) = state.top() else { return Ok(None) };
     let is_ours = || first.is_some_and(|first| first.has_or_made(&top));
-    if !sandbox::confines_files(args.sandbox.word)
+    if !confine::confines_files(args.sandbox.word)
         || allowed(args).has(&top)
         || reach(&args.disk, image).has(&top) && is_ours()
     {

@@ -1,8 +1,9 @@
 //! What `serve` says on a terminal: what is served, how a virtual machine gets it, how it is
 //! stopped.
 
+use ringdisk_daemon::terminal::{bold, say, shell_word};
+
 use super::Running;
-use crate::terminal::{bold, say, shell_word};
 
 /// Says it.
 pub(super) fn greet(running: &[Running]) {

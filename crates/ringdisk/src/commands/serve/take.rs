@@ -6,6 +6,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
+use ringdisk_daemon::confine::{self, Reach};
+use ringdisk_daemon::control::registry::real_path;
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::io_flusher;
+use ringdisk_daemon::signals::{Phase, Watcher};
+use ringdisk_daemon::sockets::{MadeSocket, Place};
+use ringdisk_daemon::terminal::{self, visible};
+use ringdisk_daemon::upgrade::{Lingering, Offer, Predecessor, ask};
 use ringdisk_disk::names_note::Names;
 use ringdisk_disk::{Disk, LAYERS_MAX, Layer};
 use ringdisk_storage::Storage;
@@ -15,14 +23,6 @@ use ringdisk_vhost::export::{Export, Prepared};
 use super::{Placed, Plan, Running};
 use crate::commands::look;
 use crate::commands::open::reach;
-use crate::control::place::real_path;
-use crate::io_flusher;
-use crate::report::{Exit, Failure};
-use crate::sandbox::{self, Reach};
-use crate::signals::{Phase, Watcher};
-use crate::sockets::{MadeSocket, Place};
-use crate::terminal::{self, visible};
-use crate::upgrade::{Lingering, Offer, Predecessor, ask};
 use crate::vhost::{self, Served};
 
 /// A disk that stands still: not served there any more, and not yet here.
@@ -165,7 +165,7 @@ fn check_top(disk: &Disk, plan: &Plan<'_>) -> Result<(), Failure> {
         .collect();
     let is_led_to = match top.file() {
         None => plan.image.image.is_none(),
-        Some(file) => sandbox::by_descriptor(file).is_some_and(|open| {
+        Some(file) => confine::by_descriptor(file).is_some_and(|open| {
             allowed.has_open(&open)
                 // Without a name it is an overlay that goes with its process, or an image that was
                 // removed while it was served.
@@ -184,7 +184,7 @@ fn check_top(disk: &Disk, plan: &Plan<'_>) -> Result<(), Failure> {
         return Err(Failure::new(Exit::Permission, what).hint(hint));
     }
     let is_other_data = top.file().is_some_and(|file| Names::of_layer(top).ask(file).other_data);
-    let data = top.data_storage().and_then(|data| sandbox::by_descriptor(data));
+    let data = top.data_storage().and_then(|data| confine::by_descriptor(data));
     if is_other_data && !data.is_some_and(|open| allowed.has_open(&open)) {
         let what = format!(
             "the process that serves the disk hands over '{}', which names another data file than it did",
@@ -218,7 +218,7 @@ fn is_tied(layers: &[Arc<Layer>], told: &[(u64, u64)]) -> bool {
 
 /// Whether the header of an image, with its note, leads to this file.
 fn leads_to(layer: &Layer, below: &Storage) -> bool {
-    let open = layer.file().and_then(|file| sandbox::by_descriptor(file));
+    let open = layer.file().and_then(|file| confine::by_descriptor(file));
     // Not the directory that the process before says.
     let name = open.and_then(|open| fs::read_link(open).ok());
     let named = name.and_then(|name| below_of(&name, &Names::of_layer(layer)));

@@ -83,7 +83,7 @@ pub(crate) fn child_of(parent: u32) -> Option<u32> {
         std::fs::read_to_string(format!("/proc/{parent}/task/{parent}/children")).ok()?;
     children.split_whitespace().filter_map(|pid| pid.parse().ok()).find(|pid: &u32| {
         let name = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        if name.starts_with("ringdisk-warden") {
+        if name.starts_with("ringdisk-helper") {
             return false;
         }
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();

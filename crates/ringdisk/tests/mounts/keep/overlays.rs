@@ -1,4 +1,4 @@
-//! Overlays that the warden of one process has made, in the hands of the next ones.
+//! Overlays that the helper process of one process has made, in the hands of the next ones.
 
 use std::os::unix::fs::FileExt;
 use std::time::Duration;

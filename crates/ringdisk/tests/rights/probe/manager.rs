@@ -183,14 +183,14 @@ fn ready_and_inside(manager: &mut Manager, program: &Path, socket: &Path) {
     let mut process = manager.start(&mut as_nobody(&words));
     let pid = process.pid();
     assert_eq!(manager.wait_for("READY=1", &process).0, pid);
-    let warden = until(LIMIT, || children(pid).first().copied()).expect("a warden");
+    let helper = until(LIMIT, || children(pid).first().copied()).expect("a helper process");
     assert_confined_user(pid);
     // It closes its socket a moment after the word.
     let is_closed = || datagram_sockets(pid).is_empty().then_some(());
     assert_eq!(until(LIMIT, is_closed), Some(()), "{}", process.output());
     process.signal(Signal::TERM);
     // Heard by managers that hear all processes of a service.
-    assert_eq!(manager.wait_for("STOPPING=1", &process).0, warden);
+    assert_eq!(manager.wait_for("STOPPING=1", &process).0, helper);
     assert_eq!(process.wait(LIMIT).and_then(|it| it.code()), Some(0), "{}", process.output());
 }
 

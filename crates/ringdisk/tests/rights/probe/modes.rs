@@ -377,7 +377,8 @@ fn a_kept_mount_and_its_next_process_can_do_what_they_need_and_nothing_else() {
     for way in WAYS {
         let served = serve_raw(way, &["--keep-mount", "--transport", "dev"]);
         let keeper = served.mounted.pid();
-        // It is confined a moment after it has begun to serve, and then there is its warden.
+        // It is confined a moment after it has begun to serve, and then there is its helper
+        // process.
         let serving = |other: Option<u32>| {
             let serves = |pid: &u32| Some(*pid) != other && !children(*pid).is_empty();
             let is_walled = |pid: &u32| {
@@ -425,7 +426,7 @@ fn one_that_connects_to_a_front_end_can_do_what_it_needs_and_nothing_else() {
     let place = Place::new("raw");
     let front = place.path("front");
     let _listener = std::os::unix::net::UnixListener::bind(&front).expect("a front end");
-    // The warden connects, so that it makes no socket either.
+    // The helper process connects, so that it makes no socket either.
     let words = [&place.words()[..], &["--sandbox", "on", "--connect", text(&front)]].concat();
     let mut daemon = Daemon::of(&mut serve_command(&words));
     assert_walled(daemon.process.pid(), &Calls::default(), &place.image);

@@ -76,8 +76,8 @@ impl Agent {
         sockets.into_iter().find(is_line).expect("a line to a helper")
     }
 
-    /// Its line to the warden, which it made itself.
-    pub(crate) fn warden(&self) -> OwnedFd {
+    /// Its line to the helper process, which it made itself.
+    pub(crate) fn helper(&self) -> OwnedFd {
         self.line(self.pid)
     }
 
@@ -99,7 +99,8 @@ impl Agent {
     }
 }
 
-/// Gives an order to a warden. Returns the letter of the answer; `None`: the warden is gone.
+/// Gives an order to a helper process. Returns the letter of the answer; `None`: the helper process
+/// is gone.
 pub(crate) fn order(line: &OwnedFd, what: u8, name: &[u8]) -> Option<u8> {
     send(line, &[&[what], name].concat(), SendFlags::NOSIGNAL).ok()?;
     let mut ready = [PollFd::new(line, PollFlags::IN)];

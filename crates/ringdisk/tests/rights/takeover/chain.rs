@@ -93,7 +93,7 @@ fn a_base_that_disks_share_is_read_by_each_and_written_by_none() {
 }
 
 #[test]
-fn only_a_user_who_asks_has_the_warden_open_a_base_to_write_it() {
+fn only_a_user_who_asks_has_the_helper_open_a_base_to_write_it() {
     if !(needs_root() && needs("qemu-img", has("qemu-img"))) {
         return;
     }
@@ -105,7 +105,7 @@ fn only_a_user_who_asks_has_the_warden_open_a_base_to_write_it() {
         return;
     }
     let taken = Agent::over(disk.pid());
-    let line = taken.warden();
+    let line = taken.helper();
     let tries = |what: &str| {
         for name in ["base", "yours.qcow2", "mine.qcow2"] {
             assert_eq!(order(&line, b'w', &numbers(&path(name))), Some(b'E'), "{what}: {name}");
@@ -134,7 +134,7 @@ fn only_a_user_who_asks_has_the_warden_open_a_base_to_write_it() {
     ctl(&disk, &["commit", "--quiet", "--top", text(&mine), "--base", text(&base)]).ok();
     assert_eq!(piece(&base, 0, 4096), pattern(2, 0, 4096));
     let taken = Agent::over(disk.pid());
-    let line = taken.warden();
+    let line = taken.helper();
     assert_eq!(order(&line, b'w', &numbers(&base)), Some(b'E'), "the command is over");
     drop(line);
     taken.goes_on();

@@ -3,10 +3,10 @@
 
 mod agent;
 mod chain;
+mod helper;
 #[path = "../../mounts/keep/kept.rs"]
 #[allow(dead_code)]
 mod kept;
 mod others;
 mod state;
 mod successor;
-mod warden;

@@ -1,0 +1,107 @@
+//! Into the background.
+//!
+//! Promises: the parent returns when the mount answers, with 0; a start-up that fails ends the
+//! parent with the child's exit code, after the child has said why on the standard error that both
+//! share. No fork of a running program: the program is started anew, in a session of its own.
+//!
+//! One byte over the socket to the parent means "ready". The standard streams are then let go,
+//! except those that are regular files (a log).
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::ExitStatusExt;
+
+use rustix::fs::{FileType, fstat};
+
+use crate::failure::{Exit, Failure, words};
+use crate::helper::start::{Role, take_socket};
+
+/// What the child writes when it serves.
+const READY: u8 = b'R';
+
+/// Starts the child with our own arguments and waits until it is ready or has failed. Returns the
+/// exit code.
+///
+/// Errors: the program cannot be started anew, or its child was killed.
+pub fn run_child() -> Result<u8, Failure> {
+    let cannot =
+        |error: &io::Error| Failure::system("cannot go into the background", error, Exit::General);
+    let (socket, mut child) = Role::Background.start_again(|_, _| Ok(())).map_err(|error| {
+        cannot(&error).hint("/proc must be mounted for --daemonize; or run in the foreground")
+    })?;
+    let mut byte = [0];
+    if File::from(socket).read_exact(&mut byte).is_ok() && byte == [READY] {
+        return Ok(Exit::Clean.code());
+    }
+    let status = child.wait().map_err(|error| cannot(&error))?;
+    match status.code().map(u8::try_from) {
+        // It ended well before it was ready: stopped by a signal. That is no mount.
+        Some(Ok(0)) => Ok(Exit::General.code()),
+        Some(Ok(code)) => Ok(code),
+        _ => Err(Failure::new(
+            Exit::General,
+            format!(
+                "the background process was killed by signal {} before the mount was ready",
+                status.signal().unwrap_or(0)
+            ),
+        )),
+    }
+}
+
+/// The child's way to say that it is ready.
+#[derive(Debug)]
+pub struct Background {
+    socket: OwnedFd,
+}
+
+impl Background {
+    /// Makes the child a session of its own and takes the socket from standard input.
+    ///
+    /// Errors: those of the system.
+    pub fn enter() -> Result<Background, Failure> {
+        let enter = || -> io::Result<OwnedFd> {
+            // Only a process group's leader is refused, and a child is none.
+            let _ = rustix::process::setsid();
+            take_socket()
+        };
+        let socket = enter().map_err(|error| {
+            Failure::new(Exit::General, format!("cannot go into the background: {}", words(&error)))
+        })?;
+        Ok(Background { socket })
+    }
+
+    /// Lets the parent return and lets go of what ties us to where we were started.
+    pub fn ready(self) {
+        let_go();
+        // A parent that was killed meanwhile changes nothing: we serve.
+        let _ = File::from(self.socket).write_all(&[READY]);
+    }
+}
+
+/// Lets go of what ties us to where we were started.
+pub fn let_go() {
+    let let_go = || -> io::Result<()> {
+        let null = null()?;
+        if !is_regular(rustix::stdio::stdout()) {
+            rustix::stdio::dup2_stdout(&null)?;
+        }
+        if !is_regular(rustix::stdio::stderr()) {
+            rustix::stdio::dup2_stderr(&null)?;
+        }
+        // The directory we were started in may be unmounted now.
+        rustix::process::chdir("/")?;
+        Ok(())
+    };
+    if let Err(error) = let_go() {
+        tracing::warn!("not everything of the parent could be let go: {error}");
+    }
+}
+
+fn null() -> io::Result<File> {
+    OpenOptions::new().read(true).write(true).open("/dev/null")
+}
+
+fn is_regular(fd: impl AsFd) -> bool {
+    fstat(fd).is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile)
+}

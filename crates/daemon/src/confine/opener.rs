@@ -1,0 +1,224 @@
+//! New overlays as the process inside asks for them: the other side of [`crate::helper::overlays`].
+//!
+//! Promises: the helper process is asked only for what the kernel has refused here, and told what
+//! it may let go of.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use ringdisk_disk::names_note::Names;
+use ringdisk_disk::{Disk, Layer};
+use ringdisk_storage::{Kind, Opener, Storage};
+use rustix::fs::fstat;
+use rustix::io::Errno;
+
+use super::{Confinement, Reach, by_descriptor, directory_of};
+use crate::helper;
+use crate::helper::chain::Image;
+use crate::helper::overlays::{
+    FORGET, HELD_MAX, Id, LEAVE, LOWER, MADE_MAX, MAKE, NOTE, NOTE_BOTH, READ, REMOVE, SYNC, WRITE,
+    is_component,
+};
+use crate::helper::tasks::{DONE, Named, named};
+
+/// Asks the helper process. Inside.
+#[derive(Debug)]
+pub(crate) struct FromInside;
+
+impl FromInside {
+    /// Errors: those of the helper process; EACCES where there is none.
+    fn ask(what: u8, id: Id, name: &[u8]) -> Result<Option<OwnedFd>, Errno> {
+        let ours = helper::ours::get().ok_or(Errno::ACCESS)?;
+        let mut fields = format!("{}\0{}", id.0, id.1).into_bytes();
+        if !name.is_empty() {
+            fields.push(0);
+            fields.extend_from_slice(name);
+        }
+        let answer = ours.ask(what, &fields).map_err(|error| {
+            tracing::warn!("the helper process does not answer: {error}");
+            Errno::ACCESS
+        })?;
+        match answer.kind {
+            DONE => Ok(answer.fd),
+            _ => Err(answer.words.parse().map_or(Errno::ACCESS, Errno::from_raw_os_error)),
+        }
+    }
+
+    fn open(what: u8, id: Id, name: &[u8]) -> Result<OwnedFd, Errno> {
+        Self::ask(what, id, name)?.ok_or(Errno::ACCESS)
+    }
+}
+
+impl Opener for FromInside {
+    fn make(&self, path: &Path) -> Result<OwnedFd, Errno> {
+        let name = path.file_name().map(OsStr::as_bytes).unwrap_or_default();
+        // A slash at the end would be lost.
+        let is_whole = is_component(name) && path.as_os_str().as_bytes().ends_with(name);
+        let directory = path.parent().filter(|_| is_whole).ok_or(Errno::ACCESS)?;
+        match Self::ask(MAKE, id_of(directory)?, name) {
+            Ok(Some(made)) => Ok(made),
+            // This process has no number for it, and lost it.
+            Ok(None) => {
+                let _ = id_of(path).map(|id| self.remove(id));
+                Err(Errno::MFILE)
+            }
+            Err(errno) => {
+                if errno == Errno::DQUOT {
+                    tracing::warn!(
+                        "no overlay is made where {HELD_MAX} are in use, or after {MADE_MAX} of one process: commit some, or start it anew"
+                    );
+                }
+                Err(errno)
+            }
+        }
+    }
+
+    fn again(&self, file: BorrowedFd<'_>, read_only: bool) -> Result<OwnedFd, Errno> {
+        let stat = fstat(file)?;
+        Self::open(if read_only { READ } else { WRITE }, (stat.st_dev, stat.st_ino), b"")
+    }
+
+    fn note(&self, file: BorrowedFd<'_>, line: &[u8], is_done: bool) -> Result<(), Errno> {
+        let stat = fstat(file)?;
+        let what = if is_done { NOTE } else { NOTE_BOTH };
+        Self::ask(what, (stat.st_dev, stat.st_ino), line).map(drop)
+    }
+
+    fn remove(&self, identity: Id) -> Result<(), Errno> {
+        Self::ask(REMOVE, identity, b"").map(drop)
+    }
+
+    fn sync(&self, directory: &Path) -> Result<(), Errno> {
+        Self::ask(SYNC, id_of(directory)?, b"").map(drop)
+    }
+}
+
+/// The numbers of what a name leads to.
+fn id_of(path: &Path) -> Result<Id, Errno> {
+    let path = if path == Path::new("") { Path::new(".") } else { path };
+    let meta = fs::metadata(path).map_err(|error| errno_of(&error))?;
+    Ok((meta.dev(), meta.ino()))
+}
+
+fn errno_of(error: &io::Error) -> Errno {
+    Errno::from_io_error(error).unwrap_or(Errno::IO)
+}
+
+/// The directory in which a disk may get new overlays: that of the image on top. `None`: it gets
+/// none.
+///
+/// * `told_within`: of a disk that another process handed over, a name counts only there.
+pub fn directory_for(word: Confinement, disk: &Disk, told_within: Option<&Reach>) -> Option<Named> {
+    if word == Confinement::Strict || disk.is_read_only() {
+        return None;
+    }
+    let layers = disk.layers();
+    let top = layers.first()?;
+    let is_file = top.file().is_some_and(|file| file.kind() == Kind::Regular);
+    let directory = directory_of(top.name()).filter(|_| is_file)?;
+    if told_within.is_some_and(|reach| !reach.has(&directory)) {
+        return None;
+    }
+    named(directory)
+}
+
+/// Files of the chain of a disk.
+fn files_of(disk: &Disk) -> Vec<Id> {
+    let layers = disk.layers();
+    let storages = layers.iter().flat_map(|layer| [layer.file(), layer.data_storage()]);
+    storages.flatten().filter_map(|file| Storage::identity(file)).collect()
+}
+
+/// What the helper process holds for one disk, as far as this side knows. What it may let go of is
+/// told: a file that somebody holds keeps its space when it has lost its name, and its file system
+/// cannot be unmounted.
+#[derive(Debug, Default)]
+pub struct HeldForDisk {
+    directory: OnceLock<Id>,
+    files: Mutex<Vec<Id>>,
+}
+
+impl HeldForDisk {
+    /// The helper process was told of this directory, for this disk.
+    pub fn has(&self, directory: &Named) {
+        let _ = self.directory.set(directory.1);
+    }
+
+    /// Before and after a command that changes the chain.
+    pub fn settle(&self, disk: &Disk) {
+        self.are_now(files_of(disk));
+        if helper::ours::get().is_none() {
+            return;
+        }
+        // A command is over: what lies below is read only.
+        for layer in disk.layers().iter().skip(1) {
+            let files = [layer.file(), layer.data_storage()].into_iter().flatten();
+            for file in files.filter(|file| file.is_read_only()) {
+                let id = by_descriptor(file).and_then(|open| id_of(&open).ok());
+                let _ = id.map(|id| FromInside::ask(LOWER, id, b""));
+            }
+        }
+    }
+
+    /// The disk is served no longer.
+    pub fn end(&self) {
+        self.are_now(Vec::new());
+        if let Some(directory) = self.directory.get() {
+            let _ = FromInside::ask(LEAVE, *directory, b"");
+        }
+    }
+
+    fn are_now(&self, now: Vec<Id>) {
+        if helper::ours::get().is_none() {
+            return;
+        }
+        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        for gone in files.iter().filter(|id| !now.contains(id)) {
+            let _ = FromInside::ask(FORGET, *gone, b"");
+        }
+        *files = now;
+    }
+}
+
+/// The files of a disk, as they are now.
+///
+/// * `told_within`: of a disk that another process handed over, files count only there.
+pub fn images_of(disk: &Disk, told_within: Option<&Reach>) -> Vec<Image> {
+    let layers = disk.layers();
+    let with_files = layers.iter().flat_map(|layer| {
+        let data = layer.data_storage().map(|data| (data, String::from(";")));
+        let file = layer.file().map(|file| (file, Names::of_layer(layer).line()));
+        file.into_iter().chain(data).map(|(file, names)| (&**layer, file, names))
+    });
+    with_files
+        .filter_map(|(layer, file, names)| image_of(layer, file, names, told_within))
+        .collect()
+}
+
+fn image_of(
+    layer: &Layer,
+    file: &Storage,
+    names: String,
+    told_within: Option<&Reach>,
+) -> Option<Image> {
+    let open = by_descriptor(file)?;
+    let meta = fs::metadata(&open).ok()?;
+    let named = (fs::read_link(&open).ok()?, (meta.dev(), meta.ino()));
+    let directory = std::path::absolute(layer.name()).ok()?.parent()?.to_owned();
+    let is_had = told_within.is_none_or(|reach| reach.has_open(&open));
+    is_had.then_some(Image { named, names, directory })
+}
+
+/// Passes a user's word on to the helper process. Inside.
+pub fn pass_on(word: &OwnedFd) {
+    let Some(ours) = helper::ours::get() else { return };
+    if let Err(error) = ours.pass_on(word) {
+        tracing::debug!("the helper process does not take the word of a user: {error}");
+    }
+}

@@ -1,0 +1,471 @@
+//! The client's side: finds the server of a mount and asks it for one thing.
+//!
+//! Promises: nothing is sent to a socket of somebody else than the mount's owner or root; another
+//! user's server says nothing that counts as ours: no exit code; a server that sends rubbish or
+//! lines without end is an error; a server that takes long can be left at any time, which cancels
+//! what it does for us. Nothing that is served is touched, so a server that stands still keeps
+//! nobody waiting: what is mounted where is read from the mount table, and each of its answers has
+//! a limit; commands that take long by themselves have one for a server that is stopped.
+
+use std::fs;
+use std::io::{self, IoSlice, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use ringdisk_disk::Progress;
+use ringdisk_fuse::mount::table::MountEntry;
+use ringdisk_fuse::mount::{mountpoint, table};
+use ringdisk_messages::Wait;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::retry_on_intr;
+use rustix::net::sockopt::socket_peercred;
+use rustix::process::{PidfdFlags, pidfd_open};
+use serde_json::Value;
+
+use crate::control::protocol::{Command, REPLY_BYTES_MAX, Reply, VERSION};
+use crate::control::registry::{
+    candidates, connect_now, is_served, name_of_disk, name_of_mount, name_of_path, owner_of,
+    real_path, user,
+};
+use crate::failure::{Exit, Failure};
+use crate::helper::approval;
+
+/// How often a signal is looked for while the server says nothing.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// How long a server may take to answer unless the user says otherwise: the thread that does has
+/// nothing else to do.
+pub const ANSWER: Duration = Duration::from_secs(5);
+/// Pause before a server is tried again to which too many others want to talk.
+const FULL: Duration = Duration::from_millis(20);
+
+/// How long a server may take to be gone after its last word.
+const GONE: Duration = Duration::from_secs(60);
+
+/// How long one waits for an answer.
+#[derive(Clone, Copy, Debug)]
+pub enum Patience {
+    /// At most so long.
+    Answer(Duration),
+    /// As long as the server works at it; so long where it stands still (stopped by a signal, or by
+    /// a debugger).
+    Work(Duration),
+}
+
+/// A connection to the server of a mount or of a disk for virtual machines.
+#[derive(Debug)]
+pub struct Client {
+    stream: UnixStream,
+    /// The server, if it can be seen.
+    process: Option<OwnedFd>,
+    buffer: Vec<u8>,
+    /// The server has promised to say how it ends.
+    tells_end: bool,
+    /// The server is root's or our own user's.
+    is_trusted: bool,
+    /// Of a mount; absolute, without symbolic links.
+    pub mountpoint: Option<PathBuf>,
+    /// As the user named it.
+    shown: String,
+}
+
+impl Client {
+    /// Connects to the server of the mount at `path`, or of the disk whose vhost-user socket that
+    /// is.
+    ///
+    /// * `limit`: for the server to take us.
+    ///
+    /// Errors: nothing of ours is served there, its server has no control socket, or does not
+    /// answer us.
+    pub fn connect(path: &Path, limit: Duration) -> Result<Client, Failure> {
+        let deadline = Instant::now() + limit;
+        let mut client = Client::reach(path, limit)?;
+        client.greet(deadline, limit)?;
+        Ok(client)
+    }
+
+    /// As [`Client::connect`], without waiting for the server to say anything: it may stand still.
+    ///
+    /// Errors: as there.
+    pub fn reach(path: &Path, limit: Duration) -> Result<Client, Failure> {
+        let shown = path.display();
+        let deadline = Instant::now() + limit;
+        // The mount table first: a look at the file itself would wait for a server that is stopped.
+        let mountpoint = mountpoint::resolve(path);
+        let mount = match &mountpoint {
+            Ok(mountpoint) => table::at(mountpoint)?.filter(MountEntry::is_ours),
+            Err(_) => None,
+        };
+        let is_mount = mount.is_some() || mountpoint.as_ref().is_ok_and(|path| is_served(path));
+        let (name, owner) = match (&mount, &mountpoint) {
+            (Some(mount), _) => (name_of_mount(mount.device), owner_of(mount).unwrap_or_else(user)),
+            // It has left the tree, or is covered.
+            (None, Ok(mountpoint)) if is_mount => (name_of_path(mountpoint), user()),
+            // Only now: the file of a mount is not looked at.
+            _ => match (socket(path), mountpoint.as_ref()) {
+                (Some(socket), _) => socket,
+                (None, Err(_)) => {
+                    mountpoint?;
+                    return Err(Failure::new(Exit::Mountpoint, format!("no such path: '{shown}'")));
+                }
+                (None, Ok(_)) => {
+                    return Err(Failure::new(
+                        Exit::Mountpoint,
+                        format!("no disk of ringdisk is mounted on '{shown}'"),
+                    ));
+                }
+            },
+        };
+        let stream = open(&name, owner, deadline).map_err(|error| match error.kind() {
+            io::ErrorKind::WouldBlock => late(&shown.to_string(), limit, None),
+            io::ErrorKind::NotFound => Failure::new(
+                Exit::Mountpoint,
+                format!(
+                    "the server of '{shown}' has no control socket that can be found from here"
+                ),
+            )
+            .hint("it may have been started with another XDG_RUNTIME_DIR, or by an older version"),
+            io::ErrorKind::ConnectionRefused if !is_mount => {
+                Failure::new(Exit::Mountpoint, format!("the server of '{shown}' is gone"))
+            }
+            _ => Failure::system(
+                format!("cannot reach the server of '{shown}'"),
+                &error,
+                Exit::Mountpoint,
+            ),
+        })?;
+        let mountpoint = mountpoint.ok().filter(|_| is_mount);
+        // What we send fits into the socket's buffer; never for ever.
+        let _ = stream.set_write_timeout(Some(limit));
+        let server = socket_peercred(stream.as_fd()).ok();
+        let is_trusted =
+            server.is_some_and(|server| server.uid.is_root() || server.uid.as_raw() == user());
+        let process = server.and_then(|server| pidfd_open(server.pid, PidfdFlags::empty()).ok());
+        let (buffer, tells_end, shown) = (Vec::new(), false, shown.to_string());
+        Ok(Client { stream, process, buffer, tells_end, is_trusted, mountpoint, shown })
+    }
+
+    /// Hears what the server says at first.
+    ///
+    /// Errors: it does not until the deadline, or speaks another language.
+    pub fn greet(&mut self, deadline: Instant, limit: Duration) -> Result<(), Failure> {
+        let whose = format!("the server of '{}'", self.shown);
+        let line = match self.line(|| Instant::now() >= deadline) {
+            Err(_) if Instant::now() >= deadline => return Err(self.late(limit)),
+            line => line.map_err(|failure| failure.context(whose.clone()))?,
+        };
+        match Reply::read(&line) {
+            Some(Reply::Greeting { protocol, tells_end }) if protocol == u64::from(VERSION) => {
+                self.tells_end = tells_end;
+                Ok(())
+            }
+            Some(Reply::Greeting { .. }) => Err(Failure::new(
+                Exit::Unsupported,
+                format!("{whose}: it speaks another version of the control protocol"),
+            )
+            .hint("use the ringdisk that it was started with, or start it again with this one")),
+            Some(Reply::Refused { text, .. }) => {
+                Err(Failure::new(Exit::Locked, text).context(whose))
+            }
+            _ => Err(rubbish().context(whose)),
+        }
+    }
+
+    /// Asks for one thing and waits for the answer.
+    ///
+    /// * `progress`: is kept up to date; when it is cancelled, we leave.
+    ///
+    /// Errors: the server's, with its exit code; ours when it cannot be understood or is gone, or
+    /// does not answer in time.
+    pub fn call(
+        &mut self,
+        command: &Command,
+        progress: &Progress,
+        patience: Patience,
+    ) -> Result<Value, Failure> {
+        let (Patience::Answer(limit) | Patience::Work(limit)) = patience;
+        let server = self.server();
+        let begun = Instant::now();
+        // When it was last seen to run.
+        let mut ran = begun;
+        let mut is_late = || match patience {
+            Patience::Answer(limit) => begun.elapsed() >= limit,
+            Patience::Work(limit) => {
+                if !server.is_some_and(is_stopped) {
+                    ran = Instant::now();
+                }
+                ran.elapsed() >= limit
+            }
+        };
+        let line = format!("{}\n", command.line());
+        // Kept until the answer is here.
+        let _word = self.send(&line, command.writes_below()).map_err(|error| gone(&error))?;
+        loop {
+            let mut late = false;
+            let line = self.line(|| {
+                late = is_late();
+                late || progress.is_cancelled()
+            });
+            let line = match line {
+                Err(_) if late && !progress.is_cancelled() => return Err(self.late(limit)),
+                line => line?,
+            };
+            match Reply::read(&line) {
+                Some(Reply::Done(value)) => return Ok(value),
+                Some(Reply::Progress { done, total }) => {
+                    progress.set_total(total);
+                    progress.set_done(done);
+                }
+                Some(Reply::Refused { text, hint, exit }) => {
+                    let mut failure = Failure::new(Exit::General, text);
+                    if let Some(hint) = hint {
+                        failure = failure.hint(hint);
+                    }
+                    return Err(failure.with_code(self.code_of(exit)));
+                }
+                // The end of the connection follows.
+                Some(Reply::Greeting { .. } | Reply::Ended { .. }) => {}
+                None => return Err(rubbish()),
+            }
+            if progress.is_cancelled() {
+                return Err(left());
+            }
+            if is_late() {
+                return Err(self.late(limit));
+            }
+        }
+    }
+
+    /// Sends a line.
+    ///
+    /// * `writes_below`: with the user's word that this may be done, which lasts until what is
+    ///   returned is dropped.
+    fn send(&mut self, line: &str, writes_below: bool) -> io::Result<Option<OwnedFd>> {
+        if !writes_below {
+            return self.stream.write_all(line.as_bytes()).map(|()| None);
+        }
+        let (kept, given) = approval::give()?;
+        let pieces = [IoSlice::new(line.as_bytes())];
+        let sent = ringdisk_messages::send(&self.stream, &pieces, &[given.as_fd()], Wait::Forever)?;
+        self.stream.write_all(line.as_bytes().get(sent..).unwrap_or_default())?;
+        Ok(Some(kept))
+    }
+
+    /// The exit code of a failure that the server tells of. Scripts act upon codes, so another
+    /// user's server has no say.
+    fn code_of(&self, said: Option<u8>) -> u8 {
+        let known = said.filter(|code| self.is_trusted && Exit::is_failure(*code));
+        known.unwrap_or(Exit::General.code())
+    }
+
+    /// Its number, where it can be seen.
+    fn server(&self) -> Option<i32> {
+        let server = socket_peercred(self.stream.as_fd()).ok()?;
+        Some(server.pid.as_raw_nonzero().get())
+    }
+
+    /// The server takes too long.
+    fn late(&self, limit: Duration) -> Failure {
+        late(&self.shown, limit, self.server())
+    }
+
+    /// Waits until the server has ended, at most for `time`. `None`: it has not.
+    ///
+    /// * `forced`: it was told to end while it is in use, so that is no failure.
+    /// * `progress`: when it is cancelled, we leave.
+    ///
+    /// Errors (inside): how it said that it ended, with its exit code; or it was killed.
+    pub fn wait_for_end(
+        &mut self,
+        time: Duration,
+        forced: bool,
+        progress: &Progress,
+    ) -> Option<Result<(), Failure>> {
+        let end = Instant::now() + time;
+        let mut said = None;
+        loop {
+            let mut late = false;
+            let line = self.line(|| {
+                late = Instant::now() >= end || progress.is_cancelled();
+                late
+            });
+            match line.as_deref().map(Reply::read) {
+                Ok(Some(Reply::Ended { exit, text })) => said = Some((exit, text)),
+                Ok(Some(Reply::Greeting { tells_end, .. })) => self.tells_end = tells_end,
+                Ok(_) => {}
+                Err(_) if late && said.is_none() => return None,
+                Err(_) => break,
+            }
+            // A server that says one thing after the other has not ended either; nor is it listened
+            // to for ever after it has said so.
+            if Instant::now() >= end || progress.is_cancelled() {
+                match said {
+                    None => return None,
+                    Some(_) => break,
+                }
+            }
+        }
+        Some(match said {
+            Some((0, _)) => Ok(()),
+            Some((exit, _)) if forced && exit == Exit::Forced.code() => Ok(()),
+            Some((exit, text)) => Err(Failure::new(Exit::General, text)
+                .with_code(self.code_of(Some(exit)))
+                .context(format!("the server of '{}' has ended", self.shown))),
+            None if self.tells_end => Err(Failure::new(
+                Exit::Halted,
+                format!("the server of '{}' was killed, or crashed", self.shown),
+            )
+            .hint("what was written since the last flush may be lost, unless another process goes on (--keep-mount)")),
+            None => Ok(()),
+        })
+    }
+
+    /// Waits, after the end of the connection, until the process is gone, and everything that it
+    /// held.
+    pub fn wait_for_exit(&self) {
+        let Some(process) = &self.process else { return };
+        let limit = Timespec::try_from(GONE).ok();
+        let mut fds = [PollFd::new(process, PollFlags::IN)];
+        let _ = retry_on_intr(|| poll(&mut fds, limit.as_ref()));
+    }
+
+    /// The next line.
+    ///
+    /// * `leave`: asked whenever nothing came for a while, or no end of a line.
+    fn line(&mut self, mut leave: impl FnMut() -> bool) -> Result<Vec<u8>, Failure> {
+        let _ = self.stream.set_read_timeout(Some(LOOK));
+        loop {
+            if let Some(end) = self.buffer.iter().position(|byte| *byte == b'\n') {
+                let rest = self.buffer.split_off(end + 1);
+                return Ok(std::mem::replace(&mut self.buffer, rest));
+            }
+            if self.buffer.len() > REPLY_BYTES_MAX {
+                return Err(rubbish());
+            }
+            let mut piece = [0; 8192];
+            match self.stream.read(&mut piece) {
+                Ok(0) => return Err(gone(&io::ErrorKind::UnexpectedEof.into())),
+                Ok(count) => {
+                    self.buffer.extend_from_slice(piece.get(..count).unwrap_or_default());
+                    // Bytes that come one by one, without an end, are no answer.
+                    if !self.buffer.contains(&b'\n') && leave() {
+                        return Err(left());
+                    }
+                }
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock
+                    | io::ErrorKind::TimedOut
+                    | io::ErrorKind::Interrupted => {
+                        if leave() {
+                            return Err(left());
+                        }
+                    }
+                    _ => return Err(gone(&error)),
+                },
+            }
+        }
+    }
+}
+
+/// A server that does not answer in time.
+fn late(shown: &str, limit: Duration, pid: Option<i32>) -> Failure {
+    let who = pid.map_or_else(String::new, |pid| format!(" (process {pid})"));
+    let message = format!("the server of '{shown}'{who} does not answer within {limit:?}");
+    let failure = Failure::new(Exit::Timeout, message);
+    match pid {
+        Some(pid) if is_stopped(pid) => {
+            failure.hint(format!("it is stopped; `kill -CONT {pid}` lets it go on"))
+        }
+        _ => failure.hint("it may be stopped or overloaded; --timeout waits longer"),
+    }
+}
+
+/// Whether a process was stopped by a signal or by a debugger.
+fn is_stopped(pid: i32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let state = status.lines().find_map(|line| line.strip_prefix("State:"));
+    state.is_some_and(|state| state.trim().starts_with(['T', 't']))
+}
+
+fn left() -> Failure {
+    Failure::new(Exit::General, "nobody waits any longer")
+}
+
+fn rubbish() -> Failure {
+    Failure::new(Exit::General, "what the server said makes no sense")
+}
+
+fn gone(error: &io::Error) -> Failure {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof
+        | io::ErrorKind::BrokenPipe
+        | io::ErrorKind::ConnectionReset => {
+            Failure::new(Exit::Halted, "the server ended before it answered")
+        }
+        _ => Failure::system("cannot talk to the server", error, Exit::Halted),
+    }
+}
+
+/// The name of the control socket of the disk whose vhost-user socket this may be, and its owner.
+/// `None`: it is none.
+fn socket(path: &Path) -> Option<(String, u32)> {
+    let real = real_path(path).ok()?;
+    let name = name_of_disk(&real);
+    match fs::symlink_metadata(&real) {
+        Ok(meta) => meta.file_type().is_socket().then(|| (name, meta.uid())),
+        // The front end makes the socket (--connect), and has not.
+        Err(_) => {
+            let is_there = candidates(&name, user()).iter().any(|path| path.exists());
+            is_there.then(|| (name, user()))
+        }
+    }
+}
+
+/// Where the control socket may be: a front end that makes the vhost-user socket may be another
+/// user's than the server.
+fn places(name: &str, owner: u32) -> Vec<PathBuf> {
+    let mut places = candidates(name, owner);
+    if owner != user() {
+        places.extend(candidates(name, user()));
+    }
+    places
+}
+
+/// Connects to the first control socket of this name that is there and whose server is the owner's
+/// or root's.
+///
+/// Errors: `WouldBlock` when it does not take us until the deadline.
+fn open(name: &str, owner: u32, deadline: Instant) -> io::Result<UnixStream> {
+    let mut why = io::Error::from(io::ErrorKind::NotFound);
+    let connect = |path: &Path| loop {
+        match connect_now(path) {
+            Err(error)
+                if error.kind() == io::ErrorKind::WouldBlock && Instant::now() < deadline =>
+            {
+                std::thread::sleep(FULL);
+            }
+            connected => return connected,
+        }
+    };
+    for path in places(name, owner) {
+        match connect(&path) {
+            Ok(stream) => {
+                let server = socket_peercred(stream.as_fd())?.uid;
+                if server.is_root() || [owner, user()].contains(&server.as_raw()) {
+                    return Ok(stream);
+                }
+                tracing::warn!("'{}' belongs to user {}", path.display(), server.as_raw());
+            }
+            // Only the first reason that is one is worth telling.
+            Err(error) if why.kind() == io::ErrorKind::NotFound => why = error,
+            Err(_) => {}
+        }
+    }
+    Err(why)
+}
+
+#[cfg(test)]
+mod tests;

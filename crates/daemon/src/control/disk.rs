@@ -1,0 +1,486 @@
+//! What the control socket of a disk does, however the disk is served.
+//!
+//! Promises: commands that change the disk run one at a time; a second one is told so. The clients
+//! of the disk go on meanwhile, except where the disk itself has to stop them. A stop
+//! cancels what is under way.
+
+use std::fmt;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use ringdisk_disk::{
+    Backing, CommitOptions, Disk, Format, Layer, NewSize as WantedSize, OverlayOptions, Progress,
+    ResizeOptions, SnapshotChange,
+};
+use ringdisk_qcow2::Preallocation;
+use ringdisk_ring::Ring;
+use ringdisk_storage::Storage;
+use serde_json::{Value, json};
+
+use crate::confine::{self, HeldForDisk};
+use crate::control::protocol::{
+    self, Command, Commit, NewBacking, NewSize, Refusal, Request, Resize, Snapshot,
+};
+use crate::control::server::Commands;
+use crate::failure::{Exit, Failure};
+use crate::helper::Named;
+use crate::new_file::check_new_name;
+use crate::stats::{Report, layer_json};
+use crate::stopping::{Stage, Stopping};
+use crate::terminal::visible;
+
+/// The side that serves the disk.
+pub trait Serving: Send + Sync {
+    /// The counters now.
+    fn report(&self) -> Report;
+
+    /// The machine, and where the disk is served on it; with the text for people under `text`.
+    fn topology(&self) -> Value;
+
+    /// Lets the host kernel move the data, or not. Waits until that is so. Gives whether the kernel
+    /// serves now; without a guest it may later.
+    ///
+    /// Errors: why it stays as it is.
+    fn switch_accel(&self, _on: bool) -> Result<bool, String> {
+        Err(String::from("only disks of virtual machines can be accelerated (`ringdisk serve`)"))
+    }
+}
+
+/// A disk under control.
+pub struct DiskControl {
+    /// `None` when it is served no longer.
+    disk: Mutex<Option<Arc<Disk>>>,
+    serving: Arc<dyn Serving>,
+    /// The command that changes the disk now.
+    changing: Mutex<Option<Arc<Progress>>>,
+    /// What the process is confined to, when it is known.
+    sandbox: OnceLock<String>,
+    /// Whom the process has become, who started as root.
+    user: OnceLock<String>,
+    /// It will be: what is opened or made before would be out of reach then.
+    is_confined_later: bool,
+    /// What is held for the disk outside of the sandbox.
+    held: HeldForDisk,
+    /// Asks for a clean stop, as signals do, or for the end now; returns at once.
+    stop: Box<dyn Fn(bool) + Send + Sync>,
+    /// How far a stop has come, where it may have to wait for users.
+    stopping: Option<Arc<Stopping>>,
+    /// How it has ended: exit code and text.
+    ended: OnceLock<(u8, String)>,
+}
+
+/// How long the answer to a stop waits until it is known whether the mount is in use, and by whom:
+/// 5 s in looks of 20 ms.
+const STOP_LOOK: Duration = Duration::from_millis(20);
+const STOP_LOOKS: u32 = 250;
+/// How often it is looked whether the process is in its sandbox, which takes some milliseconds.
+const ENTER_LOOK: Duration = Duration::from_millis(5);
+
+impl fmt::Debug for DiskControl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DiskControl").finish_non_exhaustive()
+    }
+}
+
+impl DiskControl {
+    /// * `stop`: asks for a clean stop, or with `true` for the end now; returns at once.
+    pub fn new(
+        disk: Arc<Disk>,
+        serving: impl Serving + 'static,
+        stop: impl Fn(bool) + Send + Sync + 'static,
+    ) -> DiskControl {
+        DiskControl {
+            disk: Mutex::new(Some(disk)),
+            serving: Arc::new(serving),
+            changing: Mutex::new(None),
+            sandbox: OnceLock::new(),
+            user: OnceLock::new(),
+            is_confined_later: false,
+            held: HeldForDisk::default(),
+            stop: Box::new(stop),
+            stopping: None,
+            ended: OnceLock::new(),
+        }
+    }
+
+    /// Says how serving has ended, for those who wait for that.
+    pub fn end(&self, result: &Result<(), Failure>) {
+        let ended = match result {
+            Ok(()) => (Exit::Clean.code(), String::new()),
+            Err(failure) => (failure.code(), failure.message().to_owned()),
+        };
+        let _ = self.ended.set(ended);
+    }
+
+    /// A stop may have to wait for users, as is said there.
+    pub fn in_stages(self, stopping: Arc<Stopping>) -> DiskControl {
+        DiskControl { stopping: Some(stopping), ..self }
+    }
+
+    /// Whether the process enters a sandbox after this ([`DiskControl::confined`]): commands that
+    /// change the disk wait for that.
+    pub fn confined_later(self, is_confined_later: bool) -> DiskControl {
+        DiskControl { is_confined_later, ..self }
+    }
+
+    /// Waits until the process is in its sandbox, if it enters one.
+    ///
+    /// Errors: the command was given up.
+    async fn entered(&self, ring: &Ring, progress: &Progress) -> Result<(), Failure> {
+        while self.is_confined_later && self.sandbox.get().is_none() {
+            if progress.is_cancelled() {
+                let text = "the command was given up before the server was ready";
+                return Err(Failure::new(Exit::General, text));
+            }
+            ring.sleep(ENTER_LOOK).await;
+        }
+        Ok(())
+    }
+
+    /// Waits until it is known what a stop waits for.
+    ///
+    /// * `progress`: cancelled when nobody waits for the answer.
+    async fn stopped(&self, ring: &Ring, force: bool, progress: &Progress) -> Value {
+        let Some(stopping) = &self.stopping else { return json!({}) };
+        for _ in 0..STOP_LOOKS {
+            match stopping.stage() {
+                Stage::InUse(users) if !force => return json!({ "in-use": users }),
+                Stage::Ended => break,
+                Stage::Serving | Stage::InUse(_) => {}
+            }
+            if progress.is_cancelled() {
+                break;
+            }
+            ring.sleep(STOP_LOOK).await;
+        }
+        json!({})
+    }
+
+    /// Says what the process is confined to, once.
+    pub fn confined(&self, sandbox: String) {
+        let _ = self.sandbox.set(sandbox);
+    }
+
+    /// Says whom the process has become, once.
+    pub fn runs_as(&self, user: String) {
+        let _ = self.user.set(user);
+    }
+
+    /// Outside of the sandbox new overlays of the disk are made in this directory.
+    pub fn held_outside(&self, directory: &Named) {
+        self.held.has(directory);
+    }
+
+    /// Lets go of the disk, so that its image is free when clients hear of the end. Any thread.
+    pub fn let_go(&self) {
+        self.cancel();
+        drop(self.disk.lock().unwrap_or_else(PoisonError::into_inner).take());
+        self.held.end();
+    }
+
+    /// Errors: it is served no longer.
+    fn disk(&self) -> Result<Arc<Disk>, Failure> {
+        let disk = self.disk.lock().unwrap_or_else(PoisonError::into_inner);
+        disk.clone().ok_or_else(|| Failure::new(Exit::Halted, "the disk is served no longer"))
+    }
+
+    /// Cancels what is under way. Any thread.
+    pub fn cancel(&self) {
+        if let Some(progress) = &*self.changing() {
+            progress.cancel();
+        }
+    }
+
+    /// What helps when the user or the sandbox of the process is in the way: the kernel says the
+    /// same of both.
+    fn explain(&self, failure: Failure) -> Failure {
+        let is_ours =
+            failure.exit == Exit::Permission && !failure.message().contains("--allow-path");
+        if let Some(user) = self.user.get().filter(|_| failure.exit == Exit::Permission) {
+            return failure.hint(format!(
+                "the process serves as user {user}, who may not do this, or in a sandbox without it: let that user, \
+                 or serve the image with --user root; a directory other than the image's needs --allow-path, too"
+            ));
+        }
+        if !is_ours || self.sandbox.get().is_none() {
+            return failure;
+        }
+        failure.hint(
+            "the process is in a sandbox: it opens the images of its chain and what --allow-path names, and makes overlays in the directory of \
+             the image: serve the image with another --allow-path, or with --sandbox off",
+        )
+    }
+
+    /// What changes the disk; a panic elsewhere leaves it valid, so poison is ignored.
+    fn changing(&self) -> MutexGuard<'_, Option<Arc<Progress>>> {
+        self.changing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Errors: another command changes the disk.
+    async fn change(&self, ring: &Ring, progress: &Arc<Progress>) -> Result<Changing<'_>, Failure> {
+        self.entered(ring, progress).await?;
+        let mut changing = self.changing();
+        if changing.is_some() {
+            return Err(Failure::new(Exit::Locked, "another command is changing the disk")
+                .hint("wait until it is done"));
+        }
+        *changing = Some(Arc::clone(progress));
+        drop(changing);
+        self.settle();
+        Ok(Changing(self))
+    }
+
+    /// What the chain has no longer is held no longer.
+    fn settle(&self) {
+        if let Ok(disk) = self.disk() {
+            self.held.settle(&disk);
+        }
+    }
+
+    fn stats(&self) -> Result<Value, Failure> {
+        let disk = self.disk()?;
+        let report = self.serving.report();
+        let mut value = report.to_json();
+        let layers = disk.layers();
+        if let Value::Object(object) = &mut value {
+            object.insert(String::from("size"), json!(disk.size()));
+            let window = disk.window();
+            let window = window.map(|(offset, size)| json!({ "offset": offset, "size": size }));
+            object.insert(String::from("window"), json!(window));
+            object.insert(String::from("read-only"), json!(disk.is_read_only()));
+            object.insert(String::from("fault"), json!(disk.fault()));
+            object.insert(String::from("sandbox"), json!(self.sandbox.get()));
+            object.insert(
+                String::from("layers"),
+                layers.iter().map(|layer| layer_json(layer, report.reads_and_writes())).collect(),
+            );
+            let mut text = report.with_layers(&layers, disk.fault().as_deref());
+            if let Some(sandbox) = self.sandbox.get() {
+                text.push_str(&format!("\n  sandbox: {sandbox}"));
+            }
+            if let Some(Stage::InUse(users)) = self.stopping.as_ref().map(|stage| stage.stage()) {
+                text.push_str(&format!("\n  stopping: still in use by {users}"));
+                object.insert(String::from("in-use-by"), json!(users));
+            }
+            object.insert(String::from("text"), json!(text));
+        }
+        Ok(value)
+    }
+
+    async fn accel(&self, ring: &Ring, on: bool) -> Result<Value, Failure> {
+        let serving = Arc::clone(&self.serving);
+        // Requests that the kernel has are waited for.
+        let switched = ring.offload(move || serving.switch_accel(on)).await;
+        match switched {
+            Ok(serves) => Ok(json!({ "on": on, "kernel-serves": serves })),
+            Err(why) => Err(Failure::new(Exit::Usage, why)),
+        }
+    }
+
+    async fn resize(
+        &self,
+        ring: &Ring,
+        wanted: &Resize,
+        progress: &Arc<Progress>,
+    ) -> Result<Value, Failure> {
+        let usage = |text: String| Failure::new(Exit::Usage, text);
+        let disk = self.disk()?;
+        // What is relative is computed when its turn comes: clients and other changes may be faster
+        // than this command.
+        let size = match wanted.size {
+            NewSize::To(0) if disk.size() > 0 => {
+                return Err(usage(String::from("nothing would be left of the disk")));
+            }
+            NewSize::To(size) => WantedSize::To(size),
+            NewSize::Grow(by) => WantedSize::Grow(by),
+            NewSize::Shrink(by) => WantedSize::Shrink(by),
+        };
+        let preallocation = match wanted.preallocation.as_deref() {
+            None | Some("off") => Preallocation::Off,
+            Some("metadata") => Preallocation::Metadata,
+            Some("falloc") => Preallocation::Falloc,
+            Some("full") => Preallocation::Full,
+            Some(other) => {
+                return Err(usage(format!("no such preallocation: '{}'", visible(other))));
+            }
+        };
+        let options = ResizeOptions { shrink: wanted.shrink, preallocation };
+        // Zeroes for a large disk take long: whoever asked for them may have left, and a stop must
+        // not wait for them.
+        let resized = disk.resize_unless_cancelled(ring, size, options, progress).await;
+        let resized = resized.map_err(Failure::of_change)?;
+        Ok(json!({ "old-size": resized.before, "size": resized.after }))
+    }
+
+    async fn snapshot(&self, ring: &Ring, wanted: &Snapshot) -> Result<Value, Failure> {
+        let disk = self.disk()?;
+        match (&wanted.file, &wanted.internal) {
+            (Some(file), None) => {
+                check_new_name(Path::new(file))?;
+                disk.add_overlay(ring, file, OverlayOptions::default()).await?;
+                let text = format!(
+                    "Further writes go to '{}': name that one when the disk is served again.",
+                    visible(file)
+                );
+                Ok(json!({ "file": file, "text": text }))
+            }
+            (None, Some(name)) => {
+                disk.snapshot(ring, SnapshotChange::Create(name.clone())).await?;
+                let text = format!("The image holds the snapshot '{}' now.", visible(name));
+                Ok(json!({ "internal": name, "text": text }))
+            }
+            _ => Err(Failure::new(Exit::Usage, "give either 'file' or 'internal'")),
+        }
+    }
+
+    async fn backing(
+        &self,
+        ring: &Ring,
+        wanted: &NewBacking,
+        progress: &Arc<Progress>,
+    ) -> Result<Value, Failure> {
+        let usage = |text: &str| Failure::new(Exit::Usage, text);
+        let backing = match (&wanted.file, &wanted.format) {
+            (None, None) => None,
+            (None, Some(_)) => {
+                return Err(usage("a format of a backing file is given, and no backing file"));
+            }
+            (Some(_), None) => {
+                return Err(usage(
+                    "the format of the backing file is missing; it is never guessed",
+                ));
+            }
+            (Some(file), Some(format)) => {
+                Some(Backing { file: file.as_bytes().to_vec(), format: format.parse::<Format>()? })
+            }
+        };
+        let disk = self.disk()?;
+        disk.change_backing(ring, backing, progress).await?;
+        Ok(chain(&disk))
+    }
+
+    async fn commit(
+        &self,
+        ring: &Ring,
+        wanted: &Commit,
+        progress: &Arc<Progress>,
+    ) -> Result<Value, Failure> {
+        let disk = self.disk()?;
+        let layers = disk.layers();
+        let find = |name: &Option<String>, otherwise: usize| match name {
+            None => Ok(otherwise),
+            Some(name) => find(&layers, Path::new(name)),
+        };
+        let top = find(&wanted.top, 0)?;
+        let base = find(&wanted.base, top + 1)?;
+        if base >= layers.len() {
+            return Err(Failure::new(Exit::Usage, "there is no image below to write into"));
+        }
+        if base <= top {
+            return Err(Failure::new(Exit::Usage, "the base must be below the top"));
+        }
+        disk.commit(ring, CommitOptions { top, base, keep_top: false }, progress).await?;
+        Ok(chain(&disk))
+    }
+}
+
+/// The names of the images, the top one first.
+fn chain(disk: &Disk) -> Value {
+    let names: Vec<String> =
+        disk.layers().iter().map(|layer| layer.name().display().to_string()).collect();
+    json!({ "chain": names })
+}
+
+/// The place of an image in the chain.
+///
+/// * `name`: an absolute path.
+fn find(layers: &[Arc<Layer>], name: &Path) -> Result<usize, Failure> {
+    let id = name.metadata().map(|meta| Storage::identity_of(&meta)).ok();
+    let is_it = |layer: &Arc<Layer>| {
+        let file = layer.file().and_then(|file| file.identity());
+        file.is_some() && file == id
+    };
+    layers.iter().position(is_it).ok_or_else(|| {
+        let names: Vec<String> =
+            layers.iter().map(|layer| format!("'{}'", layer.name().display())).collect();
+        Failure::new(
+            Exit::Usage,
+            format!("'{}' is not in the chain of the disk", visible(&name.to_string_lossy())),
+        )
+        .hint(format!("the chain is {}", names.join(", ")))
+    })
+}
+
+/// Held while a command changes the disk.
+struct Changing<'a>(&'a DiskControl);
+
+impl Drop for Changing<'_> {
+    fn drop(&mut self) {
+        self.0.settle();
+        *self.0.changing() = None;
+    }
+}
+
+impl Commands for DiskControl {
+    fn hear(&self, word: OwnedFd) {
+        confine::pass_on(&word);
+    }
+
+    fn ended(&self) -> Option<Value> {
+        self.ended.get().map(|(exit, text)| protocol::ended(*exit, text))
+    }
+
+    async fn execute(
+        &self,
+        ring: &Ring,
+        request: &Request,
+        progress: &Arc<Progress>,
+    ) -> Result<Value, Refusal> {
+        match Command::read(request)? {
+            Command::Stats => {
+                // The size of a file that the kernel writes itself is what the file has now.
+                if let Ok(disk) = self.disk() {
+                    let _ = disk.follow_length(ring).await;
+                }
+                Ok(self.stats()?)
+            }
+            Command::Topology => Ok(self.serving.topology()),
+            Command::Accel(wanted) => Ok(self.accel(ring, wanted.on).await?),
+            Command::Stop(wanted) => {
+                self.cancel();
+                (self.stop)(wanted.force);
+                Ok(self.stopped(ring, wanted.force, progress).await)
+            }
+            Command::Resize(wanted) => {
+                let _changing = self.change(ring, progress).await?;
+                Ok(self
+                    .resize(ring, &wanted, progress)
+                    .await
+                    .map_err(|failure| self.explain(failure))?)
+            }
+            Command::Snapshot(wanted) => {
+                let _changing = self.change(ring, progress).await?;
+                Ok(self.snapshot(ring, &wanted).await.map_err(|failure| self.explain(failure))?)
+            }
+            Command::Backing(wanted) => {
+                let _changing = self.change(ring, progress).await?;
+                Ok(self
+                    .backing(ring, &wanted, progress)
+                    .await
+                    .map_err(|failure| self.explain(failure))?)
+            }
+            Command::Commit(wanted) => {
+                let _changing = self.change(ring, progress).await?;
+                Ok(self
+                    .commit(ring, &wanted, progress)
+                    .await
+                    .map_err(|failure| self.explain(failure))?)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

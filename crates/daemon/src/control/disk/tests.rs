@@ -1,0 +1,63 @@
+use std::cell::Cell;
+use std::rc::Rc;
+
+use ringdisk_disk::NullOptions;
+use ringdisk_ring::{Config, Runtime};
+use serde_json::Map;
+
+use super::*;
+
+/// Nobody asks it.
+struct Nothing;
+
+impl Serving for Nothing {
+    fn report(&self) -> Report {
+        unreachable!("no counters are asked for")
+    }
+
+    fn topology(&self) -> Value {
+        unreachable!("no topology is asked for")
+    }
+}
+
+/// What is opened before has no rule afterwards.
+#[test]
+fn commands_that_change_the_disk_wait_until_the_process_is_confined() {
+    let mut runtime = Runtime::new(Config::default()).expect("a ring");
+    let ring = runtime.ring().clone();
+    let disk = Disk::null(&NullOptions { size: 1 << 20, ..NullOptions::default() });
+    let control = Rc::new(DiskControl::new(disk, Nothing, |_| ()).confined_later(true));
+    for execute in ["snapshot", "backing", "commit", "resize"] {
+        let (is_over, told) = (Rc::new(Cell::new(false)), Rc::clone(&control));
+        let (over, inner) = (Rc::clone(&is_over), ring.clone());
+        let progress = Arc::new(Progress::default());
+        let for_command = Arc::clone(&progress);
+        let arguments = match execute {
+            "snapshot" => json!({ "file": "/nowhere/new" }),
+            "backing" => json!({ "file": "/nowhere/other", "format": "raw" }),
+            "resize" => json!({ "size": { "to": 1 << 20 } }),
+            _ => json!({}),
+        };
+        let arguments = arguments.as_object().cloned().unwrap_or_else(Map::new);
+        let request = Request { execute: execute.to_owned(), arguments, id: None };
+        ring.spawn(async move {
+            let _ = told.execute(&inner, &request, &for_command).await;
+            over.set(true);
+        });
+        runtime.block_on(ring.sleep(Duration::from_millis(50)));
+        assert!(!is_over.get(), "{execute} did not wait");
+        // Whoever gave it up has it back.
+        progress.cancel();
+        runtime.block_on(async {
+            while !is_over.get() {
+                ring.sleep(Duration::from_millis(1)).await;
+            }
+        });
+    }
+    control.confined(String::from("all of it"));
+    let progress = Arc::new(Progress::default());
+    let arguments = json!({ "file": "/nowhere/new" }).as_object().cloned().unwrap_or_default();
+    let request = Request { execute: String::from("snapshot"), arguments, id: None };
+    let refused = runtime.block_on(control.execute(&ring, &request, &progress));
+    assert!(refused.is_err(), "a null disk has no overlay, and says so");
+}

@@ -1,0 +1,15 @@
+//! The control socket of a mount, or of a disk for virtual machines: how another process of the
+//! same user talks to the one that serves.
+//!
+//! Promises: a client that is slow, silent or sends rubbish costs nobody else anything; nothing
+//! that a client sends ends the server; only the owner of the server and root are answered.
+//!
+//! [`protocol`] is what both sides say, [`registry`] where they meet, [`server`] runs any set of
+//! [`server::Commands`] (those of a disk are in [`disk`]), [`client`] is the other end.
+
+pub mod client;
+pub mod disk;
+mod lines;
+pub mod protocol;
+pub mod registry;
+pub mod server;

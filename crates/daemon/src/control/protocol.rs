@@ -1,0 +1,369 @@
+//! What client and server say: one JSON object on each line, in the shape of QEMU's QMP.
+//!
+//! ```text
+//! server: {"ringdisk": {"version": "0.1.0", "protocol": 1}} client: {"execute": "resize",
+//! "arguments": {"size": 1073741824}, "id": 1} server: {"id": 1, "progress": {"done": 0, "total":
+//! 100}}         any number, commands that take long server: {"id": 1, "return": {"size":
+//! 1073741824}}                or server: {"id": 1, "error": {"class": "GenericError", "desc": "…",
+//! "hint": "…", "exit": 1}} server: {"ended": {"exit": 12, "desc": "…"}}                     at
+//! last, to whoever is connected and waits for nothing else
+//! ```
+//!
+//! Promises: pure; what a server says for people has no control character that a terminal would
+//! obey, unless it is part of a result ([`Reply::Done`]), where whoever shows it sees to that;
+//! whatever the bytes are, they become a command or an error that says why not. Unknown commands
+//! and unknown arguments are errors, never ignored.
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+
+use crate::failure::{Exit, Failure};
+use crate::terminal::visible;
+
+/// Version of what is said here; changes when an older client would misunderstand.
+pub const VERSION: u32 = 1;
+
+/// Longest request, bytes: a command with two paths of 4 KiB, escaped at worst six-fold, and room.
+pub const REQUEST_BYTES_MAX: usize = 64 << 10;
+
+/// Longest reply that a client takes, bytes: counters of 64 queues are 100 KiB.
+pub const REPLY_BYTES_MAX: usize = 4 << 20;
+
+/// The size that a disk shall have.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum NewSize {
+    /// So many bytes.
+    To(u64),
+    /// So many bytes more.
+    Grow(u64),
+    /// So many bytes less.
+    Shrink(u64),
+}
+
+/// Arguments of `resize`.
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Resize {
+    /// The size that is asked for.
+    pub size: NewSize,
+    #[serde(default)]
+    /// The disk may lose its end.
+    pub shrink: bool,
+    #[serde(default)]
+    /// What is prepared in the new part; `None`: nothing.
+    pub preallocation: Option<String>,
+}
+
+/// Arguments of `snapshot`: exactly one of them.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Snapshot {
+    /// Absolute path of a new overlay.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file: Option<String>,
+    /// Name of a snapshot inside the image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub internal: Option<String>,
+}
+
+/// Arguments of `commit`; absolute paths of images of the chain.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Commit {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    /// Name of the image whose data goes down; `None`: the one on top.
+    pub top: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    /// Name of the image that gets the data; `None`: the next one.
+    pub base: Option<String>,
+}
+
+/// Arguments of `backing`.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct NewBacking {
+    /// Absolute path; none: no backing file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file: Option<String>,
+    /// Its format, raw or qcow2.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format: Option<String>,
+}
+
+/// Arguments of `accel`.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Accel {
+    /// Whether the host kernel is to serve.
+    pub on: bool,
+}
+
+/// Arguments of `stop`.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Stop {
+    /// Now, whoever uses the mount. Left out where it is not meant, so that older servers
+    /// understand.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub force: bool,
+}
+
+/// What a client asks of a mount.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Command {
+    /// Counters.
+    Stats,
+    /// The machine, and where the disk is served on it.
+    Topology,
+    /// Another size.
+    Resize(Resize),
+    /// A new overlay on top.
+    Snapshot(Snapshot),
+    /// Data of an overlay goes into an image below.
+    Commit(Commit),
+    /// Another backing file.
+    Backing(NewBacking),
+    /// The host kernel serves, or does not.
+    Accel(Accel),
+    /// The end.
+    Stop(Stop),
+}
+
+impl Command {
+    /// Its name and arguments.
+    fn parts(&self) -> (&'static str, Value) {
+        match self {
+            Command::Stats => ("stats", json!({})),
+            Command::Topology => ("topology", json!({})),
+            Command::Resize(arguments) => ("resize", json!(arguments)),
+            Command::Snapshot(arguments) => ("snapshot", json!(arguments)),
+            Command::Commit(arguments) => ("commit", json!(arguments)),
+            Command::Backing(arguments) => ("backing", json!(arguments)),
+            Command::Accel(arguments) => ("accel", json!(arguments)),
+            Command::Stop(arguments) => ("stop", json!(arguments)),
+        }
+    }
+
+    /// The line that asks for it, without its end.
+    pub fn line(&self) -> String {
+        let (name, arguments) = self.parts();
+        json!({ "execute": name, "arguments": arguments }).to_string()
+    }
+
+    /// Whether it writes images below the one on top, or has them named by others.
+    pub fn writes_below(&self) -> bool {
+        matches!(self, Command::Commit(_) | Command::Backing(_))
+    }
+
+    /// Reads a command. Errors: no such command, or arguments that it has not.
+    pub fn read(request: &Request) -> Result<Command, Refusal> {
+        fn of<T: for<'a> Deserialize<'a>>(request: &Request) -> Result<T, Refusal> {
+            serde_json::from_value(Value::Object(request.arguments.clone())).map_err(|error| {
+                let name = request.execute.escape_debug();
+                Refusal::usage(format!("arguments of '{name}': {error}"))
+            })
+        }
+        /// No arguments.
+        #[derive(Deserialize)]
+        #[serde(deny_unknown_fields)]
+        struct Nothing {}
+        match request.execute.as_str() {
+            "stats" => of::<Nothing>(request).map(|_| Command::Stats),
+            "topology" => of::<Nothing>(request).map(|_| Command::Topology),
+            "resize" => of(request).map(Command::Resize),
+            "snapshot" => of(request).map(Command::Snapshot),
+            "commit" => of(request).map(Command::Commit),
+            "backing" => of(request).map(Command::Backing),
+            "accel" => of(request).map(Command::Accel),
+            "stop" => of(request).map(Command::Stop),
+            other => Err(Refusal {
+                class: "CommandNotFound",
+                ..Refusal::usage(format!(
+                    "no such command: '{}'; known: stats, topology, resize, snapshot, commit, \
+                     backing, accel, stop",
+                    other.escape_debug()
+                ))
+            }),
+        }
+    }
+}
+
+/// One line of a client.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Request {
+    /// Name of the command.
+    pub execute: String,
+    /// Its arguments, by their names.
+    pub arguments: Map<String, Value>,
+    /// Comes back in each line of the answer.
+    pub id: Option<Value>,
+}
+
+impl Request {
+    /// Errors: not JSON, not an object, keys that mean nothing here.
+    pub fn read(line: &[u8]) -> Result<Request, Refusal> {
+        let value = serde_json::from_slice(line)
+            .map_err(|error| Refusal::usage(format!("not a line of JSON: {error}")))?;
+        let Value::Object(mut object) = value else {
+            return Err(Refusal::usage("not a JSON object"));
+        };
+        let id = object.remove("id");
+        let Some(Value::String(execute)) = object.remove("execute") else {
+            return Err(Refusal::usage("'execute' is missing or no text"));
+        };
+        let arguments = match object.remove("arguments") {
+            None => Map::new(),
+            Some(Value::Object(arguments)) => arguments,
+            Some(_) => return Err(Refusal::usage("'arguments' is no object")),
+        };
+        match object.keys().next() {
+            Some(key) => Err(Refusal::usage(format!("unknown key '{}'", key.escape_debug()))),
+            None => Ok(Request { execute, arguments, id }),
+        }
+    }
+}
+
+/// Why a request is not done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// QMP's class.
+    pub class: &'static str,
+    /// Why it was not done.
+    pub text: String,
+    /// What the user can do.
+    pub hint: Option<String>,
+    /// The exit code for the client.
+    pub exit: u8,
+}
+
+impl Refusal {
+    /// What was said makes no sense.
+    pub fn usage(text: impl Into<String>) -> Refusal {
+        Refusal { class: "GenericError", text: text.into(), hint: None, exit: Exit::Usage.code() }
+    }
+}
+
+impl From<Failure> for Refusal {
+    fn from(failure: Failure) -> Refusal {
+        Refusal {
+            class: "GenericError",
+            text: failure.message().to_owned(),
+            hint: failure.hint_text().map(str::to_owned),
+            exit: failure.code(),
+        }
+    }
+}
+
+/// The first line of a server.
+pub fn greeting() -> Value {
+    let version = env!("CARGO_PKG_VERSION");
+    json!({ "ringdisk": { "version": version, "protocol": VERSION, "tells-end": true } })
+}
+
+/// The last line of a server: how it ended.
+///
+/// * `exit`: the exit code of a process that serves nothing else.
+pub fn ended(exit: u8, text: &str) -> Value {
+    json!({ "ended": { "exit": exit, "desc": text } })
+}
+
+/// A line of the answer to the request with `id`.
+fn answer(id: Option<&Value>, key: &str, value: Value) -> Value {
+    let mut line = Map::new();
+    if let Some(id) = id {
+        line.insert(String::from("id"), id.clone());
+    }
+    line.insert(key.to_owned(), value);
+    Value::Object(line)
+}
+
+/// It is done.
+pub fn done(id: Option<&Value>, value: Value) -> Value {
+    answer(id, "return", value)
+}
+
+/// It is not done.
+pub fn refused(id: Option<&Value>, refusal: &Refusal) -> Value {
+    let mut error = json!({ "class": refusal.class, "desc": refusal.text, "exit": refusal.exit });
+    if let (Some(hint), Value::Object(error)) = (&refusal.hint, &mut error) {
+        error.insert(String::from("hint"), json!(hint));
+    }
+    answer(id, "error", error)
+}
+
+/// How far it is, bytes.
+pub fn progress(id: Option<&Value>, done: u64, total: u64) -> Value {
+    answer(id, "progress", json!({ "done": done, "total": total }))
+}
+
+/// What a client makes of a line.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Reply {
+    /// The first line of a server.
+    Greeting {
+        /// Version of the protocol.
+        protocol: u64,
+        /// It will say how it ends.
+        tells_end: bool,
+    },
+    /// The command was carried out; what it gives.
+    Done(Value),
+    /// The command was not carried out.
+    Refused {
+        /// Why.
+        text: String,
+        /// What the user can do.
+        hint: Option<String>,
+        /// The exit code for the client, if the server has one.
+        exit: Option<u8>,
+    },
+    /// How far the command is.
+    Progress {
+        /// Steps that are done.
+        done: u64,
+        /// Steps in all; 0: not known yet.
+        total: u64,
+    },
+    /// How the server ended; its last line.
+    Ended {
+        /// The exit code of the server.
+        exit: u8,
+        /// Why it ended.
+        text: String,
+    },
+}
+
+impl Reply {
+    /// `None`: not a line of this protocol.
+    pub fn read(line: &[u8]) -> Option<Reply> {
+        let value: Value = serde_json::from_slice(line).ok()?;
+        if let Some(greeting) = value.get("ringdisk") {
+            let protocol = greeting.get("protocol")?.as_u64()?;
+            let tells_end = greeting.get("tells-end") == Some(&Value::Bool(true));
+            return Some(Reply::Greeting { protocol, tells_end });
+        }
+        if let Some(ended) = value.get("ended") {
+            let exit = ended.get("exit")?.as_u64()?.try_into().ok()?;
+            let text = visible(ended.get("desc").and_then(Value::as_str).unwrap_or_default());
+            return Some(Reply::Ended { exit, text });
+        }
+        if let Some(value) = value.get("return") {
+            return Some(Reply::Done(value.clone()));
+        }
+        if let Some(progress) = value.get("progress") {
+            let number = |key| progress.get(key).and_then(Value::as_u64);
+            return Some(Reply::Progress { done: number("done")?, total: number("total")? });
+        }
+        let error = value.get("error")?;
+        let text = |key| error.get(key).and_then(Value::as_str).map(visible);
+        Some(Reply::Refused {
+            text: text("desc")?,
+            hint: text("hint"),
+            exit: error.get("exit").and_then(Value::as_u64).and_then(|exit| exit.try_into().ok()),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

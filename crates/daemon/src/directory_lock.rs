@@ -1,0 +1,58 @@
+//! The lock of a directory, for processes that change names in it one at a time.
+//!
+//! Promises: nobody waits for it for longer than it says. Whoever may read a directory may lock it
+//! and keep the lock (another user in `/run` or `/tmp`), so to have it is a help against honest
+//! processes that start at the same moment, and no condition for going on.
+
+use std::fs::File;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FlockOperation, OFlags, flock};
+use rustix::io::Errno;
+
+/// How long a start waits: many times what the start of another one takes.
+pub const START: Duration = Duration::from_secs(5);
+/// How long an end waits: the names are its own, and looked at before they go.
+pub const END: Duration = Duration::from_millis(500);
+/// How often one looks.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// Locks a directory until the value is dropped. `None`: it cannot be read, or others have had its
+/// lock for all of this time.
+pub fn lock(directory: &Path, limit: Duration) -> Option<File> {
+    let flags = (OFlags::DIRECTORY | OFlags::NONBLOCK).bits().cast_signed();
+    let directory = File::options().read(true).custom_flags(flags).open(directory).ok()?;
+    let end = Instant::now() + limit;
+    loop {
+        match flock(&directory, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Some(directory),
+            Err(Errno::WOULDBLOCK) if Instant::now() < end => thread::sleep(LOOK),
+            Err(Errno::INTR) => {}
+            Err(_) => return None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_that_others_keep_is_not_waited_for_without_end() {
+        let directory = tempfile::tempdir().expect("a directory");
+        assert!(lock(&directory.path().join("gone"), END).is_none());
+        let first = lock(directory.path(), END).expect("free");
+        let begun = Instant::now();
+        assert!(lock(directory.path(), END).is_none());
+        assert!(begun.elapsed() >= END);
+        let path = directory.path().to_owned();
+        let waits = thread::spawn(move || lock(&path, Duration::from_secs(60)).is_some());
+        thread::sleep(LOOK * 4);
+        assert!(!waits.is_finished());
+        drop(first);
+        assert!(waits.join().expect("no panic"));
+    }
+}

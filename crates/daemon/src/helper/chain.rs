@@ -1,0 +1,229 @@
+//! Images that the process inside may only read, and what their headers may name.
+//!
+//! A base may be below the disks of many, so a process that serves one of them has no right to
+//! write it. A `ringdisk ctl commit` writes it all the same: then the helper process opens it again
+//! for that, on the word of the user who asks, not on that of the process
+//! ([`crate::helper::approval`]). And a command that changes what a header names has the note of
+//! the names changed here ([`ringdisk_disk::names_note`]), which no call inside can change.
+//!
+//! Promises: only files that were in the chain when the process was confined, and that carry a note
+//! of their own names by then, are opened to be written; only while somebody who asked for it waits
+//! for the answer. What a note names is one of these files, or an overlay that was made here.
+
+use std::fs;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use ringdisk_disk::names_note::{NAME, Names};
+use ringdisk_sandbox::User;
+use rustix::fs::{CWD, Mode, OFlags, XattrFlags, getxattr, openat, setxattr};
+use rustix::io::Errno;
+
+use super::overlays::Id;
+use super::tasks::{Named, pin};
+use crate::helper::approval;
+use crate::helper::mark;
+
+/// Words of users that are held at a time: as many as there are clients of a control socket, for
+/// some disks.
+const WORDS_MAX: usize = 64;
+/// Longest note that is read, bytes; longer ones are none of ours.
+const NOTE_BYTES_MAX: usize = 32 << 10;
+
+/// A file of a chain.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Image {
+    /// The file.
+    pub named: Named,
+    /// What its header names, as [`Names::line`] has it.
+    pub names: String,
+    /// Where relative names in it start.
+    pub directory: PathBuf,
+}
+
+/// What is held of the chains. Outside.
+#[derive(Debug, Default)]
+pub(crate) struct Chain {
+    images: Vec<Held>,
+    /// Of users who wait for an answer.
+    words: Vec<OwnedFd>,
+}
+
+#[derive(Debug)]
+struct Held {
+    image: Image,
+    /// `O_PATH`: while it is open no other file gets its numbers.
+    file: OwnedFd,
+    /// It was opened to be written, and may be again until the process says that it needs it no
+    /// more.
+    is_granted: bool,
+}
+
+impl Held {
+    fn id(&self) -> Id {
+        self.image.named.1
+    }
+}
+
+impl Chain {
+    /// Takes hold of files. One whose name leads elsewhere by now is none.
+    pub(crate) fn hold(images: &[Image]) -> Chain {
+        let held = images.iter().filter_map(|image| {
+            let file = pin(&image.named.0, image.named.1)?;
+            Some(Held { image: image.clone(), file, is_granted: false })
+        });
+        Chain { images: held.collect(), words: Vec::new() }
+    }
+
+    /// A user's word, as the process passes it on: it counts while the user waits.
+    ///
+    /// Errors: EACCES: it is none.
+    pub(crate) fn hear(&mut self, word: Option<OwnedFd>, server: u32) -> Result<(), Errno> {
+        let word = word.filter(|word| approval::is_given(word, server)).ok_or(Errno::ACCESS)?;
+        self.words.retain(approval::lasts);
+        if self.words.len() >= WORDS_MAX {
+            return Err(Errno::DQUOT);
+        }
+        self.words.push(word);
+        Ok(())
+    }
+
+    fn has_word(&mut self) -> bool {
+        self.words.retain(approval::lasts);
+        !self.words.is_empty()
+    }
+
+    pub(crate) fn has(&self, id: Id) -> bool {
+        self.images.iter().any(|held| held.id() == id)
+    }
+
+    /// Opens a file to write it.
+    ///
+    /// * `maker`: who must be allowed to; `None`: this process.
+    /// * `mark`: it may become the image on top, which the next process of a kept mount opens to
+    ///   write; empty: there is none.
+    ///
+    /// Errors: EACCES: it is none of the chain; EKEYREJECTED: no user asks for that; those of
+    /// open(2).
+    pub(crate) fn write(
+        &mut self,
+        id: Id,
+        maker: Option<User>,
+        mark: &str,
+    ) -> Result<OwnedFd, Errno> {
+        let has_word = self.has_word();
+        let held = self.images.iter_mut().find(|held| held.id() == id).ok_or(Errno::ACCESS)?;
+        if !has_word && !held.is_granted {
+            return Err(Errno::KEYREJECTED);
+        }
+        let flags = OFlags::RDWR | OFlags::CLOEXEC;
+        let open = || openat(CWD, link(held.file.as_fd()), flags, Mode::empty());
+        let open = match maker {
+            Some(user) => user.look(open)??,
+            None => open()?,
+        };
+        // From here on its header may say anything. A file system that keeps no notes keeps none of
+        // others either.
+        if value(open.as_fd()) == Err(Errno::NODATA) {
+            let _ = set(open.as_fd(), &held.image.names);
+        }
+        if !mark.is_empty() {
+            let _ = mark::set(&open, mark);
+        }
+        held.is_granted = true;
+        Ok(open)
+    }
+
+    /// A file is written no more.
+    pub(crate) fn lower(&mut self, id: Id) {
+        if let Some(held) = self.images.iter_mut().find(|held| held.id() == id) {
+            held.is_granted = false;
+        }
+    }
+
+    pub(crate) fn forget(&mut self, id: Id) {
+        self.images.retain(|held| held.id() != id);
+    }
+
+    /// Changes the note of a file whose header names another backing file, or is about to.
+    ///
+    /// * `is_known`: whether a file is one that was made here.
+    ///
+    /// Errors: EACCES: it is none of the chain, or names what is none; EKEYREJECTED: no user asks
+    /// for that; those of setxattr(2).
+    pub(crate) fn note(
+        &mut self,
+        id: Id,
+        line: &[u8],
+        is_done: bool,
+        is_known: impl Fn(Id) -> bool,
+    ) -> Result<(), Errno> {
+        let has_word = self.has_word();
+        let held = self.images.iter().find(|held| held.id() == id).ok_or(Errno::ACCESS)?;
+        if !has_word {
+            return Err(Errno::KEYREJECTED);
+        }
+        let before = Names::parse(&held.image.names).unwrap_or_default();
+        let names =
+            checked(line, &before, &held.image.directory, |id| is_known(id) || self.has(id))?;
+        change(held.file.as_fd(), &names, is_done)?;
+        if is_done && let Some(held) = self.images.iter_mut().find(|held| held.id() == id) {
+            held.image.names = names;
+        }
+        Ok(())
+    }
+}
+
+/// What a header is said to name, if it is files that are known.
+///
+/// * `before`: what it named; its data file stays.
+/// * `directory`: where relative names start.
+///
+/// Errors: EACCES.
+pub(crate) fn checked(
+    line: &[u8],
+    before: &Names,
+    directory: &Path,
+    is_known: impl Fn(Id) -> bool,
+) -> Result<String, Errno> {
+    let line = std::str::from_utf8(line).map_err(|_| Errno::ACCESS)?;
+    let names = Names::parse(line).filter(|_| !line.contains('\n')).ok_or(Errno::ACCESS)?;
+    if names.has_data() && !names.has_same_data(before) {
+        return Err(Errno::ACCESS);
+    }
+    if names.has_backing() {
+        let path = names.backing_path().ok_or(Errno::ACCESS)?;
+        let meta = fs::metadata(directory.join(path)).map_err(|_| Errno::ACCESS)?;
+        if !is_known((meta.dev(), meta.ino())) {
+            return Err(Errno::ACCESS);
+        }
+    }
+    Ok(line.to_owned())
+}
+
+/// Sets the note of a file; with what it was before, if the header does not name that yet.
+pub(crate) fn change(file: BorrowedFd<'_>, line: &str, is_done: bool) -> Result<(), Errno> {
+    if is_done {
+        return set(file, line);
+    }
+    let before = value(file)?;
+    set(file, &format!("{}\n{line}", before.lines().next().unwrap_or_default()))
+}
+
+/// Errors: ENODATA: there is none.
+fn value(file: BorrowedFd<'_>) -> Result<String, Errno> {
+    let mut value = vec![0; NOTE_BYTES_MAX];
+    let len = getxattr(link(file), NAME, &mut value[..])?;
+    value.truncate(len);
+    String::from_utf8(value).map_err(|_| Errno::INVAL)
+}
+
+fn set(file: BorrowedFd<'_>, text: &str) -> Result<(), Errno> {
+    setxattr(link(file), NAME, text.as_bytes(), XattrFlags::empty())
+}
+
+/// By which an open file is reached again.
+fn link(fd: BorrowedFd<'_>) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", fd.as_raw_fd()))
+}

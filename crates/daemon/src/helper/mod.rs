@@ -1,0 +1,36 @@
+//! The helper process: it does for a confined process what that one may not do any more.
+//!
+//! Inside landlock nothing can be unmounted, and files can be removed only where all files of a
+//! directory can; and a process that may connect one socket may connect all. So before a process is
+//! confined it gives its helper a list of what it will need ([`Tasks`]), and asks for one of these
+//! when the time has come. An attacker who controls the confined process can ask for nothing else.
+//!
+//! Promises: the helper serves nothing and reads and writes no image; it does nothing unasked, and
+//! what it holds for a confined process it closes when that process ends, however that ends.
+//!
+//! The helper is a child of the serving process ([`process`]). The parent that keeps a mount
+//! (`--keep-mount`, [`crate::keep::holder`]) is another process: when it is killed, the serving
+//! process ends the mount cleanly, and the kernel lets a confined process unmount nothing.
+//!
+//! [`start`] starts this program anew as each of these; [`client`] is the confined process's side;
+//! [`tasks`], [`overlays`] and [`chain`] are the helper's.
+
+pub mod approval;
+pub mod chain;
+pub mod client;
+pub mod mark;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod model;
+pub mod ours;
+pub mod overlays;
+pub mod process;
+pub mod session;
+pub mod speaker;
+pub mod start;
+pub mod tasks;
+mod wire;
+
+pub use client::Helper;
+pub use ours::{connect, is_for_helper, leave, may_be, remove_file, say, users};
+pub use process::run;
+pub use tasks::{Named, Tasks, named, pin};

@@ -1,0 +1,280 @@
+//! New overlays of a process in its sandbox.
+//!
+//! Inside, only the images can be opened that were there when the process entered; nothing else of
+//! their directories. So the helper process makes the overlay of a `ringdisk ctl snapshot`, and
+//! opens it again when a command needs that (`opener.rs` asks for it).
+//!
+//! Promises: directories and files are those that it has descriptors of; what they are called
+//! counts when one is made or removed only. A file that was there is never opened, changed or
+//! removed: only what was made here is opened again, or removed while its name still leads to it.
+//! No descriptor that could hold a lock stays here, and none of a file or directory that is of no
+//! disk any more. There is a limit to how many are made.
+//!
+//! Orders: a letter and fields between zero bytes, the first two of which are device and inode
+//! number of a directory or file. The answer to one that fails has the errno in it.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+use std::rc::Rc;
+
+use ringdisk_disk::names_note::Names;
+use ringdisk_sandbox::User;
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, fstat, openat, statat, unlinkat};
+use rustix::io::Errno;
+
+use super::chain::{self, Chain, Image};
+use super::tasks::{Answer, DONE, Named, REFUSED, pin};
+use crate::helper::mark;
+
+/// Makes a file; after the numbers of the directory comes its name.
+pub(crate) const MAKE: u8 = b'o';
+/// Opens a file again, to read it only.
+pub(crate) const READ: u8 = b'r';
+/// The same to read and write it.
+pub(crate) const WRITE: u8 = b'w';
+/// Removes a file.
+pub(crate) const REMOVE: u8 = b'x';
+/// Makes the names of a directory durable.
+pub(crate) const SYNC: u8 = b'y';
+/// A file is written no more.
+pub(crate) const LOWER: u8 = b'q';
+/// The header of an image names another backing file; after the numbers comes the line of its note.
+pub(crate) const NOTE: u8 = b'n';
+/// The same, before it does.
+pub(crate) const NOTE_BOTH: u8 = b'b';
+/// A file is of no disk any more.
+pub(crate) const FORGET: u8 = b'z';
+/// A disk that had its overlays in a directory is served no longer.
+pub(crate) const LEAVE: u8 = b'l';
+
+/// Files that are held at a time: a chain has 256 images at most, and a process has 1024
+/// descriptors where nobody says otherwise.
+pub(crate) const HELD_MAX: usize = 512;
+/// Files that are made while the process serves: one each ten minutes for a year.
+pub(crate) const MADE_MAX: u32 = 1 << 16;
+
+/// Device and inode number.
+pub(crate) type Id = (u64, u64);
+
+/// What is held for new overlays. Outside.
+#[derive(Debug, Default)]
+pub(crate) struct Overlays {
+    /// One for each disk.
+    directories: Vec<(Id, Rc<OwnedFd>)>,
+    files: Vec<Made>,
+    /// Files that were made.
+    count: u32,
+    /// Who makes them; `None`: this process.
+    maker: Option<User>,
+    /// What they are marked with; empty: nothing.
+    mark: String,
+    /// What was there before.
+    pub(crate) below: Chain,
+}
+
+/// A file that was made here.
+#[derive(Debug)]
+struct Made {
+    id: Id,
+    directory: Rc<OwnedFd>,
+    name: Vec<u8>,
+    /// `O_PATH`: while it is open no other file gets these numbers.
+    file: OwnedFd,
+}
+
+impl Overlays {
+    /// Takes hold of directories. One whose name leads elsewhere by now is none.
+    ///
+    /// * `maker`: who must be allowed to make files there, and owns them; `None`: this process.
+    /// * `mark`: what they are marked with; empty: nothing.
+    /// * `images`: of the chains.
+    pub(crate) fn hold(
+        directories: &[Named],
+        maker: Option<User>,
+        mark: &str,
+        images: &[Image],
+    ) -> Overlays {
+        let held = directories.iter().filter_map(|(path, id)| {
+            let directory = pin(path, *id).filter(|fd| is_of_type(fd, FileType::Directory))?;
+            Some((*id, Rc::new(directory)))
+        });
+        Overlays {
+            directories: held.collect(),
+            maker,
+            mark: mark.to_owned(),
+            below: Chain::hold(images),
+            ..Overlays::default()
+        }
+    }
+
+    /// Does what an order asks for. `None`: it is none of these.
+    pub(crate) fn carry_out(&mut self, what: u8, fields: &[u8]) -> Option<Answer> {
+        if ![MAKE, READ, WRITE, REMOVE, SYNC, FORGET, LEAVE, LOWER, NOTE, NOTE_BOTH].contains(&what)
+        {
+            return None;
+        }
+        let Some((id, rest)) = numbers(fields) else { return Some(answer(Err(Errno::INVAL))) };
+        // Where there is no name, nothing may stand in its place.
+        if ![MAKE, NOTE, NOTE_BOTH].contains(&what) && !rest.is_empty() {
+            return Some(answer(Err(Errno::INVAL)));
+        }
+        Some(match what {
+            MAKE => answer(self.make(id, rest).map(Some)),
+            READ => answer(self.again(id, OFlags::RDONLY).map(Some)),
+            WRITE if self.made(id).is_err() => {
+                answer(self.below.write(id, self.maker, &self.mark).map(Some))
+            }
+            WRITE => answer(self.again(id, OFlags::RDWR).map(Some)),
+            NOTE => answer(self.note(id, rest, true).map(|()| None)),
+            NOTE_BOTH => answer(self.note(id, rest, false).map(|()| None)),
+            LOWER => {
+                self.below.lower(id);
+                answer(Ok(None))
+            }
+            REMOVE => answer(self.remove(id).map(|()| None)),
+            SYNC => answer(self.sync(id).map(|()| None)),
+            FORGET => {
+                self.files.retain(|made| made.id != id);
+                self.below.forget(id);
+                answer(Ok(None))
+            }
+            _ => {
+                if let Some(at) = self.directories.iter().position(|(held, _)| *held == id) {
+                    self.directories.remove(at);
+                }
+                answer(Ok(None))
+            }
+        })
+    }
+
+    fn directory(&self, id: Id) -> Result<&Rc<OwnedFd>, Errno> {
+        let held = self.directories.iter().find(|(held, _)| *held == id);
+        held.map(|(_, directory)| directory).ok_or(Errno::ACCESS)
+    }
+
+    fn made(&self, id: Id) -> Result<usize, Errno> {
+        self.files.iter().position(|made| made.id == id).ok_or(Errno::ACCESS)
+    }
+
+    fn make(&mut self, directory: Id, name: &[u8]) -> Result<OwnedFd, Errno> {
+        let directory = Rc::clone(self.directory(directory)?);
+        if !is_component(name) {
+            return Err(Errno::ACCESS);
+        }
+        if self.files.len() >= HELD_MAX || self.count >= MADE_MAX {
+            return Err(Errno::DQUOT);
+        }
+        // As `ringdisk-storage` makes one; the umask is the one that we were started with.
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL;
+        let more = OFlags::NOFOLLOW | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let parent = directory.as_fd();
+        let open = || openat(parent, name, flags | more, Mode::from_raw_mode(0o644));
+        let open = match self.maker {
+            Some(user) => user.look(open)??,
+            None => open()?,
+        };
+        self.count += 1;
+        if !self.mark.is_empty() {
+            // Where it cannot be marked, the next process of the mount does not go on with it, and
+            // says so.
+            let _ = mark::set(&open, &self.mark);
+        }
+        // Until it is said what it names it names nothing.
+        let _ = chain::change(open.as_fd(), &Names::default().line(), true);
+        let held = fstat(&open).and_then(|stat| {
+            let flags = OFlags::PATH | OFlags::CLOEXEC;
+            let file = openat(CWD, link(open.as_fd()), flags, Mode::empty())?;
+            let (id, directory) = ((stat.st_dev, stat.st_ino), Rc::clone(&directory));
+            Ok(Made { id, directory, name: name.to_vec(), file })
+        });
+        match held {
+            Ok(made) => {
+                self.files.push(made);
+                Ok(open)
+            }
+            Err(errno) => {
+                let stat = fstat(&open)?;
+                let _ = unlink(&directory, name, (stat.st_dev, stat.st_ino));
+                Err(errno)
+            }
+        }
+    }
+
+    fn again(&self, id: Id, access: OFlags) -> Result<OwnedFd, Errno> {
+        let made = &self.files[self.made(id)?];
+        openat(CWD, link(made.file.as_fd()), access | OFlags::CLOEXEC, Mode::empty())
+    }
+
+    /// Changes the note of the names of an image. A file that was made here names what the process
+    /// says as long as that is known.
+    fn note(&mut self, id: Id, line: &[u8], is_done: bool) -> Result<(), Errno> {
+        let made: Vec<Id> = self.files.iter().map(|made| made.id).collect();
+        let Ok(index) = self.made(id) else {
+            return self.below.note(id, line, is_done, |id| made.contains(&id));
+        };
+        let file = &self.files[index];
+        let is_known = |id| made.contains(&id) || self.below.has(id);
+        let directory = link(file.directory.as_fd());
+        let line = chain::checked(line, &Names::default(), &directory, is_known)?;
+        chain::change(file.file.as_fd(), &line, is_done)
+    }
+
+    fn remove(&mut self, id: Id) -> Result<(), Errno> {
+        let made = self.files.swap_remove(self.made(id)?);
+        unlink(&made.directory, &made.name, id)
+    }
+
+    fn sync(&self, id: Id) -> Result<(), Errno> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let open = openat(&**self.directory(id)?, c".", flags, Mode::empty())?;
+        match rustix::fs::fsync(&open) {
+            // A file system that has no such thing.
+            Err(Errno::INVAL) => Ok(()),
+            result => result,
+        }
+    }
+}
+
+/// Removes a file whose name leads to it.
+fn unlink(directory: &OwnedFd, name: &[u8], id: Id) -> Result<(), Errno> {
+    let now = statat(directory, name, AtFlags::SYMLINK_NOFOLLOW)?;
+    match (now.st_dev, now.st_ino) == id {
+        true => unlinkat(directory, name, AtFlags::empty()),
+        false => Err(Errno::NOENT),
+    }
+}
+
+fn answer(result: Result<Option<OwnedFd>, Errno>) -> Answer {
+    match result {
+        Ok(fd) => Answer { fd, ..Answer::new(DONE, "") },
+        Err(errno) => Answer::new(REFUSED, errno.raw_os_error().to_string()),
+    }
+}
+
+fn is_of_type(fd: &OwnedFd, wanted: FileType) -> bool {
+    fstat(fd).is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == wanted)
+}
+
+/// By which an open file is opened again.
+fn link(fd: BorrowedFd<'_>) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", fd.as_raw_fd()))
+}
+
+/// Whether a name leads to something in a directory, and nowhere else.
+pub(crate) fn is_component(name: &[u8]) -> bool {
+    !name.is_empty()
+        && name != b"."
+        && name != b".."
+        && !name.iter().any(|byte| b"/\0".contains(byte))
+}
+
+/// The two numbers at the beginning, and what follows them.
+fn numbers(fields: &[u8]) -> Option<(Id, &[u8])> {
+    let mut parts = fields.splitn(3, |byte| *byte == 0);
+    let mut number = || std::str::from_utf8(parts.next()?).ok()?.parse::<u64>().ok();
+    let id = (number()?, number()?);
+    Some((id, parts.next().unwrap_or_default()))
+}
+
+#[cfg(test)]
+mod tests;

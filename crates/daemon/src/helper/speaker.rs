@@ -1,0 +1,43 @@
+//! What the helper process tells a service manager for the process inside.
+//!
+//! A datagram socket sends to every name of the machine, with descriptors and as the user of its
+//! process, and no filter sees to whom: names are in memory. So the process inside has none. It
+//! asks the helper process for one of a few words, and the helper process makes the message of it:
+//! of a text one line of printable characters, the pid of its own parent, never a descriptor.
+//! Whoever has taken the process over can lie to the manager about this service, and reaches nobody
+//! else.
+//!
+//! A manager hears the main process of a service only, unless it is told otherwise (`NotifyAccess=`
+//! of systemd), and that is not the helper process. Root may speak in the name of another process
+//! (`SCM_CREDENTIALS`, unix(7)); for others the main process itself says that it is ready and
+//! closes its socket with that, and what comes later is heard with `NotifyAccess=all`.
+
+use super::tasks::SAY;
+use crate::notify::{Notify, Word};
+
+/// An order to the helper process, which gives no answer.
+pub(crate) fn order(word: Word, text: &str) -> Vec<u8> {
+    [&[SAY, word.letter()], word.bounded(text).as_bytes()].concat()
+}
+
+/// The helper process's side.
+#[derive(Debug)]
+pub(crate) struct Speaker(Notify);
+
+impl Speaker {
+    /// For the process that the helper process is for, with the manager of its environment.
+    ///
+    /// * `pid`: of that process.
+    pub(crate) fn new(pid: u32) -> Speaker {
+        Speaker(Notify::in_the_name_of(pid))
+    }
+
+    /// Says what an order asks for; what is no word of these is not said.
+    pub(crate) fn say(&self, order: &[u8]) {
+        if let Some((letter, text)) = order.split_first()
+            && let Some(word) = Word::of(*letter)
+        {
+            self.0.say(word, &String::from_utf8_lossy(text));
+        }
+    }
+}

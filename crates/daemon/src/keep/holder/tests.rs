@@ -1,0 +1,104 @@
+use std::os::fd::AsRawFd;
+
+use super::*;
+
+fn holder() -> Holder {
+    Holder {
+        signals: Signals { wake: UnixStream::pair().expect("sockets").0, came: Vec::new() },
+        manager: Notify::from_environment(),
+        parked: vec![(String::from("x"), tempfile::tempfile().expect("file").into())],
+        is_parked: false,
+        mountpoint: None,
+        before: MountpointState::of(Path::new("/nowhere")),
+        pidfile_path: None,
+        pidfile: None,
+        background: None,
+        is_ready: true,
+        is_stopping: false,
+        is_at_once: false,
+        insist: Insist::default(),
+        stops: false,
+        serves_since: Some(Instant::now()),
+        served: Duration::ZERO,
+        restarts: VecDeque::new(),
+    }
+}
+
+const KILLED: i32 = 9;
+/// As wait(2) has it: the code is in the second byte.
+const CODE: i32 = 256;
+
+#[test]
+fn who_dies_is_replaced_and_who_ends_is_not() {
+    let mut holder = holder();
+    assert_eq!(holder.next(ExitStatus::from_raw(KILLED)), Next::Again);
+    assert_eq!(holder.next(ExitStatus::from_raw(PANICKED * CODE)), Next::Again);
+    assert_eq!(holder.next(ExitStatus::from_raw(0)), Next::End(0));
+    assert_eq!(holder.next(ExitStatus::from_raw(12 * CODE)), Next::End(12));
+}
+
+#[test]
+fn nobody_is_replaced_before_the_mount_is_ready_or_after_a_stop() {
+    let stopping = Holder { stops: true, ..holder() };
+    let starting = Holder { is_ready: false, ..holder() };
+    for mut holder in [stopping, starting] {
+        assert_eq!(holder.next(ExitStatus::from_raw(KILLED)), Next::GiveUp);
+    }
+}
+
+#[test]
+fn who_dies_too_often_is_given_up() {
+    let mut holder = holder();
+    let next = |holder: &mut Holder| holder.next(ExitStatus::from_raw(KILLED));
+    assert!((0..RESTARTS_MAX).all(|_| next(&mut holder) == Next::Again));
+    assert_eq!(next(&mut holder), Next::GiveUp);
+    holder.serves_since = Instant::now().checked_sub(WINDOW + Duration::from_millis(1));
+    assert_eq!(next(&mut holder), Next::Again);
+}
+
+#[test]
+fn time_in_which_nobody_serves_does_not_count() {
+    let mut holder = holder();
+    let mut next = || {
+        std::thread::sleep(Duration::from_millis(2));
+        holder.serves_since = None;
+        holder.next(ExitStatus::from_raw(KILLED))
+    };
+    assert!((0..RESTARTS_MAX).all(|_| next() == Next::Again));
+    assert_eq!((next(), holder.served), (Next::GiveUp, Duration::ZERO));
+}
+
+#[test]
+fn a_mount_that_is_parked_as_a_whole_takes_no_descriptor_any_more() {
+    let mut holder = holder();
+    let file = || vec![OwnedFd::from(tempfile::tempfile().expect("file"))];
+    holder.hear("FDSTORE=1\nFDNAME=ringdisk-fuse-0\nFDPOLL=0", file()).expect("kept");
+    holder.hear("BARRIER=1", file()).expect("closed");
+    let ours: Vec<i32> = holder.parked.iter().map(|(_, fd)| fd.as_raw_fd()).collect();
+    for name in ["ringdisk-fuse-0", "ringdisk-fuse-1", "ringdisk-state"] {
+        holder.hear(&format!("FDSTORE=1\nFDNAME={name}"), file()).expect("ignored");
+    }
+    let now: Vec<i32> = holder.parked.iter().map(|(_, fd)| fd.as_raw_fd()).collect();
+    assert_eq!(now, ours);
+}
+
+#[test]
+fn words_of_the_serving_process_are_taken_apart() {
+    let mut holder = holder();
+    holder.is_ready = false;
+    let file = || vec![OwnedFd::from(tempfile::tempfile().expect("file"))];
+    holder.hear("FDSTORE=1\nFDNAME=ringdisk-a\nFDPOLL=0", file()).expect("kept");
+    holder.hear("FDSTORE=1\nFDNAME=ringdisk-a\nFDPOLL=0", file()).expect("replaced");
+    holder.hear("BARRIER=1", file()).expect("closed");
+    holder.hear("STATUS=READY=1", Vec::new()).expect("a status");
+    holder.hear("FDSTORE=1\nFDNAME=ringdisk-a\nFDPOLL=0", Vec::new()).expect("too late");
+    holder.hear("FDSTORE=1\nFDNAME=ringdisk-b\nFDPOLL=0", file()).expect("too late");
+    assert_eq!((holder.parked.len(), holder.is_ready), (2, false));
+    holder.hear("READY=1\nSTATUS=x", Vec::new()).expect("ready");
+    assert!(holder.is_ready);
+    holder.hear("STOPPING=1", Vec::new()).expect("stops");
+    assert_eq!(holder.next(ExitStatus::from_raw(KILLED)), Next::GiveUp);
+    holder.hear("X_RINGDISK_IN_USE=1\nSTATUS=x", Vec::new()).expect("in use");
+    assert_eq!(holder.next(ExitStatus::from_raw(KILLED)), Next::Again);
+    assert!(holder.is_stopping, "the next process stops too");
+}

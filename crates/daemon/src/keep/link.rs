@@ -1,0 +1,164 @@
+//! Between the process that keeps a mount and the one that serves it: a socket pair, whose end is
+//! the serving process's standard input.
+//!
+//! Promises: no descriptor goes to any other process; everything received is close-on-exec; when
+//! one of the two ends, however, the other sees the end of the socket. To the serving process goes
+//! one message, the parked descriptors with their names (`FDNAMES=a:b`); from it come those of
+//! sd_notify(3).
+
+use std::io::{self, IoSlice};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::process::Child;
+
+use ringdisk_messages::{Message, Wait};
+use rustix::io::Errno;
+
+use crate::failure::{Exit, Failure};
+use crate::helper::start::{Role, take_socket};
+use crate::notify::Notify;
+
+/// Set when a service manager listens to the parent.
+const MANAGED: &str = "RINGDISK_MANAGED";
+/// Longest message, bytes: names of all descriptors, or a line about a mount with a long path.
+const MESSAGE_BYTES_MAX: usize = 16 << 10;
+
+/// Descriptors with their names.
+pub(super) type Named = Vec<(String, OwnedFd)>;
+
+/// What came over the socket.
+#[derive(Debug)]
+pub(super) enum Received {
+    /// Text and descriptors.
+    Message(String, Vec<OwnedFd>),
+    /// Nothing at the moment.
+    Nothing,
+    /// The other process is gone.
+    End,
+}
+
+/// Whether a service manager waits for the end of this process, or of the one that keeps its mount.
+pub fn is_managed() -> bool {
+    ["NOTIFY_SOCKET", MANAGED].iter().any(|name| std::env::var_os(name).is_some())
+}
+
+/// Starts the program anew, with our own arguments, to serve. Gives our end of the socket, which
+/// does not block.
+///
+/// * `directory`: where the arguments are to be understood.
+/// * `parked`: what the process before it has left.
+///
+/// Errors: those of the system; without `/proc` it cannot be done.
+pub(super) fn spawn(
+    directory: &Path,
+    parked: &[(String, OwnedFd)],
+) -> io::Result<(OwnedFd, Child)> {
+    let names: Vec<&str> = parked.iter().map(|(name, _)| name.as_str()).collect();
+    let descriptors: Vec<BorrowedFd<'_>> = parked.iter().map(|(_, fd)| fd.as_fd()).collect();
+    Role::Kept.start_again(|command, socket| {
+        rustix::io::ioctl_fionbio(socket, true)?;
+        command
+            .current_dir(directory)
+            // It talks to this process.
+            .env_remove("NOTIFY_SOCKET")
+            .env_remove("FDSTORE")
+            .envs(is_managed().then_some((MANAGED, "1")));
+        send(socket.as_fd(), &format!("FDNAMES={}", names.join(":")), &descriptors)
+    })
+}
+
+/// Takes the socket from standard input, and what is parked.
+///
+/// Errors: those of the system; the process that keeps the mount is gone.
+pub(super) fn enter() -> Result<(Notify, OwnedFd, Named), Failure> {
+    let enter = || -> io::Result<_> {
+        let socket = take_socket()?;
+        let Received::Message(text, descriptors) = receive(socket.as_fd())? else {
+            return Err(io::Error::from(io::ErrorKind::UnexpectedEof));
+        };
+        let names = text.strip_prefix("FDNAMES=").unwrap_or_default().split(':');
+        let parked = names.map(str::to_owned).zip(descriptors).collect();
+        Ok((Notify::over(socket.try_clone()?), socket, parked))
+    };
+    enter().map_err(|error| {
+        Failure::system(
+            "nothing is heard from the process that keeps the mount",
+            &error,
+            Exit::General,
+        )
+    })
+}
+
+/// Waits until the other process is gone.
+pub(super) fn wait_for_end(socket: &OwnedFd) {
+    while !matches!(receive(socket.as_fd()), Ok(Received::End) | Err(_)) {}
+}
+
+/// Sends one message.
+///
+/// Errors: those of sendmsg(2).
+pub(super) fn send(
+    socket: BorrowedFd<'_>,
+    text: &str,
+    descriptors: &[BorrowedFd<'_>],
+) -> io::Result<()> {
+    let pieces = [IoSlice::new(text.as_bytes())];
+    ringdisk_messages::send(socket, &pieces, descriptors, Wait::Forever)?;
+    Ok(())
+}
+
+/// Receives one message.
+///
+/// Errors: EMFILE when descriptors were lost; those of recvmsg(2), but for a socket that does not
+/// block and has nothing.
+pub(super) fn receive(socket: BorrowedFd<'_>) -> io::Result<Received> {
+    let mut bytes = vec![0; MESSAGE_BYTES_MAX];
+    let message = loop {
+        let received = ringdisk_messages::receive(socket, &mut bytes, Wait::Forever);
+        match received.and_then(Message::whole) {
+            Err(Errno::AGAIN) => return Ok(Received::Nothing),
+            Err(Errno::CONNRESET) => return Ok(Received::End),
+            // No process of this version sends one, and the next one counts.
+            Err(Errno::MSGSIZE) => tracing::warn!("a message that is too long is left out"),
+            message => break message?,
+        }
+    };
+    if message.is_end() {
+        return Ok(Received::End);
+    }
+    let text = String::from_utf8_lossy(bytes.get(..message.len).unwrap_or_default()).into_owned();
+    Ok(Received::Message(text, message.descriptors))
+}
+
+#[cfg(test)]
+mod tests {
+    use ringdisk_messages::pair;
+    use rustix::net::SocketType;
+
+    use super::*;
+
+    fn sockets() -> (OwnedFd, OwnedFd) {
+        pair(SocketType::SEQPACKET).expect("sockets")
+    }
+
+    #[test]
+    fn descriptors_arrive_with_the_text_and_the_end_is_seen() {
+        let (ours, theirs) = sockets();
+        let file = tempfile::tempfile().expect("file");
+        send(ours.as_fd(), "FDNAMES=a:b", &[file.as_fd(), file.as_fd()]).expect("send");
+        drop(ours);
+        let Received::Message(text, descriptors) = receive(theirs.as_fd()).expect("receive") else {
+            panic!("no message");
+        };
+        assert_eq!((text.as_str(), descriptors.len()), ("FDNAMES=a:b", 2));
+        assert!(matches!(receive(theirs.as_fd()).expect("receive"), Received::End));
+        wait_for_end(&theirs);
+    }
+
+    #[test]
+    fn a_socket_that_does_not_block_says_that_there_is_nothing() {
+        let (ours, _theirs) = sockets();
+        rustix::io::ioctl_fionbio(&ours, true).expect("a setting");
+        assert!(matches!(receive(ours.as_fd()).expect("receive"), Received::Nothing));
+    }
+}

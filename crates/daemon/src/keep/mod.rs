@@ -1,0 +1,282 @@
+//! A mount that outlives the process that serves it (`--keep-mount`).
+//!
+//! Promises: every descriptor of the mount, and what else the next process needs, is with somebody
+//! who does not serve; a process that finds them there goes on with that mount, and no request is
+//! lost.
+//!
+//! Who keeps them ([`role`]):
+//! - a service manager with a place for descriptors (`FDSTORE=1` of sd_notify(3)), which gives them
+//!   to the next process it starts (`LISTEN_FDS`);
+//! - else a small parent of our own ([`holder`]), which starts the next process itself.
+//!
+//! Both are told in the same words (`notify.rs`); only the way back differs.
+
+pub mod holder;
+mod link;
+pub mod sealed;
+pub mod slots;
+mod state;
+
+use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+pub use link::is_managed;
+use ringdisk_fuse::kept::{Ended, Keep, Parked, ended};
+use ringdisk_fuse::mount::inherited;
+pub use state::State;
+use state::StateFile;
+
+use crate::failure::{Exit, Failure};
+use crate::helper::start::Role as Started;
+use crate::mount_lock;
+use crate::notify::{DESCRIPTORS, Notify};
+use crate::terminal;
+
+const STATE: &str = "ringdisk-state";
+const ORIGIN: &str = "ringdisk-origin";
+const ALIVE: &str = "ringdisk-alive";
+const DEVICE: &str = "ringdisk-fuse-";
+
+/// What this process is.
+#[derive(Debug)]
+pub enum Role {
+    /// It serves, and somebody keeps the mount.
+    Serves(Kept),
+    /// It keeps the mount, and another one serves.
+    Holds,
+}
+
+/// The descriptors of a mount whose process is gone.
+#[derive(Debug)]
+pub struct Found {
+    /// What the mount was made with.
+    first: State,
+    state: StateFile,
+    alive: Option<File>,
+    devices: Vec<OwnedFd>,
+}
+
+/// The serving side of a kept mount.
+#[derive(Debug)]
+pub struct Kept {
+    /// Whoever keeps the mount, and hears how we are.
+    pub notify: Arc<Notify>,
+    /// The holder's socket: it ends with the holder.
+    holder: Option<OwnedFd>,
+    state: StateFile,
+    found: Option<Box<Resumed>>,
+    /// Names of what was parked, to be forgotten at the end.
+    names: Vec<String>,
+}
+
+/// Who keeps the mount of `--keep-mount`.
+///
+/// * `is_background`: it is to run in the background.
+/// * `queues`: connections that the mount has at most, each with a descriptor.
+///
+/// Errors: `Unsupported` over io_uring; what was parked cannot be used.
+pub fn role(is_background: bool, queues: usize) -> Result<Role, Failure> {
+    if Started::Kept.is_ours() {
+        let (notify, holder, parked) = link::enter()?;
+        return Ok(Role::Serves(Kept::new(notify, Some(holder), found(parked)?)?));
+    }
+    if Started::Kept.is_orphaned() {
+        return Err(Failure::new(
+            Exit::General,
+            "the process that keeps the mount was gone before this one could serve it: the mount has ended",
+        ));
+    }
+    let notify = Notify::from_environment();
+    let parked = inherited::take(DESCRIPTORS);
+    let names: Vec<String> = parked.iter().map(|(name, _)| name.clone()).collect();
+    let found = found(parked)?;
+    if found.is_none() && !names.is_empty() {
+        // A mount whose process died before it had parked everything. With the last descriptor it
+        // ends, and a new one is made.
+        names.iter().for_each(|name| notify.unstore(name));
+        let _ = notify.barrier();
+    }
+    // What is kept stays where it is, whether or not there would be room for more.
+    if found.is_none() && (is_background || !manager_keeps(queues)) {
+        return Ok(Role::Holds);
+    }
+    Ok(Role::Serves(Kept::new(notify, None, found)?))
+}
+
+/// Whether a service manager has room for all our descriptors. `FDSTORE` is set by systemd 254 and
+/// newer.
+fn manager_keeps(queues: usize) -> bool {
+    let Some(room) = std::env::var("FDSTORE").ok().and_then(|text| text.parse::<usize>().ok())
+    else {
+        return false;
+    };
+    if std::env::var_os("NOTIFY_SOCKET").is_none() {
+        return false;
+    }
+    let needed = queues + 3;
+    if room < needed {
+        terminal::warn(format_args!(
+            "the service manager keeps {room} descriptors and the mount may need {needed}, so a process of our own keeps them; \
+             set FileDescriptorStoreMax={needed}"
+        ));
+    }
+    room >= needed
+}
+
+/// Sorts parked descriptors out; `None`: there are none, or not all.
+///
+/// Errors: their state is of another version, or cannot be read.
+fn found(parked: link::Named) -> Result<Option<Found>, Failure> {
+    let (mut origin, mut state, mut alive, mut devices) = (None, None, None, Vec::new());
+    for (name, descriptor) in parked {
+        match name.strip_prefix(DEVICE).map(str::parse::<usize>) {
+            Some(Ok(number)) => devices.push((number, descriptor)),
+            _ if name == ORIGIN => origin = Some(descriptor),
+            _ if name == STATE => state = Some(descriptor),
+            _ if name == ALIVE => alive = Some(File::from(descriptor)),
+            _ => tracing::debug!("a descriptor named '{name}' is not known"),
+        }
+    }
+    let both = state.zip(origin).filter(|_| !devices.is_empty());
+    let Some((state, origin)) = both else { return Ok(None) };
+    devices.sort_by_key(|(number, _)| *number);
+    let devices: Vec<OwnedFd> = devices.into_iter().map(|(_, device)| device).collect();
+    let first = State::sealed(&origin)?;
+    let is_whole = first.devices() == devices.len();
+    let state = StateFile::open(state, first.clone())?;
+    Ok(is_whole.then_some(Found { first, state, alive, devices }))
+}
+
+/// A mount to go on with.
+#[derive(Debug)]
+struct Resumed {
+    first: State,
+    alive: Option<File>,
+    parked: Arc<Parked>,
+}
+
+impl Found {
+    /// What the export wants to know.
+    fn parked(self) -> (StateFile, Resumed) {
+        let parked = Parked { terms: self.first.terms(), devices: self.devices };
+        (self.state, Resumed { first: self.first, alive: self.alive, parked: Arc::new(parked) })
+    }
+}
+
+impl Kept {
+    fn new(notify: Notify, holder: Option<OwnedFd>, found: Option<Found>) -> Result<Kept, Failure> {
+        let cannot =
+            |error| Failure::system("no memory for the state of the mount", &error, Exit::Limit);
+        let (state, found) = match found.map(Found::parked) {
+            Some((state, found)) => (state, Some(Box::new(found))),
+            None => (StateFile::make().map_err(cannot)?, None),
+        };
+        Ok(Kept { notify: Arc::new(notify), holder, state, found, names: Vec::new() })
+    }
+
+    /// The mount to go on with, if there is one.
+    pub fn resumed(&self) -> Option<(State, Arc<Parked>)> {
+        let found = self.found.as_ref()?;
+        Some((self.state.state()?, Arc::clone(&found.parked)))
+    }
+
+    /// What the mount to go on with was made with, as was said before anybody was confined.
+    pub fn first(&self) -> Option<&State> {
+        self.found.as_ref().map(|found| &found.first)
+    }
+
+    /// Signals are taken from now on.
+    pub fn listens(&self) {
+        self.notify.status("opening the image");
+    }
+
+    /// Whether a process of ours keeps the mount: it also has the pid file.
+    pub fn has_holder(&self) -> bool {
+        self.holder.is_some()
+    }
+
+    /// The lock that says that the mount is served, if the process before us took it.
+    pub fn take_alive(&mut self) -> Option<File> {
+        self.found.as_mut()?.alive.take()
+    }
+
+    /// How the mount of the process before us has ended; `None`: it has not, or there is none.
+    pub fn ended(&self) -> Option<Ended> {
+        let found = self.found.as_ref()?;
+        let record = self.state.record().ok()?;
+        ended(&found.parked, &record)
+    }
+
+    /// For the export.
+    ///
+    /// Errors: no descriptor, no memory.
+    pub fn keep(&self) -> Result<Keep, Failure> {
+        let cannot = |error| Failure::system("the state of the mount", &error, Exit::Limit);
+        let record = Arc::new(self.state.record().map_err(cannot)?);
+        Ok(Keep { record, resume: self.found.as_ref().map(|found| Arc::clone(&found.parked)) })
+    }
+
+    /// Where the state is written.
+    pub fn state_file(&self) -> StateFile {
+        self.state.clone()
+    }
+
+    /// Gives everything to whoever keeps it. When this returns, the process may be killed.
+    ///
+    /// Errors: it was not taken.
+    pub fn park(
+        &mut self,
+        parked: &Parked,
+        state: State,
+        alive: Option<&File>,
+    ) -> Result<(), Failure> {
+        let cannot = |error| {
+            Failure::system("nobody keeps the descriptors of the mount", &error, Exit::General)
+                .hint("leave --keep-mount away")
+        };
+        let origin = state.seal().map_err(cannot)?;
+        self.state.write(state)?;
+        let mut all = vec![
+            (ORIGIN.to_owned(), origin.as_fd()),
+            (STATE.to_owned(), self.state.descriptor().as_fd()),
+        ];
+        all.extend(alive.map(|file| (ALIVE.to_owned(), file.as_fd())));
+        let devices = parked.devices.iter().enumerate();
+        all.extend(devices.map(|(number, device)| (format!("{DEVICE}{number}"), device.as_fd())));
+        for (name, descriptor) in all {
+            self.notify.store(&name, descriptor).map_err(cannot)?;
+            self.names.push(name);
+        }
+        self.notify.barrier().map_err(cannot)
+    }
+
+    /// Calls `stop` when the process that keeps the mount is gone: nobody would start another one.
+    pub fn watch(&self, stop: impl FnOnce() + Send + 'static) {
+        let Some(holder) = self.holder.as_ref().and_then(|holder| holder.try_clone().ok()) else {
+            return;
+        };
+        let watch = std::thread::Builder::new().name(String::from("holder")).stack_size(64 << 10);
+        let _ = watch.spawn(move || {
+            link::wait_for_end(&holder);
+            stop();
+        });
+    }
+
+    /// The mount has ended: nothing of it is kept any longer.
+    pub fn forget(&self, alive: Option<&File>) {
+        if let Some(alive) = alive {
+            mount_lock::release(alive);
+        }
+        if self.has_holder() {
+            return;
+        }
+        let devices = self.found.as_ref().map_or(0, |found| found.parked.devices.len());
+        let found = (0..devices).map(|number| format!("{DEVICE}{number}"));
+        let others = [ORIGIN, STATE, ALIVE].map(str::to_owned);
+        let found = found.chain(others.into_iter().filter(|_| devices > 0));
+        for name in self.names.iter().cloned().chain(found) {
+            self.notify.unstore(&name);
+        }
+    }
+}

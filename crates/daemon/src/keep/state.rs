@@ -1,0 +1,359 @@
+//! What the next process has to know of a mount, in memory that outlives the process.
+//!
+//! Promises: the newest state that was written whole is read, whenever a process was killed; a
+//! state of another version of ringdisk is refused in words. Of what a process says after the start
+//! only the images count ([`State::with_images_of`]); the rest is what was sealed at the start
+//! ([`super::sealed`]). Control path.
+//!
+//! The memory is a memfd that is parked beside the descriptors of the mount. Its first page is the
+//! [`FileRecord`]; two places follow, which take turns ([`super::slots`]), for JSON.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use ringdisk_disk::{Format, Layer};
+use ringdisk_fuse::kept::{FileRecord, Terms};
+use ringdisk_fuse::negotiate::{Negotiated, Profile};
+use ringdisk_storage::Storage;
+use rustix::fs::{MemfdFlags, memfd_create};
+use serde::{Deserialize, Serialize};
+
+use super::{sealed, slots};
+use crate::confine::{self, Reach};
+use crate::failure::{Exit, Failure, words};
+use crate::helper::mark;
+
+/// Changes when a field changes its meaning.
+const VERSION: u32 = 1;
+
+/// Everything that is not a descriptor.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct State {
+    version: u32,
+    mountpoint: Bytes,
+    connection: u32,
+    queues: usize,
+    /// Descriptors of the connection that are parked: as many as queues, or one that they share.
+    devices: usize,
+    page_bytes: u32,
+    max_pages: u16,
+    kernel_cache: bool,
+    minor: u32,
+    flags: u64,
+    offered: u64,
+    max_write: u32,
+    /// Device and inode number of the mountpoint, if we made it and have to remove it.
+    pub made: Option<(u64, u64)>,
+    /// Format of an image that `--create` made: what clients wrote to it does not decide.
+    format: Option<String>,
+    /// The image on top and its format, if a command has put another one there.
+    top: Option<(Bytes, String)>,
+    /// What the files of the chain are ([`files_of`]), so that another image that has the name of
+    /// one by now is not taken for it. Empty: an older ringdisk did not say.
+    #[serde(default)]
+    files: Vec<(u64, u64)>,
+    /// Those of the image on top at the start, which the mount may write; the others may lie below
+    /// the disks of others, too. Empty: an older ringdisk did not say.
+    #[serde(default)]
+    tops: Vec<(u64, u64)>,
+    /// The part of the disk that is served, if it is not all of it: first byte and length, bytes.
+    /// The next process does not look for a partition again.
+    #[serde(default)]
+    pub window: Option<(u64, Option<u64>)>,
+    /// The first sector of the raw image is protected, since its format was guessed. The next
+    /// process may find it below an overlay, which states the format.
+    #[serde(default)]
+    pub protect_raw: bool,
+    /// What the overlays of this mount are marked with ([`super::mark`]). Empty: they are not.
+    #[serde(default)]
+    pub mark: String,
+}
+
+/// A path: one character for each byte, so that JSON can hold any.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Bytes(String);
+
+impl Bytes {
+    fn of(path: &Path) -> Bytes {
+        Bytes(path.as_os_str().as_bytes().iter().map(|&byte| char::from(byte)).collect())
+    }
+
+    fn path(&self) -> PathBuf {
+        let bytes = self.0.chars().filter_map(|c| u8::try_from(u32::from(c)).ok()).collect();
+        PathBuf::from(std::ffi::OsString::from_vec(bytes))
+    }
+}
+
+impl State {
+    /// The state of a mount that was just made.
+    ///
+    /// * `devices`: descriptors of the connection.
+    /// * `made`: device and inode number of the mountpoint, if it was made.
+    /// * `created`: format of the image, if it was made.
+    pub fn new(
+        terms: &Terms,
+        devices: usize,
+        made: Option<(u64, u64)>,
+        created: Option<Format>,
+    ) -> State {
+        State {
+            version: VERSION,
+            mountpoint: Bytes::of(&terms.mountpoint),
+            connection: terms.connection,
+            queues: terms.queues,
+            devices,
+            page_bytes: terms.profile.page_bytes,
+            max_pages: terms.profile.max_pages,
+            kernel_cache: terms.profile.kernel_cache,
+            minor: terms.negotiated.minor,
+            flags: terms.negotiated.flags,
+            offered: terms.negotiated.offered,
+            max_write: terms.negotiated.max_write,
+            made,
+            format: created.map(|format| format.name().to_owned()),
+            top: None,
+            files: Vec::new(),
+            tops: Vec::new(),
+            window: None,
+            protect_raw: false,
+            mark: String::new(),
+        }
+    }
+
+    /// With the images of this chain, which is the one of the start.
+    pub fn begun_on(self, chain: &[Arc<Layer>]) -> State {
+        State { tops: files_of(chain.get(..1).unwrap_or_default()), ..self.on(chain) }
+    }
+
+    /// What was sealed at the start, with the images that a state names which was written later.
+    fn with_images_of(self, later: State) -> State {
+        State { top: later.top, files: later.files, ..self }
+    }
+
+    /// The text to be sealed.
+    ///
+    /// Errors: memory is short.
+    pub(crate) fn seal(&self) -> io::Result<File> {
+        sealed::seal(&serde_json::to_vec(self)?)
+    }
+
+    /// What was sealed.
+    ///
+    /// Errors: the mount was made by another version; memory that is not sealed.
+    pub(crate) fn sealed(memory: &OwnedFd) -> Result<State, Failure> {
+        let text = sealed::open(memory).map_err(|error| {
+            refuse(format!("what it was made with cannot be read ({})", words(&error)))
+        })?;
+        parse(&text)
+    }
+
+    /// One of these images that the process could not have opened: it was not there at the start,
+    /// which this is, and was not made, or opened to be written, by the helper process.
+    ///
+    /// * `allowed`: what `--allow-path` names.
+    pub fn stranger<'a>(&self, allowed: &Reach, chain: &'a [Arc<Layer>]) -> Option<&'a Layer> {
+        let is_known = |storage: &Storage| {
+            let was_there = match storage.is_read_only() {
+                true => &self.files,
+                false => self.tops(),
+            };
+            storage.identity().is_some_and(|id| was_there.contains(&id))
+                || confine::by_descriptor(storage)
+                    .is_none_or(|open| allowed.has_open(&open) || mark::is_on(&open, &self.mark))
+        };
+        let is_stranger = |layer: &&Arc<Layer>| {
+            let storages = [layer.file(), layer.data_storage()];
+            !storages.into_iter().flatten().all(|storage| is_known(storage))
+        };
+        chain.iter().find(is_stranger).map(|layer| &**layer)
+    }
+
+    /// Whether a file or device with this name may be written: it was on top at the start, which
+    /// this is, or was made for this mount, or a user had it written by a command.
+    pub fn has_or_made(&self, path: &Path) -> bool {
+        let meta = fs::metadata(path).map(|meta| Storage::identity_of(&meta));
+        meta.is_ok_and(|id| self.tops().contains(&id)) || mark::is_on(path, &self.mark)
+    }
+
+    /// What may be written of what was there at the start.
+    fn tops(&self) -> &[(u64, u64)] {
+        if self.tops.is_empty() { &self.files } else { &self.tops }
+    }
+
+    /// With the images of this chain.
+    pub fn on(self, chain: &[Arc<Layer>]) -> State {
+        State { files: files_of(chain), ..self }
+    }
+
+    /// One of these images that was not in the chain. (It may have become shorter a moment before
+    /// the end.)
+    pub fn other<'a>(&self, chain: &'a [Arc<Layer>]) -> Option<&'a Layer> {
+        let is_other = |layer: &&Arc<Layer>| {
+            let files = files_of(std::slice::from_ref(*layer));
+            !files.iter().all(|file| self.files.contains(file))
+        };
+        chain.iter().find(is_other).map(|layer| &**layer).filter(|_| !self.files.is_empty())
+    }
+
+    /// What the mount was made with.
+    pub fn terms(&self) -> Terms {
+        Terms {
+            mountpoint: self.mountpoint.path(),
+            connection: self.connection,
+            profile: Profile {
+                page_bytes: self.page_bytes,
+                max_pages: self.max_pages,
+                kernel_cache: self.kernel_cache,
+                over_io_uring: false,
+                passthrough: false,
+            },
+            negotiated: Negotiated {
+                minor: self.minor,
+                flags: self.flags,
+                offered: self.offered,
+                max_write: self.max_write,
+            },
+            queues: self.queues,
+        }
+    }
+
+    /// Descriptors of the connection that belong to it.
+    pub fn devices(&self) -> usize {
+        self.devices
+    }
+
+    /// Format of the image that `--create` made.
+    pub fn format(&self) -> Option<Format> {
+        self.format.as_deref().and_then(|name| name.parse().ok())
+    }
+
+    /// The image that is on top now, if it is not the one of the command line.
+    pub fn top(&self) -> Option<(PathBuf, Format)> {
+        let (path, format) = self.top.as_ref()?;
+        Some((path.path(), format.parse().ok()?))
+    }
+}
+
+/// The memory. Clones share it.
+#[derive(Clone, Debug)]
+pub struct StateFile {
+    file: Arc<File>,
+    /// The state and its number.
+    now: Arc<Mutex<(u64, Option<State>)>>,
+}
+
+impl StateFile {
+    /// New memory, with nothing in it.
+    ///
+    /// Errors: those of memfd_create(2).
+    pub fn make() -> io::Result<StateFile> {
+        let file = File::from(memfd_create(c"ringdisk-state", MemfdFlags::CLOEXEC)?);
+        Ok(StateFile { file: Arc::new(file), now: Arc::new(Mutex::new((0, None))) })
+    }
+
+    /// Takes parked memory up.
+    ///
+    /// * `first`: what was sealed when the mount was made.
+    ///
+    /// Errors: it holds no state, or one of another version.
+    pub fn open(memory: OwnedFd, first: State) -> Result<StateFile, Failure> {
+        let file = File::from(memory);
+        let (number, json) =
+            slots::newest(&file).ok_or_else(|| refuse(String::from("its state is not there")))?;
+        let state = first.with_images_of(parse(&json)?);
+        Ok(StateFile { file: Arc::new(file), now: Arc::new(Mutex::new((number, Some(state)))) })
+    }
+
+    /// The state, if one was written.
+    pub fn state(&self) -> Option<State> {
+        self.now.lock().unwrap_or_else(PoisonError::into_inner).1.clone()
+    }
+
+    /// Writes a state.
+    ///
+    /// Errors: memory is short.
+    pub fn write(&self, state: State) -> Result<(), Failure> {
+        let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
+        let cannot = |error: &io::Error| {
+            Failure::new(
+                Exit::Limit,
+                format!("the state of the mount cannot be kept: {}", words(error)),
+            )
+        };
+        let json = serde_json::to_vec(&state).map_err(|error| cannot(&error.into()))?;
+        let number = now.0 + 1;
+        slots::put(&self.file, number, &json).map_err(|error| cannot(&error))?;
+        *now = (number, Some(state));
+        Ok(())
+    }
+
+    /// The chain is another one from now on.
+    ///
+    /// * `is_new_top`: with another image on top.
+    pub fn set_chain(&self, chain: &[Arc<Layer>], is_new_top: bool) {
+        let Some(state) = self.state() else { return };
+        let state = state.on(chain);
+        match chain.first().filter(|_| is_new_top) {
+            // Only a qcow2 overlay, or the image below one, becomes the top one.
+            Some(top) => self.set_top_of(state, top.name(), top.format().unwrap_or(Format::Raw)),
+            None => self.change(state),
+        }
+    }
+
+    fn set_top_of(&self, state: State, path: &Path, format: Format) {
+        let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+        let top = Some((Bytes::of(&path), format.name().to_owned()));
+        self.change(State { top, ..state });
+    }
+
+    fn change(&self, state: State) {
+        if let Err(failure) = self.write(state) {
+            tracing::error!(
+                "{}; after a crash the next process would open the former image",
+                failure.message()
+            );
+        }
+    }
+
+    /// The part that the export writes.
+    ///
+    /// Errors: no descriptor.
+    pub fn record(&self) -> io::Result<FileRecord> {
+        FileRecord::new(self.file.try_clone()?)
+    }
+
+    /// For whoever keeps it.
+    pub fn descriptor(&self) -> &File {
+        &self.file
+    }
+}
+
+fn refuse(why: String) -> Failure {
+    Failure::new(Exit::Unsupported, format!("the mount that was kept cannot be taken over: {why}"))
+        .hint("stop the service (or the process that keeps the mount), then start it anew")
+}
+
+/// Errors: a state of another version, or none.
+fn parse(json: &[u8]) -> Result<State, Failure> {
+    let version = serde_json::from_slice::<serde_json::Value>(json)
+        .ok()
+        .and_then(|value| value["version"].as_u64());
+    if version != Some(VERSION.into()) {
+        return Err(refuse(String::from("another version of ringdisk made it")));
+    }
+    serde_json::from_slice(json)
+        .map_err(|error| refuse(format!("its state cannot be read ({error})")))
+}
+
+/// Identities of all image and data files, as [`ringdisk_storage::Storage::identity`] says them.
+fn files_of(chain: &[Arc<Layer>]) -> Vec<(u64, u64)> {
+    let storages = chain.iter().flat_map(|layer| [layer.file(), layer.data_storage()]);
+    storages.flatten().filter_map(|storage| storage.identity()).collect()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,47 @@
+//! A process that serves disks, beside the serving itself: how it is started, found, told what to
+//! do, confined, kept alive, replaced and ended.
+//!
+//! Promises: nothing here is on the path of a request. Every failure has an exit code
+//! ([`failure::Exit`]) and says what the user can do; nothing that comes from a socket, the
+//! environment or another process ends in a panic.
+//!
+//! Modules use those above them in this list, never those below:
+//! - [`failure`], [`size`], [`terminal`]: errors with exit codes, numbers and text for people;
+//! - [`limits`], [`io_flusher`], [`signals`], [`stopping`], [`directory_lock`], [`mount_lock`],
+//!   [`mount_users`]: one system facility each;
+//! - [`stats`], [`topology`]: counters and places of threads, as text and JSON;
+//! - [`notify`]: what service managers are told;
+//! - [`helper`]: the process that acts for a confined one, and how this program is started anew;
+//!   [`background`] starts it so for `--daemonize`;
+//! - [`confine`]: the sandbox; [`new_file`], [`pidfile`], [`mountpoint`]: names that go at the end;
+//! - [`control`]: control sockets, and the registry in which they are found; [`sockets`]: those of
+//!   front ends; [`run_as`]: the user that a process serves as;
+//! - [`keep`] and [`upgrade`]: how a successor goes on with what a process served.
+
+#![forbid(unsafe_code)]
+
+pub mod background;
+pub mod confine;
+pub mod control;
+pub mod directory_lock;
+pub mod failure;
+pub mod helper;
+pub mod io_flusher;
+pub mod keep;
+pub mod limits;
+pub mod mount_lock;
+pub mod mount_users;
+pub mod mountpoint;
+pub mod new_file;
+pub mod notify;
+mod pid_text;
+pub mod pidfile;
+pub mod run_as;
+pub mod signals;
+pub mod size;
+pub mod sockets;
+pub mod stats;
+pub mod stopping;
+pub mod terminal;
+pub mod topology;
+pub mod upgrade;

@@ -1,0 +1,97 @@
+//! Lets `ringdisk umount` wait for the server of a mount.
+//!
+//! Promises: never fails and never waits for long; where it cannot tell, it says "ended".
+//!
+//! The server holds a lock (flock) on the file below its mount as long as it lives. When the mount
+//! is gone, that file can be seen again, and whoever gets its lock knows that the server has let
+//! go of the image too.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ringdisk_fuse::mount::table;
+use rustix::fs::{FlockOperation, OFlags, flock};
+use rustix::io::Errno;
+
+/// How often one looks.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// Holds the lock of the file at `mountpoint`, before it is mounted on, until the value is dropped.
+pub fn hold(mountpoint: &Path) -> Option<File> {
+    let file = open(mountpoint).ok()?;
+    flock(&file, FlockOperation::NonBlockingLockExclusive).ok()?;
+    Some(file)
+}
+
+/// Gives the lock back although somebody else has the file open too.
+pub fn release(alive: &File) {
+    let _ = flock(alive, FlockOperation::Unlock);
+}
+
+/// Waits until the server has ended, after the mount has gone. Returns whether it has.
+///
+/// * `limit`: it flushes the image first.
+pub fn wait(mountpoint: &Path, limit: Duration) -> bool {
+    let end = Instant::now() + limit;
+    loop {
+        // What is mounted there by now is somebody else's, and may wait for its server.
+        if table::at(mountpoint).is_ok_and(|mount| mount.is_some()) {
+            return true;
+        }
+        match open(mountpoint) {
+            Ok(file) => match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Err(Errno::WOULDBLOCK) => {}
+                _ => return true,
+            },
+            // The server made the file and has removed it, or it is not ours to look at.
+            Err(_) => return true,
+        }
+        if Instant::now() >= end {
+            return false;
+        }
+        thread::sleep(LOOK);
+    }
+}
+
+/// Another user's mountpoint may be anything by now: a FIFO is not waited for, and a link, which
+/// may lead to a device, not followed.
+fn open(path: &Path) -> io::Result<File> {
+    let flags = (OFlags::NONBLOCK | OFlags::NOFOLLOW).bits().cast_signed();
+    OpenOptions::new().read(true).custom_flags(flags).open(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_end_of_the_holder_ends_the_wait() {
+        let directory = tempfile::tempdir().expect("directory");
+        let path = directory.path().join("disk");
+        assert!(hold(&path).is_none() && wait(&path, LOOK), "a file that is not there");
+        std::fs::write(&path, "").expect("write");
+        let held = hold(&path).expect("free");
+        assert!(hold(&path).is_none());
+        assert!(!wait(&path, LOOK), "it is held");
+        let waiting = thread::spawn(move || wait(&path, Duration::from_secs(60)));
+        thread::sleep(LOOK * 4);
+        assert!(!waiting.is_finished());
+        drop(held);
+        assert!(waiting.join().expect("no panic"));
+    }
+
+    #[test]
+    fn a_link_in_the_place_of_a_mountpoint_is_not_followed() {
+        let directory = tempfile::tempdir().expect("directory");
+        let path = |name: &str| directory.path().join(name);
+        std::fs::write(path("other"), "").expect("write");
+        let _held = hold(&path("other")).expect("free");
+        std::os::unix::fs::symlink("other", path("disk")).expect("a link");
+        assert!(hold(&path("disk")).is_none());
+        assert!(wait(&path("disk"), LOOK), "the file that it leads to is held");
+    }
+}

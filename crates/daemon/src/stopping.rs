@@ -1,0 +1,107 @@
+//! How far the stop of a mount has come, and when asking again means "now".
+//!
+//! Promises: any thread; nothing here waits. What a stop waits for is told to everybody who asks:
+//! the keeper of the export writes it here, the control socket reads it.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// A second signal that comes so soon is the same one: a terminal, `timeout` and service managers
+/// signal a process and its group.
+const BOUNCE: Duration = Duration::from_millis(300);
+
+/// What a mount does.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Stage {
+    #[default]
+    /// It answers requests, and nobody has asked for its end.
+    Serving,
+    /// It was told to stop, and serves its users, in words, until they have closed it.
+    InUse(String),
+    /// It is served no longer.
+    Ended,
+}
+
+/// The stage, shared.
+#[derive(Debug, Default)]
+pub struct Stopping(Mutex<Stage>);
+
+impl Stopping {
+    fn lock(&self) -> MutexGuard<'_, Stage> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How far the stop is.
+    pub fn stage(&self) -> Stage {
+        self.lock().clone()
+    }
+
+    /// A stop waits for these.
+    pub fn wait_for(&self, users: String) {
+        let mut stage = self.lock();
+        if *stage != Stage::Ended {
+            *stage = Stage::InUse(users);
+        }
+    }
+
+    /// It is served no longer.
+    pub fn end(&self) {
+        *self.lock() = Stage::Ended;
+    }
+}
+
+/// What a signal that asks for a stop means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Asked {
+    /// The end, when nobody uses the mount any more.
+    First,
+    /// The same one once more.
+    Echo,
+    /// The end at once.
+    Again,
+}
+
+/// Counts the signals that ask for a stop.
+#[derive(Debug, Default)]
+pub struct Insist(Mutex<Option<Instant>>);
+
+impl Insist {
+    /// * `may_insist`: whether a second one of this kind means that. A hang-up does not: a shell
+    ///   and the kernel both tell of it.
+    pub fn count(&self, may_insist: bool) -> Asked {
+        let mut first = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        match *first {
+            None => {
+                *first = Some(Instant::now());
+                Asked::First
+            }
+            Some(at) if may_insist && at.elapsed() >= BOUNCE => Asked::Again,
+            Some(_) => Asked::Echo,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_later_signal_means_now() {
+        let insist = Insist::default();
+        assert_eq!(insist.count(true), Asked::First);
+        assert_eq!(insist.count(true), Asked::Echo, "too soon");
+        *insist.0.lock().expect("no panic") = Instant::now().checked_sub(BOUNCE);
+        assert_eq!(insist.count(false), Asked::Echo, "a hang-up");
+        assert_eq!(insist.count(true), Asked::Again);
+    }
+
+    #[test]
+    fn an_end_is_the_last_stage() {
+        let stopping = Stopping::default();
+        stopping.wait_for(String::from("dd"));
+        assert_eq!(stopping.stage(), Stage::InUse(String::from("dd")));
+        stopping.end();
+        stopping.wait_for(String::from("dd"));
+        assert_eq!(stopping.stage(), Stage::Ended);
+    }
+}

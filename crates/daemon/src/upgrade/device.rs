@@ -1,0 +1,102 @@
+//! What a guest has been shown of its disk, as command lines say it: a process that takes the disk
+//! over must show the same.
+//!
+//! Promises: plain values and a comparison; looks at one name in the file system, changes nothing.
+//! Both processes make one from their own words; the old one compares, before anything stands still
+//! or is handed over.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use ringdisk_disk::Disk;
+use ringdisk_storage::Storage;
+use serde::{Deserialize, Serialize};
+
+use crate::terminal::visible;
+
+/// Device and inode number of a file, device number and 0 of a block device, as
+/// [`ringdisk_storage::Storage::identity`].
+type Identity = (u64, u64);
+
+/// What the words of one disk say. Another version may know other options: those that only one of
+/// the two knows are not compared.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Shown {
+    /// The image that is written to; `None` for a null disk.
+    image: Option<Image>,
+    /// Option and value as they are written; an empty value: the option is not there.
+    options: BTreeMap<String, String>,
+}
+
+/// An image as it was named.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+struct Image {
+    /// Absolute.
+    name: String,
+    /// What had this name when it was said; `None`: nothing.
+    identity: Option<Identity>,
+}
+
+impl Image {
+    fn named(path: &Path) -> Image {
+        let whole = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+        let identity = path.metadata().ok().map(|meta| Storage::identity_of(&meta));
+        Image { name: whole.to_string_lossy().into_owned(), identity }
+    }
+
+    /// Whether both name one file, or did so when they were said.
+    fn is(&self, other: &Image) -> bool {
+        self.name == other.name || self.identity.is_some() && self.identity == other.identity
+    }
+}
+
+impl Shown {
+    /// * `image`: the one that is written to; `None` for a null disk.
+    /// * `options`: option and value as they are written; an empty value: the option is not there.
+    pub fn new(image: Option<&Path>, options: BTreeMap<String, String>) -> Shown {
+        Shown { image: image.map(Image::named), options }
+    }
+
+    /// What a guest would see change if a process that was given `new` took over from the one that
+    /// was given this.
+    ///
+    /// * `disk`: as it is served now: commands may have put another image on top of the one that
+    ///   was named.
+    ///
+    /// Errors: each option with both values.
+    pub fn check(&self, new: &Shown, disk: &Disk) -> Result<(), String> {
+        let layers = disk.layers();
+        let top = layers.first().map(|top| Image {
+            name: top.name().to_string_lossy().into_owned(),
+            identity: top.file().and_then(|file| file.identity()),
+        });
+        self.compare(new, top.as_ref())
+    }
+
+    fn compare(&self, new: &Shown, top: Option<&Image>) -> Result<(), String> {
+        let value = |text: &str| match text {
+            "" => String::from("not given"),
+            text => format!("'{}'", visible(text)),
+        };
+        let mut differences = Vec::new();
+        if let (Some(old), Some(new)) = (&self.image, &new.image)
+            && !new.is(old)
+            && !top.is_some_and(|top| new.is(top))
+        {
+            // What is on top now is what one has to name from now on.
+            let served = top.map_or(&old.name, |top| &top.name);
+            differences.push(format!("the image is {}, not {}", value(served), value(&new.name)));
+        }
+        for (option, old) in &self.options {
+            if let Some(new) = new.options.get(option).filter(|new| *new != old) {
+                differences.push(format!("{option} is {} there, {} here", value(old), value(new)));
+            }
+        }
+        if differences.is_empty() { Ok(()) } else { Err(differences.join("; ")) }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,225 @@
+//! The new process: asks for the disk, and takes it.
+
+use std::fs;
+use std::io::{self, Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use ringdisk_storage::Storage;
+use ringdisk_vhost::export::Parcel;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::sockopt::socket_peercred;
+use rustix::process::{PidfdFlags, pidfd_open};
+
+use super::link::Refusal;
+use super::{ASK, GO, READY, STEP, Shown, is_trusted, link};
+use crate::control::registry::{candidates, connect_now, name_for_successor, user};
+use crate::failure::{Exit, Failure};
+
+/// The old process flushes its disk while the guest still works, and then stands still for as long
+/// as it allows itself (`ringdisk_vhost`, `export/hand_over.rs`): 30 s.
+const PARCEL: Duration = Duration::from_secs(40);
+/// A process whose sockets are closed is gone after this time at the latest: it only has memory to
+/// give back.
+const GONE: Duration = Duration::from_secs(2);
+
+/// The old process, which stands still until this is dropped.
+#[derive(Debug)]
+pub struct Offer {
+    stream: UnixStream,
+    process: Old,
+}
+
+/// The old process, which does not serve this disk any longer.
+#[derive(Debug)]
+pub struct Predecessor {
+    stream: UnixStream,
+    /// `None`: the system does not tell.
+    pid: Option<u32>,
+}
+
+/// A process that served a disk and has not ended.
+#[derive(Debug)]
+pub struct Lingering {
+    /// Its pid; `None`: the system does not tell.
+    pub pid: Option<u32>,
+}
+
+impl Lingering {
+    /// Those of these files that it still has open, as far as this process may look.
+    ///
+    /// * `files`: device and inode.
+    pub fn has_open(&self, files: &[(u64, u64)]) -> Vec<PathBuf> {
+        let entries = self.pid.and_then(|pid| fs::read_dir(format!("/proc/{pid}/fd")).ok());
+        let open = entries.into_iter().flatten().flatten().map(|entry| entry.path());
+        let is_ours = |path: &PathBuf| {
+            let meta = fs::metadata(path);
+            meta.is_ok_and(|meta| files.contains(&Storage::identity_of(&meta)))
+        };
+        let mut names: Vec<_> =
+            open.filter(is_ours).filter_map(|path| fs::read_link(path).ok()).collect();
+        names.sort();
+        names.dedup();
+        names
+    }
+}
+
+/// Asks the process that serves a disk for it. Its guest stands still from now on.
+///
+/// * `path`: of the vhost-user socket, as [`crate::control::registry::real_path`] gives it.
+/// * `shown`: what this process would show to the guest.
+///
+/// Errors: nobody serves there; it cannot be had now; the guest has been shown something else.
+pub fn ask(path: &Path, shown: &Shown) -> Result<(Parcel, Offer), Failure> {
+    let name = path.display();
+    let nobody = || {
+        Failure::new(Exit::Mountpoint, format!("no ringdisk serves a disk at '{name}'"))
+            .hint("start without --upgrade")
+    };
+    let found = candidates(&name_for_successor(path), user());
+    let stream = connect(&found, is_trusted).ok_or_else(nobody)?;
+    let process = Old::of(&stream);
+    let doing = || format!("the process that serves '{name}' did not hand it over");
+    let failed = |error: io::Error| match is_end(&error) {
+        true => Failure::new(Exit::General, format!("{}: the connection has ended", doing()))
+            .hint("if it has ended, start without --upgrade"),
+        false => Failure::system(doing(), &error, Exit::General),
+    };
+    stream.set_write_timeout(Some(STEP)).map_err(failed)?;
+    (&stream).write_all(&[ASK]).map_err(failed)?;
+    link::send_shown(&stream, shown).map_err(failed)?;
+    match link::receive(&stream, PARCEL).map_err(failed)? {
+        Ok(parcel) => {
+            stream.set_read_timeout(Some(STEP)).map_err(failed)?;
+            Ok((parcel, Offer { stream, process }))
+        }
+        Err(Refusal::Now(why)) => Err(Failure::new(Exit::General, format!("{}: {why}", doing()))
+            .hint("it goes on as before; try again later")),
+        Err(Refusal::Unlike(why)) => {
+            let text = format!("{}: the guest would find another disk: {why}", doing());
+            Err(Failure::new(Exit::Usage, text).hint(
+                "it goes on as before; --upgrade takes the words that it was started with, and what the guest sees \
+                 changes only when it is stopped and started anew",
+            ))
+        }
+    }
+}
+
+/// Connects to the first process that listens and is to be believed.
+fn connect(places: &[PathBuf], is_trusted: fn(&UnixStream) -> bool) -> Option<UnixStream> {
+    places.iter().find_map(|place| {
+        // Without waiting: somebody else may have a name that is looked at, and listen to nobody.
+        let stream = connect_now(place).ok()?;
+        if is_trusted(&stream) {
+            return Some(stream);
+        }
+        // Whoever plants the name would get our guest, and we its image.
+        tracing::warn!("'{}' belongs to another user and is passed over", place.display());
+        None
+    })
+}
+
+impl Offer {
+    /// Everything is prepared: the old process ends, and its successor goes on.
+    ///
+    /// An old process that is killed instead of answering goes on as little as one that has
+    /// answered: everything that it had is here, as it was when it stood still.
+    ///
+    /// Errors: the old process goes on.
+    pub fn take(mut self) -> Result<Predecessor, Failure> {
+        let mut take = || -> io::Result<()> {
+            self.stream.write_all(&[READY])?;
+            let mut word = [0];
+            self.stream.read_exact(&mut word)?;
+            if word == [GO] { Ok(()) } else { Err(io::ErrorKind::InvalidData.into()) }
+        };
+        if let Err(error) = take() {
+            if !(is_end(&error) && self.process.died_while_it_stood_still()) {
+                let doing = "the disk was not handed over in time";
+                return Err(Failure::system(doing, &error, Exit::General));
+            }
+            tracing::warn!(
+                "the old process ended while it handed the disk over; it is served here"
+            );
+        }
+        Ok(Predecessor { stream: self.stream, pid: self.process.pid })
+    }
+}
+
+/// Whether the other side has closed the socket.
+fn is_end(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+    matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
+}
+
+/// The process on the other side of a socket.
+#[derive(Debug)]
+struct Old {
+    /// `None`: the system does not tell, as of a process in another container.
+    pidfd: Option<OwnedFd>,
+    pid: Option<u32>,
+    /// From before it was asked.
+    since: Instant,
+}
+
+impl Old {
+    fn of(stream: &UnixStream) -> Old {
+        let peer = socket_peercred(stream).ok();
+        let pidfd = peer.and_then(|peer| pidfd_open(peer.pid, PidfdFlags::empty()).ok());
+        let pid = peer.map(|peer| peer.pid.as_raw_nonzero().get().cast_unsigned());
+        Old { pidfd, pid, since: Instant::now() }
+    }
+
+    /// Whether it is gone, and has served nothing since it was asked: it goes on by itself after
+    /// [`STEP`] only. Its socket is closed.
+    fn died_while_it_stood_still(&self) -> bool {
+        let Some(pidfd) = self.pidfd.as_ref().filter(|_| self.since.elapsed() < STEP) else {
+            return false;
+        };
+        let end = Instant::now() + GONE;
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            let mut fds = [PollFd::new(pidfd, PollFlags::IN)];
+            match poll(&mut fds, Timespec::try_from(left).ok().as_ref()) {
+                Err(Errno::INTR) => {}
+                ready => return ready.is_ok_and(|ready| ready > 0),
+            }
+        }
+    }
+}
+
+impl Predecessor {
+    /// Waits until the old process is gone, or has removed what it had of this disk: names are free
+    /// then.
+    ///
+    /// * `since`: when one began to wait, for the first disk of all. A process of an earlier
+    ///   version that goes on with other disks says nothing, and guests are served without a
+    ///   sandbox meanwhile.
+    ///
+    /// Returns it where it has done neither in time: it may have been taken over, and keeps what it
+    /// has open.
+    pub fn wait(mut self, since: Instant) -> Option<Lingering> {
+        loop {
+            // No time at all would be no limit.
+            let left = STEP.saturating_sub(since.elapsed()).max(Duration::from_millis(1));
+            let lingering = Some(Lingering { pid: self.pid });
+            if self.stream.set_read_timeout(Some(left)).is_err() {
+                return lingering;
+            }
+            match self.stream.read(&mut [0]) {
+                // The kernel cleans up the ring that the disk was opened on, and interrupts this
+                // thread for that.
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if is_end(&error) => return None,
+                Err(_) => return lingering,
+                Ok(_) => return None,
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

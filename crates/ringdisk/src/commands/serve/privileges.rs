@@ -1,0 +1,121 @@
+//! The sandbox of a process that serves disks for virtual machines.
+//!
+//! Promises: what is named here is all that serving takes after the start: images of every disk,
+//! names that go at the end, front ends that are connected to again. Main thread, once, when
+//! everything has been made and before a front end is listened to; guests of disks that were taken
+//! over (`--upgrade`) are served already, and then nothing that happens here ends the process.
+
+use std::path::Path;
+
+use ringdisk_daemon::confine::{self, Confinement, Named, Tasks};
+use ringdisk_daemon::failure::Failure;
+use ringdisk_daemon::helper;
+use ringdisk_daemon::notify::Notify;
+use ringdisk_daemon::pidfile::Pidfile;
+use ringdisk_daemon::run_as::{Decision, Wanted};
+use ringdisk_daemon::sockets::MadeSocket;
+use ringdisk_daemon::terminal;
+use ringdisk_daemon::upgrade::Giver;
+use ringdisk_disk::Disk;
+use ringdisk_sandbox::{Calls, Plan};
+
+use super::Running;
+
+/// Takes everything away that serving does not need, and lets `ringdisk ctl` tell.
+///
+/// * `user`: whom the process becomes.
+/// * `notify`: the helper process speaks to the service manager from then on.
+/// * `taken`: these disks were another process's, which has nothing of them any more. What is
+///   missing then is complained of, however much it was insisted on: a guest without its disk is
+///   worse.
+///
+/// Errors: those of [`Decision::enter`] and [`Wanted::decide`]; none if `taken`.
+pub(super) fn give_up(
+    word: Confinement,
+    user: Wanted,
+    disks: &[Running],
+    pidfile: Option<&Pidfile>,
+    notify: &Notify,
+    taken: bool,
+) -> Result<(), Failure> {
+    let all: Vec<&Disk> = disks.iter().map(|disk| &*disk.disk).collect();
+    let decided = user.decide(word, &all);
+    let complain = |failure: Failure| terminal::complain(&failure.context("it stays root"));
+    let mut user = match decided {
+        Err(failure) if taken => {
+            complain(failure);
+            Decision::default()
+        }
+        decided => decided?,
+    };
+    if !confine::is_wanted(word) && !user.is_change() {
+        return Ok(());
+    }
+    let mut files: Vec<Named> = disks.iter().flat_map(Running::names).collect();
+    let mut plan = confine::plan(word);
+    let (mut places, mut images) = (Vec::new(), Vec::new());
+    for disk in disks {
+        let told_within = taken.then_some(&disk.reach);
+        if let Some(directory) = confine::directory_for(word, &disk.disk, told_within) {
+            disk.commands.held_outside(&directory);
+            places.push(directory);
+        }
+        images.extend(confine::images_of(&disk.disk, told_within));
+        plan = confine::images(plan, word, &disk.disk, &disk.allowed, told_within);
+    }
+    files.extend(pidfile.and_then(Pidfile::identity));
+    let fronts = disks.iter().filter_map(|disk| disk.front.clone()).collect();
+    let vhost = disks.iter().any(|disk| disk.served.has_kernel());
+    let tasks = Tasks {
+        files,
+        fronts,
+        directories: places,
+        maker: user.user(),
+        images,
+        ..Tasks::default()
+    };
+    let (mut plan, no_helper) = through_helper(plan, &tasks, vhost);
+    match &no_helper {
+        None => notify.leave_to_helper(helper::say),
+        Some(why) => {
+            match user.stay(why) {
+                Err(failure) if taken => complain(failure),
+                stays => stays?,
+            }
+            plan = plan.without_files(format!("no landlock, since {why}"));
+        }
+    }
+    let in_force = user.enter(word, plan, taken)?;
+    for disk in disks {
+        if let Some(in_force) = &in_force {
+            disk.commands.confined(in_force.clone());
+        }
+        if let Some(user) = user.name() {
+            disk.commands.runs_as(user);
+        }
+    }
+    Ok(())
+}
+
+/// Sets a process to do what this one will not be able to; what it cannot do stays possible here.
+/// Gives why there is no such process, too, for people.
+///
+/// * `vhost`: rings may be handed to the host kernel.
+fn through_helper(plan: Plan, tasks: &Tasks, vhost: bool) -> (Plan, Option<String>) {
+    let helper = helper::ours::start(tasks);
+    let is_ours = |front: &Path| helper.is_err() || !helper::is_for_helper(front);
+    let sockets = tasks.fronts.iter().any(|front| is_ours(front));
+    let plan = plan.calls(Calls { sockets, vhost, ..Calls::default() });
+    let why = helper.err().map(|error| format!("nobody outside could remove sockets: {error}"));
+    (plan, why)
+}
+
+impl Running {
+    /// What goes at the end, if it is still there.
+    fn names(&self) -> Vec<Named> {
+        let made = self.made.as_ref().map(MadeSocket::named);
+        let control = self.control.as_ref().map(|(_, named)| named.clone());
+        let successor = self.giver.as_ref().map(Giver::named);
+        [made, control, successor].into_iter().flatten().collect()
+    }
+}
