@@ -5,8 +5,7 @@
 use crate::tree::{files, relative, root};
 
 /// Where the words still stand. Parts leave this list when they are clean; none is added.
-const NOT_YET: [&str; 6] =
-    ["CHANGELOG.md", "crates/daemon/", "crates/ringdisk/", "crates/vhost/", "docs/", "fuzz/"];
+const NOT_YET: [&str; 4] = ["crates/daemon/", "crates/ringdisk/", "crates/vhost/", "fuzz/"];
 /// The page that names them.
 const GLOSSARY: &str = "docs/glossary.md";
 
