@@ -85,6 +85,9 @@ impl Opener for FromInside {
     }
 
     fn note(&self, file: BorrowedFd<'_>, line: &[u8], is_done: bool) -> Result<(), Errno> {
+        if helper::ours::get().is_none() {
+            return Err(Errno::NOSYS);
+        }
         let stat = fstat(file)?;
         let what = if is_done { NOTE } else { NOTE_BOTH };
         Self::ask(what, (stat.st_dev, stat.st_ino), line).map(drop)

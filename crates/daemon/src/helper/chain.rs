@@ -150,8 +150,8 @@ impl Chain {
     ///
     /// * `is_known`: whether a file is one that was made here.
     ///
-    /// Errors: EACCES: it is none of the chain, or names what is none; EKEYREJECTED: no user asks
-    /// for that; those of setxattr(2).
+    /// Errors: EACCES: it is none of the chain; EPERM: it names what is none; EKEYREJECTED: no user
+    /// asks for that; those of setxattr(2).
     pub(crate) fn note(
         &mut self,
         id: Id,
@@ -180,23 +180,23 @@ impl Chain {
 /// * `before`: what it named; its data file stays.
 /// * `directory`: where relative names start.
 ///
-/// Errors: EACCES.
+/// Errors: EPERM.
 pub(crate) fn checked(
     line: &[u8],
     before: &Names,
     directory: &Path,
     is_known: impl Fn(Id) -> bool,
 ) -> Result<String, Errno> {
-    let line = std::str::from_utf8(line).map_err(|_| Errno::ACCESS)?;
-    let names = Names::parse(line).filter(|_| !line.contains('\n')).ok_or(Errno::ACCESS)?;
+    let line = std::str::from_utf8(line).map_err(|_| Errno::PERM)?;
+    let names = Names::parse(line).filter(|_| !line.contains('\n')).ok_or(Errno::PERM)?;
     if names.has_data() && !names.has_same_data(before) {
-        return Err(Errno::ACCESS);
+        return Err(Errno::PERM);
     }
     if names.has_backing() {
-        let path = names.backing_path().ok_or(Errno::ACCESS)?;
-        let meta = fs::metadata(directory.join(path)).map_err(|_| Errno::ACCESS)?;
+        let path = names.backing_path().ok_or(Errno::PERM)?;
+        let meta = fs::metadata(directory.join(path)).map_err(|_| Errno::PERM)?;
         if !is_known((meta.dev(), meta.ino())) {
-            return Err(Errno::ACCESS);
+            return Err(Errno::PERM);
         }
     }
     Ok(line.to_owned())
@@ -207,7 +207,11 @@ pub(crate) fn change(file: BorrowedFd<'_>, line: &str, is_done: bool) -> Result<
     if is_done {
         return set(file, line);
     }
-    let before = value(file)?;
+    let before = match value(file) {
+        // It was never served in a sandbox.
+        Err(Errno::NODATA) => return Ok(()),
+        before => before?,
+    };
     set(file, &format!("{}\n{line}", before.lines().next().unwrap_or_default()))
 }
 

@@ -231,3 +231,22 @@ fn what_commands_change_is_followed_by_the_next_start() {
     ctl(&disk, &["commit", "--quiet"]).ok();
     assert_eq!(disk.stop().code(), Some(0));
 }
+
+#[test]
+fn an_image_with_any_characters_in_its_name_is_followed_below_an_overlay() {
+    if !(needs_root() && needs("qemu-img", has("qemu-img"))) {
+        return;
+    }
+    for name in ["disk(1).qcow2", "Büro.qcow2", "vm#1~.qcow2"] {
+        let directory = scratch();
+        let [image, overlay] = [name, "o.qcow2"].map(|name| directory.path().join(name));
+        qcow2(&image);
+        let disk = mounted(&image);
+        open(disk.path()).write_all_at(&pattern(3, 0, 4096), 0).expect("write");
+        ctl(&disk, &["snapshot", text(&overlay)]).ok();
+        assert_eq!(disk.stop().code(), Some(0), "{name}");
+        let disk = mounted(&overlay);
+        assert_eq!(piece(disk.path(), 0, 4096), pattern(3, 0, 4096), "{name}");
+        assert_eq!(disk.stop().code(), Some(0), "{name}");
+    }
+}
