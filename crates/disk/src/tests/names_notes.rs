@@ -193,3 +193,27 @@ fn a_header_is_not_changed_where_the_note_cannot_be() {
             .expect("a short one");
     });
 }
+
+#[test]
+fn a_file_that_was_used_as_raw_is_no_qcow2_below_another() {
+    let (directory, _top) = served("data", "mine.img", "your.img");
+    let path = |name: &str| directory.path().join(name);
+    // What a guest, or an attacker who controls a server, writes into it.
+    let create = ["create", "-q", "-f", "qcow2", "-b", "your.img", "-F", "raw", "forged", "1M"];
+    qemu_img(&directory, &create);
+    let bytes = std::fs::read(path("forged")).expect("read");
+    let file = OpenOptions::new().write(true).open(path("mine.img")).expect("open");
+    file.write_all_at(&bytes, 0).expect("write");
+    let create = ["create", "-q", "-f", "qcow2", "-b", "mine.img", "-F", "qcow2", "over", "1M"];
+    qemu_img(&directory, &create);
+    run(async |ring| {
+        for options in [serving(), reading()] {
+            let error = open(&ring, &path("over"), &options).await.expect_err("it is raw");
+            assert_eq!(error.kind(), ErrorKind::UnknownFormat);
+            assert!(error.message().contains("used as raw"), "{error}");
+        }
+        // By itself, as the user says, it is an image that names nothing.
+        let error = open(&ring, &path("mine.img"), &serving()).await.expect_err("it named nothing");
+        assert_eq!(error.kind(), ErrorKind::NotAllowed, "{error}");
+    });
+}
