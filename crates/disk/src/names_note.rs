@@ -24,7 +24,9 @@ use ringdisk_ring::{Errno, Fd};
 use ringdisk_storage::{Kind, OpenOptions, Storage};
 
 use crate::layer::Layer;
+use crate::name::FileName;
 use crate::xattr::{Attribute, link};
+use crate::{Error, Format};
 
 /// Name of the attribute.
 pub const NAME: &str = "user.ringdisk.names";
@@ -95,11 +97,25 @@ impl Names {
         Names::parse(lines.next()?).filter(|_| lines.next().is_none())
     }
 
-    /// The backing file, if its name has plain characters only; `None`: no backing file, or a name
-    /// with other characters.
+    /// The path of the backing file, as an open of the image reads the name; `None`: no backing
+    /// file, or a name that no open follows.
     pub fn backing_path(&self) -> Option<PathBuf> {
-        let (name, _) = self.below.rsplit_once(':')?;
-        (!name.contains('%')).then(|| PathBuf::from(name))
+        self.backing().map(|(path, _)| path)
+    }
+
+    /// Path and format of the backing file, as an open of the image reads them.
+    pub fn backing(&self) -> Option<(PathBuf, Format)> {
+        let (name, format) = self.below.rsplit_once(':')?;
+        let name = FileName::parse(&decoded(name)?).ok()?;
+        let stated = match format {
+            "" => None,
+            "file" | "host_device" => Some(Format::Raw),
+            format => Some(format.parse().ok()?),
+        };
+        let is_contradiction =
+            stated.is_some_and(|stated| name.format.is_some_and(|named| named != stated));
+        let format = stated.or(name.format).filter(|_| !is_contradiction)?;
+        Some((name.path, format))
     }
 
     /// Whether a backing file is named.
@@ -179,45 +195,92 @@ pub fn renew(file: &Storage, names: &Names) {
 ///
 /// * `names`: of the new header.
 /// * `is_done`: the header has the new names; before that the note holds the old and the new ones.
-pub(crate) fn follow(file: &Storage, names: &Names, is_done: bool, options: &OpenOptions) {
+///
+/// Errors: before the header changes, those of the file system and of the opener, so that the
+/// header keeps its names. After that a failure is a warning, since the note holds both names.
+pub(crate) fn follow(
+    file: &Storage,
+    names: &Names,
+    is_done: bool,
+    options: &OpenOptions,
+) -> Result<(), Error> {
     let line = names.line();
     let result = match value(file) {
         // It was never served in a sandbox, or its file system keeps no notes.
-        Ok(None) | Err(Errno::OPNOTSUPP) => return,
+        Ok(None) | Err(Errno::OPNOTSUPP) => Ok(()),
         Ok(Some(_)) if is_done => set(file, &line),
         Ok(Some(before)) => {
             let before = before.lines().next().unwrap_or_default();
             set(file, &format!("{before}\n{line}"))
         }
         // Inside of a sandbox there are no such calls.
-        Err(Errno::NOSYS) => options.note_outside(file, line.as_bytes(), is_done),
+        Err(Errno::NOSYS) => outside(file, &line, is_done, options),
         Err(errno) => Err(errno),
     };
     match result {
-        Ok(()) => {}
-        // It is none of those that have a note.
-        Err(Errno::ACCESS) => tracing::debug!("'{}' has no note of its names", file.name()),
-        Err(errno) => tracing::warn!(
-            "the note of the files that '{}' names is not changed ({errno}): the next start asks \
-             for --allow-path",
-            file.name()
-        ),
+        Err(errno) if is_done => {
+            tracing::warn!(
+                "the note of the files that '{}' names still has the former ones, too ({errno})",
+                file.name()
+            );
+            Ok(())
+        }
+        result => result.map_err(|errno| cannot_note(file, errno)),
     }
+}
+
+/// Has the opener change the note of a file.
+///
+/// Errors: those of setxattr(2). A file that the opener does not know, and a command that is not
+/// known to be a user's, are a warning: with `--allow-path` the next start follows the name.
+fn outside(file: &Storage, line: &str, is_done: bool, options: &OpenOptions) -> Result<(), Errno> {
+    match options.note_outside(file, line.as_bytes(), is_done) {
+        // It is none of those that have a note there, or there is no opener.
+        Err(errno @ (Errno::ACCESS | Errno::NOSYS)) => {
+            tracing::debug!("'{}' has no note of its names ({errno})", file.name());
+            Ok(())
+        }
+        Err(errno @ (Errno::PERM | Errno::KEYREJECTED)) => {
+            tracing::warn!(
+                "the note of the files that '{}' names is not changed ({errno}): the next start \
+                 asks for --allow-path",
+                file.name()
+            );
+            Ok(())
+        }
+        // A file system without such attributes.
+        Err(Errno::OPNOTSUPP) => Ok(()),
+        result => result,
+    }
+}
+
+fn cannot_note(file: &Storage, errno: Errno) -> Error {
+    Error::os(format!("cannot note the files that '{}' names", file.name()), errno)
 }
 
 /// Notes the names of the header of a new overlay. Where this process has no call for that, the
 /// opener does it, if it has created the file.
 ///
 /// * `is_wanted`: [`crate::ImageOptions::note_names`].
-pub(crate) fn note_new(file: &Storage, names: &Names, is_wanted: bool, options: &OpenOptions) {
+///
+/// Errors: those of the file system and of the opener; none where the file system has no such
+/// attributes.
+pub(crate) fn note_new(
+    file: &Storage,
+    names: &Names,
+    is_wanted: bool,
+    options: &OpenOptions,
+) -> Result<(), Error> {
+    let line = names.line();
     let result = match value(file) {
-        Err(Errno::NOSYS) => options.note_outside(file, names.line().as_bytes(), true),
-        _ if is_wanted => set(file, &names.line()),
-        _ => return,
+        Err(Errno::NOSYS) => outside(file, &line, true, options),
+        _ if is_wanted => match set(file, &line) {
+            Err(Errno::OPNOTSUPP) => Ok(()),
+            result => result,
+        },
+        _ => Ok(()),
     };
-    if let Err(errno) = result {
-        tracing::debug!("'{}' gets no note of its names ({errno})", file.name());
-    }
+    result.map_err(|errno| cannot_note(file, errno))
 }
 
 /// Letters, digits and the usual punctuation of names; other bytes in hexadecimal digits.
@@ -231,6 +294,20 @@ fn plain(bytes: &[u8]) -> String {
         }
     }
     text
+}
+
+/// The bytes that [`plain`] has made a text of. `None`: it is no such text.
+fn decoded(text: &str) -> Option<Vec<u8>> {
+    let mut parts = text.split('%');
+    let mut bytes = parts.next()?.as_bytes().to_vec();
+    for part in parts {
+        let (digits, rest) = part.split_at_checked(2)?;
+        // A sign is none of the digits.
+        let is_hex = digits.bytes().all(|digit| digit.is_ascii_hexdigit());
+        bytes.push(u8::from_str_radix(digits, 16).ok().filter(|_| is_hex)?);
+        bytes.extend_from_slice(rest.as_bytes());
+    }
+    Some(bytes)
 }
 
 /// The path by which attributes of an open file are reached.
@@ -282,11 +359,35 @@ mod tests {
         assert!(said.other_below && said.other_data, "another format is another file");
         assert!(!Names::default().ask(&file).other_below, "nothing leads nowhere");
         assert_eq!(Names::parse(&other.line()), Some(other));
-        assert_eq!(base.backing_path(), None, "a name that is no plain one");
-        let plain = Names::new(Some(b"./a-b/c:1"), Some("raw"), None);
-        assert_eq!(plain.backing_path(), None);
-        let plain = Names::new(Some(b"./a-b/c"), Some("raw"), None);
-        assert_eq!(plain.backing_path(), Some(PathBuf::from("./a-b/c")));
+    }
+
+    #[test]
+    fn a_noted_name_leads_where_the_header_leads() {
+        let path = |name: &[u8], format| {
+            Names::new(Some(name), Some(format), None)
+                .backing()
+                .map(|(path, format)| (path.into_os_string().into_encoded_bytes(), format))
+        };
+        let (raw, qcow2) = (Format::Raw, Format::Qcow2);
+        for name in
+            [&b"./a-b/c"[..], b"base;\n%41.qcow2", b"./c:1", b"\xff(1)~#", "Büro".as_bytes()]
+        {
+            assert_eq!(
+                path(name, "qcow2"),
+                Some((name.to_vec(), qcow2)),
+                "{}",
+                name.escape_ascii()
+            );
+        }
+        assert_eq!(path(b"file:a", "file"), Some((b"a".to_vec(), raw)), "not a file of this name");
+        assert_eq!(path(b"nbd:a", "raw"), None);
+        let json = br#"json:{"driver":"qcow2","file":{"driver":"file","filename":"a"}}"#;
+        assert_eq!(path(json, ""), Some((b"a".to_vec(), qcow2)));
+        assert_eq!(path(json, "raw"), None, "no open follows it");
+        assert_eq!(path(b"a", ""), None);
+        for line in ["a%4:raw;", "a%zz:raw;", "a%+1:raw;", "a%00b:raw;"] {
+            assert_eq!(Names::parse(line).and_then(|names| names.backing_path()), None, "{line}");
+        }
     }
 
     #[test]
@@ -295,13 +396,13 @@ mod tests {
         let file = storage(file.path());
         let [a, b] = [&b"a"[..], b"b"].map(|name| Names::new(Some(name), Some("raw"), None));
         let options = OpenOptions::default();
-        follow(&file, &a, true, &options);
+        follow(&file, &a, true, &options).expect("done");
         assert!(a.ask(&file).is_absent, "no note is begun");
         a.note(&file).expect("an attribute");
         let others = |names: &Names| names.ask(&file).other_below;
-        follow(&file, &b, false, &options);
+        follow(&file, &b, false, &options).expect("done");
         assert_eq!([&a, &b].map(others), [false, false]);
-        follow(&file, &b, true, &options);
+        follow(&file, &b, true, &options).expect("done");
         assert_eq!([&a, &b].map(others), [true, false]);
         assert!(b.ask(&file).is_exact);
     }

@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use ringdisk_disk::names_note::Names;
-use ringdisk_disk::{Disk, Layer};
+use ringdisk_disk::{Disk, Format, Layer};
 use ringdisk_storage::{Kind, Opener, Storage};
 use rustix::fs::fstat;
 use rustix::io::Errno;
@@ -85,6 +85,9 @@ impl Opener for FromInside {
     }
 
     fn note(&self, file: BorrowedFd<'_>, line: &[u8], is_done: bool) -> Result<(), Errno> {
+        if helper::ours::get().is_none() {
+            return Err(Errno::NOSYS);
+        }
         let stat = fstat(file)?;
         let what = if is_done { NOTE } else { NOTE_BOTH };
         Self::ask(what, (stat.st_dev, stat.st_ino), line).map(drop)
@@ -192,19 +195,21 @@ impl HeldForDisk {
 pub fn images_of(disk: &Disk, told_within: Option<&Reach>) -> Vec<Image> {
     let layers = disk.layers();
     let with_files = layers.iter().flat_map(|layer| {
-        let data = layer.data_storage().map(|data| (data, String::from(";")));
-        let file = layer.file().map(|file| (file, Names::of_layer(layer).line()));
-        file.into_iter().chain(data).map(|(file, names)| (&**layer, file, names))
+        let data = layer.external_data().map(|data| (data, Format::Raw, Names::default()));
+        let file = layer.file().and_then(|file| Some((file, layer.format()?)));
+        let file = file.map(|(file, format)| (file, format, Names::of_layer(layer)));
+        file.into_iter().chain(data).map(|file| (&**layer, file))
     });
     with_files
-        .filter_map(|(layer, file, names)| image_of(layer, file, names, told_within))
+        .filter_map(|(layer, (file, format, names))| {
+            image_of(layer, (file, format, names), told_within)
+        })
         .collect()
 }
 
 fn image_of(
     layer: &Layer,
-    file: &Storage,
-    names: String,
+    (file, format, names): (&Storage, Format, Names),
     told_within: Option<&Reach>,
 ) -> Option<Image> {
     let open = by_descriptor(file)?;
@@ -212,7 +217,7 @@ fn image_of(
     let named = (fs::read_link(&open).ok()?, (meta.dev(), meta.ino()));
     let directory = std::path::absolute(layer.name()).ok()?.parent()?.to_owned();
     let is_had = told_within.is_none_or(|reach| reach.has_open(&open));
-    is_had.then_some(Image { named, names, directory })
+    is_had.then_some(Image { named, format, names: names.line(), directory })
 }
 
 /// Passes a user's word on to the helper process. Inside.

@@ -15,6 +15,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use ringdisk_disk::Format;
 use ringdisk_disk::names_note::{NAME, Names};
 use ringdisk_sandbox::User;
 use rustix::fs::{CWD, Mode, OFlags, XattrFlags, getxattr, openat, setxattr};
@@ -36,6 +37,8 @@ const NOTE_BYTES_MAX: usize = 32 << 10;
 pub struct Image {
     /// The file.
     pub named: Named,
+    /// What it is opened as; a data file is raw.
+    pub format: Format,
     /// What its header names, as [`Names::line`] has it.
     pub names: String,
     /// Where relative names in it start.
@@ -94,8 +97,9 @@ impl Chain {
         !self.words.is_empty()
     }
 
-    pub(crate) fn has(&self, id: Id) -> bool {
-        self.images.iter().any(|held| held.id() == id)
+    /// Whether a file of the chains is opened as this format.
+    pub(crate) fn has(&self, id: Id, format: Format) -> bool {
+        self.images.iter().any(|held| held.id() == id && held.image.format == format)
     }
 
     /// Opens a file to write it.
@@ -148,16 +152,16 @@ impl Chain {
 
     /// Changes the note of a file whose header names another backing file, or is about to.
     ///
-    /// * `is_known`: whether a file is one that was made here.
+    /// * `is_known`: whether a file is one that was made here, of this format.
     ///
-    /// Errors: EACCES: it is none of the chain, or names what is none; EKEYREJECTED: no user asks
-    /// for that; those of setxattr(2).
+    /// Errors: EACCES: it is none of the chain; EPERM: it names what is none; EKEYREJECTED: no user
+    /// asks for that; those of setxattr(2).
     pub(crate) fn note(
         &mut self,
         id: Id,
         line: &[u8],
         is_done: bool,
-        is_known: impl Fn(Id) -> bool,
+        is_known: impl Fn(Id, Format) -> bool,
     ) -> Result<(), Errno> {
         let has_word = self.has_word();
         let held = self.images.iter().find(|held| held.id() == id).ok_or(Errno::ACCESS)?;
@@ -165,8 +169,9 @@ impl Chain {
             return Err(Errno::KEYREJECTED);
         }
         let before = Names::parse(&held.image.names).unwrap_or_default();
-        let names =
-            checked(line, &before, &held.image.directory, |id| is_known(id) || self.has(id))?;
+        let names = checked(line, &before, &held.image.directory, |id, format| {
+            is_known(id, format) || self.has(id, format)
+        })?;
         change(held.file.as_fd(), &names, is_done)?;
         if is_done && let Some(held) = self.images.iter_mut().find(|held| held.id() == id) {
             held.image.names = names;
@@ -175,28 +180,29 @@ impl Chain {
     }
 }
 
-/// What a header is said to name, if it is files that are known.
+/// What a header is said to name, if it is files that are known, as what they are known: a guest or
+/// the process may have written anything into a raw one, the header of an image too.
 ///
 /// * `before`: what it named; its data file stays.
 /// * `directory`: where relative names start.
 ///
-/// Errors: EACCES.
+/// Errors: EPERM.
 pub(crate) fn checked(
     line: &[u8],
     before: &Names,
     directory: &Path,
-    is_known: impl Fn(Id) -> bool,
+    is_known: impl Fn(Id, Format) -> bool,
 ) -> Result<String, Errno> {
-    let line = std::str::from_utf8(line).map_err(|_| Errno::ACCESS)?;
-    let names = Names::parse(line).filter(|_| !line.contains('\n')).ok_or(Errno::ACCESS)?;
+    let line = std::str::from_utf8(line).map_err(|_| Errno::PERM)?;
+    let names = Names::parse(line).filter(|_| !line.contains('\n')).ok_or(Errno::PERM)?;
     if names.has_data() && !names.has_same_data(before) {
-        return Err(Errno::ACCESS);
+        return Err(Errno::PERM);
     }
     if names.has_backing() {
-        let path = names.backing_path().ok_or(Errno::ACCESS)?;
-        let meta = fs::metadata(directory.join(path)).map_err(|_| Errno::ACCESS)?;
-        if !is_known((meta.dev(), meta.ino())) {
-            return Err(Errno::ACCESS);
+        let (path, format) = names.backing().ok_or(Errno::PERM)?;
+        let meta = fs::metadata(directory.join(path)).map_err(|_| Errno::PERM)?;
+        if !is_known((meta.dev(), meta.ino()), format) {
+            return Err(Errno::PERM);
         }
     }
     Ok(line.to_owned())
@@ -207,7 +213,11 @@ pub(crate) fn change(file: BorrowedFd<'_>, line: &str, is_done: bool) -> Result<
     if is_done {
         return set(file, line);
     }
-    let before = value(file)?;
+    let before = match value(file) {
+        // It was never served in a sandbox.
+        Err(Errno::NODATA) => return Ok(()),
+        before => before?,
+    };
     set(file, &format!("{}\n{line}", before.lines().next().unwrap_or_default()))
 }
 

@@ -17,6 +17,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::rc::Rc;
 
+use ringdisk_disk::Format;
 use ringdisk_disk::names_note::Names;
 use ringdisk_sandbox::User;
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, fstat, openat, statat, unlinkat};
@@ -209,11 +210,12 @@ impl Overlays {
     /// says as long as that is known.
     fn note(&mut self, id: Id, line: &[u8], is_done: bool) -> Result<(), Errno> {
         let made: Vec<Id> = self.files.iter().map(|made| made.id).collect();
+        let is_made = |id, format| format == Format::Qcow2 && made.contains(&id);
         let Ok(index) = self.made(id) else {
-            return self.below.note(id, line, is_done, |id| made.contains(&id));
+            return self.below.note(id, line, is_done, is_made);
         };
         let file = &self.files[index];
-        let is_known = |id| made.contains(&id) || self.below.has(id);
+        let is_known = |id, format| is_made(id, format) || self.below.has(id, format);
         let directory = link(file.directory.as_fd());
         let line = chain::checked(line, &Names::default(), &directory, is_known)?;
         chain::change(file.file.as_fd(), &line, is_done)

@@ -182,14 +182,16 @@ impl Tasks {
             .maker
             .iter()
             .map(|user| message(MAKER, Path::new(""), &[user.uid().into(), user.gid().into()]));
-        let images = self.images.iter().map(|Image { named: (path, id), names, directory }| {
-            let mut message = message(IMAGE, path, &[id.0, id.1]);
-            for text in [directory.as_os_str().as_bytes(), names.as_bytes()] {
-                message.push(0);
-                message.extend_from_slice(text);
-            }
-            message
-        });
+        let images =
+            self.images.iter().map(|Image { named: (path, id), format, names, directory }| {
+                let mut message = message(IMAGE, path, &[id.0, id.1]);
+                let format = format.name().as_bytes();
+                for text in [directory.as_os_str().as_bytes(), names.as_bytes(), format] {
+                    message.push(0);
+                    message.extend_from_slice(text);
+                }
+                message
+            });
         // One that is longer is read, and never written.
         let images = images.filter(|message| message.len() <= MESSAGE_BYTES_MAX);
         mount
@@ -231,10 +233,11 @@ impl Tasks {
             (DIRECTORY, [name, device, inode]) => {
                 self.directories.push((path(name), (number(device)?, number(inode)?)));
             }
-            (IMAGE, [name, device, inode, directory, names]) => {
+            (IMAGE, [name, device, inode, directory, names, format]) => {
                 let named = (path(name), (number(device)?, number(inode)?));
                 let names = std::str::from_utf8(names).ok()?.to_owned();
-                self.images.push(Image { named, names, directory: path(directory) });
+                let format = std::str::from_utf8(format).ok()?.parse().ok()?;
+                self.images.push(Image { named, format, names, directory: path(directory) });
             }
             (MAKER, [[], user, group]) => {
                 let numbers = [number(user)?, number(group)?].map(u32::try_from);

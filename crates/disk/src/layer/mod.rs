@@ -238,10 +238,13 @@ impl Layer {
 
     /// The image file and, where there is one, the external data file.
     pub(crate) fn storages(&self) -> impl Iterator<Item = &Arc<Storage>> {
+        self.file().into_iter().chain(self.external_data())
+    }
+
+    /// The external data file.
+    pub fn external_data(&self) -> Option<&Arc<Storage>> {
         let file = self.file();
-        let data = self.data_storage();
-        let other = data.filter(|data| file.is_none_or(|file| !Arc::ptr_eq(file, data)));
-        file.into_iter().chain(other)
+        self.data_storage().filter(|data| file.is_none_or(|file| !Arc::ptr_eq(file, data)))
     }
 
     /// The storage of the layer's plain bytes: the image file, or its external data file.

@@ -122,7 +122,7 @@ impl Disk {
         let named = iter::once(&**graph.top()).chain(next.below.iter().map(|it| &**it));
         lost_names::check("change the backing file", named)?;
         let (file, format) = next.file_and_format();
-        self.note_backing(graph.top(), file, format, false);
+        self.note_backing(graph.top(), file, format, false)?;
         let set = async |ring: &Ring, image: &mut ringdisk_qcow2::Qcow2| {
             image.set_backing(ring, file, format).await
         };
@@ -133,7 +133,7 @@ impl Disk {
             self.put(drained, graph.with_layers(layers), false);
             return Err(error);
         }
-        self.note_backing(&top, file, format, true);
+        self.note_backing(&top, file, format, true)?;
         top.full_backing_name = next.full;
         let mut layers = vec![Arc::new(top)];
         layers.extend(next.below);
@@ -352,28 +352,29 @@ impl Disk {
         let mut drained = self.change(ring).await?;
         let file = backing.map(|backing| backing.file.as_slice());
         let format = backing.map(|backing| backing.format.name());
-        self.note_backing(drained.graph().top(), file, format, false);
+        self.note_backing(drained.graph().top(), file, format, false)?;
         self.offline(ring, &mut drained, false, async |ring, image| {
             image.set_backing(ring, file, format).await
         })
         .await?;
-        self.note_backing(drained.graph().top(), file, format, true);
-        Ok(())
+        self.note_backing(drained.graph().top(), file, format, true)
     }
 
     /// Updates the note of an image before and after its header names another backing file.
+    ///
+    /// Errors: only before: the note cannot be changed, so the header must not be either.
     pub(super) fn note_backing(
         &self,
         layer: &Layer,
         file: Option<&[u8]>,
         format: Option<&str>,
         is_done: bool,
-    ) {
-        let Some(image) = layer.qcow2() else { return };
+    ) -> Result<(), Error> {
+        let Some(image) = layer.qcow2() else { return Ok(()) };
         let info = image.info();
         let data = info.data_file.as_deref().filter(|_| info.external_data_file);
         let options = crate::open::storage_options(self.options(), true);
-        names_note::follow(image.file(), &Names::new(file, format, data), is_done, &options);
+        names_note::follow(image.file(), &Names::new(file, format, data), is_done, &options)
     }
 }
 

@@ -176,7 +176,8 @@ async fn make(
         ringdisk_qcow2::create(ring, &storage, None, &wanted)
             .await
             .map_err(|error| of_qcow2(&error))?;
-        names_note::note_new(&storage, &names, options.note_names, &storage_options(options, true));
+        let opener = storage_options(options, true);
+        names_note::note_new(&storage, &names, options.note_names, &opener)?;
         sync_directory(ring, path, options).await?;
         open_qcow2(ring, Arc::clone(&storage), options, true).await
     };

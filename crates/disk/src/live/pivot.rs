@@ -129,11 +129,12 @@ impl<'a, 'b> Last<'a, 'b> {
             self.layers[top - 1] = Arc::new(opened.map_err(Failure::Refused)?);
         }
         let upper = Arc::clone(&self.layers[top - 1]);
+        let (name, format) = named;
+        disk.note_backing(&upper, Some(&name), format.as_deref(), false)
+            .map_err(Failure::Refused)?;
         close_layer(ring, &upper).await.map_err(Failure::Refused)?;
         self.drained.begin();
         let full = self.layers[base - 1].full_backing_name.clone();
-        let (name, format) = named;
-        disk.note_backing(&upper, Some(&name), format.as_deref(), false);
         let rename = async |ring: &Ring, image: &mut ringdisk_qcow2::Qcow2| {
             image.set_backing(ring, Some(&name), format.as_deref()).await
         };
@@ -145,7 +146,8 @@ impl<'a, 'b> Last<'a, 'b> {
             }
         };
         if result.is_ok() {
-            disk.note_backing(&fresh, Some(&name), format.as_deref(), true);
+            disk.note_backing(&fresh, Some(&name), format.as_deref(), true)
+                .map_err(Failure::Refused)?;
             fresh.full_backing_name = full;
         }
         self.layers[top - 1] = Arc::new(fresh);

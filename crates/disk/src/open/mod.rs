@@ -189,6 +189,12 @@ impl<'a> Opening<'a> {
     fn note_names(&self) {
         let top = self.layers.first().filter(|top| self.options.note_names && top.is_writable);
         let Some((top, file)) = top.and_then(|top| Some((top, top.file()?))) else { return };
+        // A data file names nothing, also where its guest has made it look like an image.
+        if let Some(data) = top.external_data()
+            && let Err(errno) = Names::default().note(data)
+        {
+            tracing::debug!("'{}' gets no note of its names ({errno})", data.name());
+        }
         let can_name = top.qcow2().is_some() && file.kind() == Kind::Regular;
         if let Err(errno) = Names::of_layer(top).note(file)
             && can_name

@@ -34,6 +34,16 @@ impl Opening<'_> {
         }
         let path = self.path_of(&parsed, directory)?;
         let opened = self.resolver.open(&path, self.access(true))?;
+        if format == Format::Qcow2 && format_note::is_raw(&opened.fd) {
+            return Err(Error::new(
+                ErrorKind::UnknownFormat,
+                format!(
+                    "'{}' was used as raw, so its guest may have written what it begins with; if \
+                     it was made as a qcow2 image, serve it once by itself with `--format qcow2`",
+                    printable_path(&path)
+                ),
+            ));
+        }
         // It is opened for reading, but a commit may write it.
         let is_trusted = self.options.trust_base_format && format == Format::Raw;
         let is_guarded = !is_trusted || format_note::set_raw(&opened.fd).is_err();

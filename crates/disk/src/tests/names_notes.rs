@@ -6,6 +6,8 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use ringdisk_testkit::limits::needs;
+
 use super::{directory, open, qemu_img, run};
 use crate::jobs::{self, Rebase};
 use crate::{Backing, Disk, ErrorKind, Format, ImageOptions, OverlayOptions, Progress};
@@ -156,5 +158,62 @@ fn changes_by_commands_go_into_the_note() {
         let options = ImageOptions::default();
         jobs::rebase(&ring, top.clone(), &options, &rebase, &progress).await.expect("rebase");
         assert_eq!(layers(&ring, &top).await, 2);
+    });
+}
+
+#[test]
+fn a_header_is_not_changed_where_the_note_cannot_be() {
+    let directory = directory();
+    // One such name fits into the attributes of a file on ext4, two do not.
+    let part = "(".repeat(200);
+    std::fs::create_dir(directory.path().join(&part)).expect("mkdir");
+    let name = format!("{part}/../{part}/../{part}/../{part}/../mine.img");
+    let image = |file: &str| directory.path().join(file);
+    qemu_img(&directory, &["create", "-q", "-f", "raw", "mine.img", "1M"]);
+    qemu_img(&directory, &["create", "-q", "-f", "qcow2", "-b", &name, "-F", "raw", "top", "1M"]);
+    run(async |ring| {
+        assert_eq!(layers(&ring, &image("top")).await, 2);
+        let before = std::fs::read(image("top")).expect("read");
+        let rebase = |file: &str| Rebase {
+            backing: Some(Backing { file: file.as_bytes().to_vec(), format: Format::Raw }),
+            header_only: true,
+        };
+        let (options, progress) = (ImageOptions::default(), Arc::new(Progress::new()));
+        let other = format!("./{name}");
+        let rebased = jobs::rebase(&ring, image("top"), &options, &rebase(&other), &progress).await;
+        if !needs("a file system that keeps few attributes", rebased.is_err()) {
+            return;
+        }
+        let error = rebased.expect_err("no note");
+        assert!(error.message().contains("cannot note"), "{error}");
+        assert_eq!(std::fs::read(image("top")).expect("read"), before);
+        assert_eq!(layers(&ring, &image("top")).await, 2);
+        jobs::rebase(&ring, image("top"), &options, &rebase("mine.img"), &progress)
+            .await
+            .expect("a short one");
+    });
+}
+
+#[test]
+fn a_file_that_was_used_as_raw_is_no_qcow2_below_another() {
+    let (directory, _top) = served("data", "mine.img", "your.img");
+    let path = |name: &str| directory.path().join(name);
+    // What a guest, or an attacker who controls a server, writes into it.
+    let create = ["create", "-q", "-f", "qcow2", "-b", "your.img", "-F", "raw", "forged", "1M"];
+    qemu_img(&directory, &create);
+    let bytes = std::fs::read(path("forged")).expect("read");
+    let file = OpenOptions::new().write(true).open(path("mine.img")).expect("open");
+    file.write_all_at(&bytes, 0).expect("write");
+    let create = ["create", "-q", "-f", "qcow2", "-b", "mine.img", "-F", "qcow2", "over", "1M"];
+    qemu_img(&directory, &create);
+    run(async |ring| {
+        for options in [serving(), reading()] {
+            let error = open(&ring, &path("over"), &options).await.expect_err("it is raw");
+            assert_eq!(error.kind(), ErrorKind::UnknownFormat);
+            assert!(error.message().contains("used as raw"), "{error}");
+        }
+        // By itself, as the user says, it is an image that names nothing.
+        let error = open(&ring, &path("mine.img"), &serving()).await.expect_err("it named nothing");
+        assert_eq!(error.kind(), ErrorKind::NotAllowed, "{error}");
     });
 }

@@ -3,6 +3,7 @@ use std::io::{Read, Write};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::PathBuf;
 
+use ringdisk_disk::names_note;
 use ringdisk_storage::Storage;
 use tempfile::TempDir;
 
@@ -305,4 +306,42 @@ fn where_the_process_is_another_users_that_user_makes_and_owns_the_files() {
     assert_eq!(made.kind, DONE);
     let meta = made.fd.map(File::from).expect("a file").metadata().expect("stat");
     assert_eq!((meta.uid(), meta.gid()), (12345, 23456));
+}
+
+/// The note of a file.
+fn noted(world: &World, name: &str) -> String {
+    let mut value = [0; 4096];
+    let len = rustix::fs::getxattr(world.path(name), names_note::NAME, &mut value[..]);
+    String::from_utf8(value[..len.expect("a note")].to_vec()).expect("text")
+}
+
+#[test]
+fn an_image_is_noted_to_name_known_files_as_what_they_are() {
+    let mut world = World::new();
+    let images = ["disk(1) Büro", "base", "qcow2"].map(|name| {
+        let path = world.path("images").join(name);
+        fs::write(&path, "bytes").expect("write");
+        let format = if name == "base" { Format::Raw } else { Format::Qcow2 };
+        let (names, directory) = (String::from(";"), world.path("images"));
+        Image { named: named(path).expect("it is there"), format, names, directory }
+    });
+    let directory = named(world.path("images")).expect("it is there");
+    world.overlays = Overlays::hold(&[directory], None, "", &images);
+    file(world.make("over"));
+    let id = world.id("images/over");
+    assert_eq!(noted(&world, "images/over"), ";");
+    let line = |name: &str, format| Names::new(Some(name.as_bytes()), Some(format), None).line();
+    for (name, format) in [("disk(1) Büro", "qcow2"), ("./qcow2", "qcow2"), ("base", "raw")] {
+        let line = line(name, format);
+        assert_eq!(world.order(NOTE, id, line.as_bytes()).kind, DONE, "{name}");
+        assert_eq!(noted(&world, "images/over"), line);
+    }
+    // The process may have written the header of an image into a raw one.
+    for (name, format) in [("base", "qcow2"), ("base", ""), ("qcow2", "raw"), ("over", "raw")] {
+        refused(&world.order(NOTE, id, line(name, format).as_bytes()), Errno::PERM);
+    }
+    // An open of this name leads to another file.
+    file(world.make("file:neighbour"));
+    refused(&world.order(NOTE, id, line("file:neighbour", "qcow2").as_bytes()), Errno::PERM);
+    assert_eq!(noted(&world, "images/over"), line("base", "raw"));
 }

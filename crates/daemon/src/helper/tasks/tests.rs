@@ -25,6 +25,7 @@ fn duties_arrive_as_they_were_told() {
         mark: String::from("0a"),
         images: vec![Image {
             named: (PathBuf::from("/srv/base"), (6, 7)),
+            format: ringdisk_disk::Format::Raw,
             names: String::from("below:raw;"),
             directory: PathBuf::from("/other"),
         }],

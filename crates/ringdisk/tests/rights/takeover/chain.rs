@@ -10,7 +10,7 @@ use std::path::Path;
 use ringdisk_testkit::images::{self, pattern, piece};
 use ringdisk_testkit::limits::{needs, needs_root};
 use ringdisk_testkit::mount::{Mounted, scratch, text};
-use ringdisk_testkit::process::has;
+use ringdisk_testkit::process::{command, has};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{RecvFlags, recv};
 
@@ -230,4 +230,60 @@ fn what_commands_change_is_followed_by_the_next_start() {
     assert_eq!(piece(disk.path(), 4096, 4096), pattern(1, 4096, 4096));
     ctl(&disk, &["commit", "--quiet"]).ok();
     assert_eq!(disk.stop().code(), Some(0));
+}
+
+#[test]
+fn an_image_with_any_characters_in_its_name_is_followed_below_an_overlay() {
+    if !(needs_root() && needs("qemu-img", has("qemu-img"))) {
+        return;
+    }
+    for name in ["disk(1).qcow2", "Büro.qcow2", "vm#1~.qcow2"] {
+        let directory = scratch();
+        let [image, overlay] = [name, "o.qcow2"].map(|name| directory.path().join(name));
+        qcow2(&image);
+        let disk = mounted(&image);
+        open(disk.path()).write_all_at(&pattern(3, 0, 4096), 0).expect("write");
+        ctl(&disk, &["snapshot", text(&overlay)]).ok();
+        assert_eq!(disk.stop().code(), Some(0), "{name}");
+        let disk = mounted(&overlay);
+        assert_eq!(piece(disk.path(), 0, 4096), pattern(3, 0, 4096), "{name}");
+        assert_eq!(disk.stop().code(), Some(0), "{name}");
+    }
+}
+
+#[test]
+fn a_file_that_the_process_may_write_is_noted_as_no_image_with_names() {
+    if !(needs_root() && needs("qemu-img", has("qemu-img"))) {
+        return;
+    }
+    let directory = scratch();
+    let path = |name: &str| directory.path().join(name);
+    let create = ["qemu-img", "create", "-qf", "qcow2", "-o", "data_file=data", "top.qcow2", "1M"];
+    let mut create = command(&create);
+    assert!(create.current_dir(directory.path()).status().expect("qemu-img").success());
+    let disk = mounted(&path("top.qcow2"));
+    ctl(&disk, &["snapshot", text(&path("o.qcow2"))]).ok();
+    if !has_landlock(&disk) {
+        return;
+    }
+    let taken = Agent::over(disk.pid());
+    let line = taken.helper();
+    let note = |names: &str| [&numbers(&path("o.qcow2"))[..], b"\0", names.as_bytes()].concat();
+    for names in ["data:qcow2;", "top.qcow2:raw;", "data:;"] {
+        assert_eq!(order(&line, b'n', &note(names)), Some(b'E'), "{names}");
+    }
+    assert_eq!(order(&line, b'n', &note("top.qcow2:qcow2;")), Some(b'D'));
+    drop(line);
+    taken.goes_on();
+    assert_eq!(disk.stop().code(), Some(0));
+    // What it writes into the data file is the header of no image.
+    let forged = overlay_of(Path::new("secret"), &path("made"));
+    images::raw(&path("secret"), MIB, 7);
+    let data = File::options().write(true).open(path("data")).expect("open");
+    data.write_all_at(&forged, 0).expect("write");
+    let place = path("place");
+    let words = ["mount", "--format", "qcow2", text(&path("data")), text(&place)].map(String::from);
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let ran = ringdisk(directory.path(), &words);
+    assert_eq!(ran.code, 6, "{}", ran.err);
 }
