@@ -11,7 +11,7 @@
 //!
 //! What is said: the new process connects and says [`ASK`] and what it would show to the guest
 //! ([`Shown`]); the old one refuses if that is not what it shows itself, or else stands still and
-//! sends the parcel; the new one prepares everything and says [`READY`]; the old one says [`GO`];
+//! sends the state; the new one prepares everything and says [`READY`]; the old one says [`GO`];
 //! the new one serves. The old one removes its names and closes the socket: one that serves other
 //! disks at once, one that has none left by its end, so that its pid file is free, too.
 

@@ -144,7 +144,7 @@ fn give(mut stream: &UnixStream, ours: &Ours, given: &AtomicBool) -> io::Result<
         link::send_refusal(stream, &Refusal::Unlike(why))?;
         return Ok(false);
     }
-    let (parcel, still) = match ours.handle.hand_over() {
+    let (state, still) = match ours.handle.hand_over() {
         Ok(packed) => packed,
         Err(error) => {
             tracing::warn!("the disk is not handed over: {error}");
@@ -152,8 +152,8 @@ fn give(mut stream: &UnixStream, ours: &Ours, given: &AtomicBool) -> io::Result<
             return Ok(false);
         }
     };
-    link::send(stream, &parcel)?;
-    drop(parcel);
+    link::send(stream, &state)?;
+    drop(state);
     if link::receive_word(stream)? != Some(READY) {
         return Err(io::ErrorKind::InvalidData.into());
     }

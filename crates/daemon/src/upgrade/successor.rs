@@ -7,8 +7,8 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use ringdisk_export::HandOverState;
 use ringdisk_storage::Storage;
-use ringdisk_vhost::export::Parcel;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
@@ -73,7 +73,7 @@ impl Lingering {
 /// * `shown`: what this process would show to the guest.
 ///
 /// Errors: nobody serves there; it cannot be had now; the guest has been shown something else.
-pub fn ask(path: &Path, shown: &Shown) -> Result<(Parcel, Offer), Failure> {
+pub fn ask(path: &Path, shown: &Shown) -> Result<(HandOverState, Offer), Failure> {
     let name = path.display();
     let nobody = || {
         Failure::new(Exit::Mountpoint, format!("no ringdisk serves a disk at '{name}'"))
@@ -92,9 +92,9 @@ pub fn ask(path: &Path, shown: &Shown) -> Result<(Parcel, Offer), Failure> {
     (&stream).write_all(&[ASK]).map_err(failed)?;
     link::send_shown(&stream, shown).map_err(failed)?;
     match link::receive(&stream, PARCEL).map_err(failed)? {
-        Ok(parcel) => {
+        Ok(state) => {
             stream.set_read_timeout(Some(STEP)).map_err(failed)?;
-            Ok((parcel, Offer { stream, process }))
+            Ok((state, Offer { stream, process }))
         }
         Err(Refusal::Now(why)) => Err(Failure::new(Exit::General, format!("{}: {why}", doing()))
             .hint("it goes on as before; try again later")),

@@ -126,13 +126,13 @@ fn prepare(plan: Plan<'_>) -> Result<Waiting, Failure> {
     let ring = runtime.ring().clone();
     let image = plan.image.options(plan.image.args.format);
     let listen = Listen::Connect(path.clone());
-    let (parcel, offer) = ask(&path, &plan.shown)?;
+    let (state, offer) = ask(&path, &plan.shown)?;
     // Before there are threads that shall have it too.
-    io_flusher::become_one_if(parcel.fds.iter().any(io_flusher::is_device));
+    io_flusher::become_one_if(state.fds.iter().any(io_flusher::is_device));
     let restricted = plan.restricted;
     let reach = reach(&plan.args.source, plan.image.image.as_deref());
     let options = vhost::options(plan.args, false, restricted, listen, name.clone());
-    let prepared = runtime.block_on(Export::take_over(&ring, parcel, &image, options))?;
+    let prepared = runtime.block_on(Export::take_over(&ring, state, &image, options))?;
     if plan.confines {
         check_top(prepared.disk(), &plan)?;
     }
