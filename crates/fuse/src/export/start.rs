@@ -124,10 +124,15 @@ impl Choice {
     }
 
     /// Says where everything is.
-    fn report(self, mut export: Export) -> Export {
-        export.topology.reason = self.reason;
-        tracing::info!("{}", export.topology.summary());
-        export.topology.remarks.iter().for_each(|remark| tracing::info!("{remark}"));
-        export
+    fn report(self, export: Export) -> Export {
+        report(export, self.reason)
     }
+}
+
+/// Says where everything is, and why not in rings.
+pub(super) fn report(mut export: Export, reason: Option<String>) -> Export {
+    export.topology.reason = reason;
+    tracing::info!("{}", export.topology.summary());
+    export.topology.remarks.iter().for_each(|remark| tracing::info!("{remark}"));
+    export
 }

@@ -296,6 +296,11 @@ impl Mount {
         }
     }
 
+    /// Another process is responsible for the mount from now on: dropping this leaves it.
+    pub(crate) fn leave(&mut self) {
+        self.is_active = false;
+    }
+
     /// Keeps the mount and gives up responsibility for it. For tests and for a process that hands
     /// its descriptors to another.
     pub fn into_device(mut self) -> Result<OwnedFd, Error> {
