@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use ringdisk_export::HandOverState;
+use ringdisk_export::{Error, ErrorKind, HandOverState};
 use ringdisk_messages::{DESCRIPTORS_MAX, Wait};
 
 use super::Shown;
@@ -20,6 +20,9 @@ const SHOWN_MAX: u32 = 64 << 10;
 const REFUSED: u32 = u32::MAX;
 /// The same, and the reason is in the words of the process that asked.
 const UNLIKE: u32 = u32::MAX - 1;
+/// The same, and a later attempt would end as this one: the words are the reason and, on the next
+/// line, what the user can do.
+const NEVER: u32 = u32::MAX - 2;
 
 /// Why there is no state.
 #[derive(Debug, PartialEq, Eq)]
@@ -28,6 +31,25 @@ pub enum Refusal {
     Now(String),
     /// The guest would see another device.
     Unlike(String),
+    /// It cannot be handed over.
+    Never {
+        /// The reason.
+        why: String,
+        /// What the user can do.
+        hint: String,
+    },
+}
+
+impl Refusal {
+    /// Why an export is not handed over.
+    pub(crate) fn of(error: &Error) -> Refusal {
+        match (error.kind(), error.hint_text()) {
+            (ErrorKind::Unsupported, Some(hint)) => {
+                Refusal::Never { why: error.to_string(), hint: hint.to_owned() }
+            }
+            _ => Refusal::Now(error.to_string()),
+        }
+    }
 }
 
 /// Says what the guest would be shown.
@@ -88,8 +110,9 @@ pub(crate) fn send(mut stream: &UnixStream, state: &HandOverState) -> io::Result
 /// Says why there is no state.
 pub(crate) fn send_refusal(mut stream: &UnixStream, refusal: &Refusal) -> io::Result<()> {
     let (why, mark) = match refusal {
-        Refusal::Now(why) => (why, REFUSED),
-        Refusal::Unlike(why) => (why, UNLIKE),
+        Refusal::Now(why) => (why.clone(), REFUSED),
+        Refusal::Unlike(why) => (why.clone(), UNLIKE),
+        Refusal::Never { why, hint } => (format!("{}\n{hint}", why.replace('\n', " ")), NEVER),
     };
     let len = u32::try_from(why.len()).unwrap_or(0);
     stream.write_all(&[len.to_le_bytes(), mark.to_le_bytes()].concat())?;
@@ -134,7 +157,7 @@ pub fn receive(stream: &UnixStream, limit: Duration) -> io::Result<Result<HandOv
     stream.read_exact(&mut numbers)?;
     let [a, b, c, d, e, f, g, h] = numbers;
     let (words, count) = (u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes([e, f, g, h]));
-    let is_refusal = matches!(count, REFUSED | UNLIKE);
+    let is_refusal = matches!(count, REFUSED | UNLIKE | NEVER);
     if words > WORDS_MAX || count > FDS_MAX && !is_refusal {
         return Err(io::ErrorKind::InvalidData.into());
     }
@@ -149,6 +172,10 @@ pub fn receive(stream: &UnixStream, limit: Duration) -> io::Result<Result<HandOv
     Ok(match count {
         REFUSED => Err(Refusal::Now(description)),
         UNLIKE => Err(Refusal::Unlike(description)),
+        NEVER => {
+            let (why, hint) = description.split_once('\n').unwrap_or((&description, ""));
+            Err(Refusal::Never { why: why.to_owned(), hint: hint.to_owned() })
+        }
         _ => Ok(HandOverState { description, fds }),
     })
 }

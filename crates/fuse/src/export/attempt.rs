@@ -25,7 +25,7 @@ use crate::dev::{Place, answer_init};
 use crate::events::{Event, EventSender};
 use crate::file::{FileOptions, FileServer};
 use crate::keeper::{InUseSlot, Keeper};
-use crate::kept::{self, Parked};
+use crate::kept::{self, Parked, TakenMount};
 use crate::mount::{AnswerCheck, Method, Mount, MountOptions, mount, open_backing};
 use crate::negotiate::{Negotiated, Profile};
 use crate::placement::{self, Placement};
@@ -49,6 +49,8 @@ pub(super) struct Attempt<'a> {
     pub(super) options: &'a ExportOptions,
     /// The most that rings shall do; `None`: no rings.
     pub(super) mode: Option<RingMode>,
+    /// The mount of a live process; `None`: it is made, or was left by a process that is gone.
+    pub(super) taken: Option<&'a TakenMount>,
 }
 
 /// What came of an attempt.
@@ -167,7 +169,7 @@ impl Attempt<'_> {
 
     /// The mount that another process has made, with which this one goes on.
     fn found(&self) -> Option<&Parked> {
-        let taken = self.options.taken.as_ref().map(|taken| &taken.parked);
+        let taken = self.taken.map(|taken| &taken.parked);
         taken.or_else(|| self.left())
     }
 
@@ -403,7 +405,7 @@ impl Attempt<'_> {
         };
         let errors = ClientErrors::start(&options.mountpoint.to_string_lossy());
         let mut server = FileServer::new(Arc::clone(self.disk), &wanted).logging(errors);
-        if let Some(taken) = &options.taken {
+        if let Some(taken) = self.taken {
             server = server.continuing(&taken.file);
             if let Some(keep) = &options.keep {
                 keep.record.restore(&taken.file);

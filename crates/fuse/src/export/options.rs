@@ -3,13 +3,12 @@
 //! Plain values; control path.
 
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::Duration;
 
 use ringdisk_export::{Numa, ThreadOptions, Threads};
 use ringdisk_ring::CpuList;
 
-use crate::kept::{Keep, TakenMount};
+use crate::kept::Keep;
 use crate::transport::Transport;
 use crate::uring::{Refuse, RingMode, Stay, ZeroCopy};
 
@@ -51,9 +50,6 @@ pub struct ExportOptions {
     pub name: String,
     /// The mount outlives this process; over `/dev/fuse` only.
     pub keep: Option<Keep>,
-    /// A mount to be taken over from a live process ([`Export::take_over`](super::Export::take_over));
-    /// `None`: it is made.
-    pub(super) taken: Option<Arc<TakenMount>>,
     /// Rings do nothing but what serving takes ([`ringdisk_ring::Config::restricted`]).
     pub restricted: bool,
     /// Moves the fetching between queues all the time. For tests of just that.
@@ -93,7 +89,6 @@ impl ExportOptions {
             stop_timeout: None,
             name: String::from("ringdisk"),
             keep: None,
-            taken: None,
             restricted: true,
             restless: false,
             stay: None,

@@ -40,10 +40,11 @@ pub(super) fn start(
     let mut devices = Some(devices);
     loop {
         let devices = devices.take().unwrap_or_default();
-        let attempt = Attempt { disk: &disk, options: &options, mode: choice.mode };
+        let (disk, options, mode) = (&disk, &options, choice.mode);
+        let attempt = Attempt { disk, options, mode, taken: None };
         match attempt.run(devices, &mut choice.notes)? {
             Outcome::Serves(export) => return Ok(choice.report(*export)),
-            refused => choice.next(&options, refused)?,
+            refused => choice.next(options, refused)?,
         }
     }
 }

@@ -34,7 +34,7 @@ pub struct Prepared {
 /// As [`Export::take_over`].
 pub(super) fn prepare(
     disk: Arc<Disk>,
-    mut options: ExportOptions,
+    options: ExportOptions,
     mount: TakenMount,
 ) -> Result<Prepared, Error> {
     if let Some(why) =
@@ -42,8 +42,7 @@ pub(super) fn prepare(
     {
         return Err(why);
     }
-    options.taken = Some(Arc::new(mount));
-    let attempt = Attempt { disk: &disk, options: &options, mode: None };
+    let attempt = Attempt { disk: &disk, options: &options, mode: None, taken: Some(&mount) };
     let mut notes = Vec::new();
     let mut layout = attempt.lay_out()?;
     let threads = attempt.start_threads(&mut layout, 0).map_err(error_of)?;
@@ -68,7 +67,7 @@ impl Prepared {
         let Prepared { disk, options, layout, threads, connection, server, devices, .. } = self;
         disk.take_charge();
         threads.serve(devices, Vec::new(), &server, None);
-        let attempt = Attempt { disk: &disk, options: &options, mode: None };
+        let attempt = Attempt { disk: &disk, options: &options, mode: None, taken: None };
         let (mut export, _) = attempt.look_after(layout, threads, connection, server)?;
         export.parked = self.parked;
         export.topology.warnings.extend(self.notes);

@@ -17,7 +17,13 @@ fn a_state_with_many_descriptors_arrives_whole() {
 #[test]
 fn refusals_and_rubbish_are_told_apart() {
     let (ours, theirs) = UnixStream::pair().expect("sockets");
-    for refusal in [Refusal::Now(String::from("not now")), Refusal::Unlike(String::from("b"))] {
+    let [why, hint] = ["why", "what to do"].map(String::from);
+    let refusals = [
+        Refusal::Now(String::from("not now")),
+        Refusal::Unlike(String::from("b")),
+        Refusal::Never { why, hint },
+    ];
+    for refusal in refusals {
         send_refusal(&ours, &refusal).expect("sent");
         assert_eq!(receive(&theirs, LIMIT).expect("received").expect_err("refused"), refusal);
     }
