@@ -12,7 +12,8 @@
 //! What is said: the successor connects and says [`ASK`] and what it would show to clients
 //! ([`Shown`]); the predecessor refuses if that is not what it shows itself, or else stands still
 //! and sends the state; the successor prepares everything and says [`READY`]; the predecessor says
-//! [`GO`]; the successor serves. The predecessor removes its names and closes the socket: one that
+//! [`GO`]; the successor serves. The predecessor
+//! says [`STOP`] if a stop was asked for meanwhile, removes its names and closes the socket: one that
 //! serves other disks at once, one that has none left by its end, so that its pid file is free, too.
 
 mod device;
@@ -42,6 +43,8 @@ const ASK: u8 = b'A';
 const READY: u8 = b'R';
 /// The predecessor serves no longer.
 const GO: u8 = b'G';
+/// After [`GO`]: the predecessor was told to stop meanwhile, and the successor has to.
+const STOP: u8 = b'S';
 /// Each step takes so long at most; clients wait meanwhile.
 const STEP: Duration = Duration::from_secs(8);
 

@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::link::{self, Refusal};
-use super::{ASK, GO, HandsOver, READY, STEP, Shown, is_trusted};
+use super::{ASK, GO, HandsOver, READY, STEP, STOP, Shown, is_trusted};
 use crate::control::registry::{self, Listening};
 use crate::helper;
 use ringdisk_disk::Disk;
@@ -70,6 +70,13 @@ impl SuccessorSocket {
     /// successor.
     pub fn end(mut self) -> Option<UnixStream> {
         self.join()
+    }
+
+    /// The same when a stop was asked for since the export was handed over: the successor is told.
+    pub fn end_with_stop(mut self) -> Option<UnixStream> {
+        let stream = self.join()?;
+        let _ = (&stream).write_all(&[STOP]);
+        Some(stream)
     }
 
     fn join(&mut self) -> Option<UnixStream> {

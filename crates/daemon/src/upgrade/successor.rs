@@ -18,7 +18,7 @@ use rustix::net::sockopt::socket_peercred;
 use rustix::process::{PidfdFlags, pidfd_open};
 
 use super::link::Refusal;
-use super::{ASK, GO, Kind, READY, STEP, Shown, is_trusted, link};
+use super::{ASK, GO, Kind, READY, STEP, STOP, Shown, is_trusted, link};
 use crate::control::registry::{candidates, connect_now, user};
 use crate::failure::{Exit, Failure};
 
@@ -42,6 +42,7 @@ pub struct Predecessor {
     stream: UnixStream,
     /// `None`: the system does not tell.
     pid: Option<u32>,
+    was_stopped: bool,
 }
 
 /// A process that served a disk and has not ended.
@@ -157,7 +158,8 @@ impl Offer {
                 "the old process ended while it handed the disk over; it is served here"
             );
         }
-        Ok(Predecessor { stream: self.stream, pid: self.process.pid })
+        let (stream, pid) = (self.stream, self.process.pid);
+        Ok(Predecessor { stream, pid, was_stopped: false })
     }
 }
 
@@ -204,6 +206,12 @@ impl Old {
 }
 
 impl Predecessor {
+    /// Whether it was told to stop while it handed the export over, as far as it has said so
+    /// ([`Predecessor::wait`]).
+    pub fn was_stopped(&self) -> bool {
+        self.was_stopped
+    }
+
     /// Waits until the old process is gone, or has removed what it had of this disk: names are free
     /// then.
     ///
@@ -213,7 +221,8 @@ impl Predecessor {
     ///
     /// Returns it where it has done neither in time: it may have been taken over, and keeps what it
     /// has open.
-    pub fn wait(mut self, since: Instant) -> Option<Lingering> {
+    pub fn wait(&mut self, since: Instant) -> Option<Lingering> {
+        let mut word = [0];
         loop {
             // No time at all would be no limit.
             let left = STEP.saturating_sub(since.elapsed()).max(Duration::from_millis(1));
@@ -221,12 +230,13 @@ impl Predecessor {
             if self.stream.set_read_timeout(Some(left)).is_err() {
                 return lingering;
             }
-            match self.stream.read(&mut [0]) {
+            match self.stream.read(&mut word) {
                 // The kernel cleans up the ring that the disk was opened on, and interrupts this
                 // thread for that.
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if is_end(&error) => return None,
                 Err(_) => return lingering,
+                Ok(1) if word == [STOP] => self.was_stopped = true,
                 Ok(_) => return None,
             }
         }

@@ -81,6 +81,39 @@ fn an_ordinary_user_mounts_reads_writes_and_unmounts() {
 }
 
 #[test]
+fn an_ordinary_user_upgrades_a_mount_in_use() {
+    if !possible() {
+        return;
+    }
+    let _device = OpenDevice::open();
+    let user = User::new();
+    let serve = |words: &[&str]| {
+        let process = Process::spawn(&mut user.mount(&[&["--transport", "dev"], words].concat()));
+        let said = || process.output().contains("is served as").then_some(());
+        assert!(until(LIMIT, said).is_some(), "{}", process.output());
+        process
+    };
+    let old = serve(&["--threads", "2"]);
+    let path = text(&user.path);
+    // A client that has it open from the first process to the last.
+    let reads = format!(
+        "exec 3<{path}; while [ -e go ]; do dd bs=4k count=1 of=/dev/null <&3 || exit 1; done"
+    );
+    std::fs::write(user.directory.path().join("go"), "").expect("a file");
+    let client = Process::spawn(&mut user.run_as(&["sh", "-c", &reads]));
+    let new = serve(&["--upgrade"]);
+    let finished = old.finish(LIMIT);
+    assert_eq!(finished.code(), Some(0), "{}", finished.output());
+    std::fs::remove_file(user.directory.path().join("go")).expect("it is there");
+    let client = client.finish(LIMIT);
+    assert_eq!(client.code(), Some(0), "{}", client.output());
+    ok(user.run_as(&[text(&user.program), "umount", path]));
+    let finished = new.finish(LIMIT);
+    assert_eq!(finished.code(), Some(0), "{}", finished.output());
+    assert!(mount_at(&user.path).is_none());
+}
+
+#[test]
 fn the_sandbox_is_there_for_a_user_who_asks() {
     if !possible() {
         return;

@@ -28,16 +28,27 @@ fn an_old_process_is_waited_for_until_it_lets_go_and_all_disks_share_the_time() 
     let (ours, theirs) = UnixStream::pair().expect("sockets");
     let begun = Instant::now();
     let let_go = std::thread::spawn(move || drop(theirs));
-    assert!(Predecessor { stream: ours, pid: None }.wait(begun).is_none());
+    let mut old = Predecessor { stream: ours, pid: None, was_stopped: false };
+    assert!(old.wait(begun).is_none() && !old.was_stopped());
     let_go.join().expect("it let go");
     let long_ago = Instant::now().checked_sub(STEP).expect("past");
     let pairs = [0; 3].map(|_| UnixStream::pair().expect("sockets"));
     for (ours, _theirs) in &pairs {
         let stream = ours.try_clone().expect("a copy");
-        let lingers = Predecessor { stream, pid: Some(std::process::id()) }.wait(long_ago);
+        let pid = Some(std::process::id());
+        let lingers = Predecessor { stream, pid, was_stopped: false }.wait(long_ago);
         assert_eq!(lingers.expect("it has not let go").pid, Some(std::process::id()));
     }
     assert!(begun.elapsed() < STEP / 2, "{:?}", begun.elapsed());
+}
+
+#[test]
+fn a_stop_that_came_on_the_way_is_heard_before_the_end() {
+    let (ours, mut theirs) = UnixStream::pair().expect("sockets");
+    theirs.write_all(&[STOP]).expect("room");
+    drop(theirs);
+    let mut old = Predecessor { stream: ours, pid: None, was_stopped: false };
+    assert!(old.wait(Instant::now()).is_none() && old.was_stopped());
 }
 
 #[test]

@@ -75,7 +75,7 @@ pub(super) fn take_over(plans: Vec<Plan<'_>>, watcher: &Watcher) -> Result<Vec<R
         return Err(Failure::new(Exit::General, "no disk was handed over"));
     }
     let since = Instant::now();
-    let attend = |Taken { mut placed, makes, served, disk, predecessor }| {
+    let attend = |Taken { mut placed, makes, served, disk, mut predecessor }| {
         // Guests go on meanwhile; names for `ringdisk ctl` are free when it is gone.
         if let Some(lingering) = predecessor.wait(since) {
             complain_of(&lingering, &disk, &placed.name);

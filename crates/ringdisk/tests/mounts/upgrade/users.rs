@@ -87,6 +87,26 @@ fn a_mount_that_stops_is_not_handed_over() {
 }
 
 #[test]
+fn a_stop_in_the_middle_of_it_is_the_successors() {
+    let disk = Taken::start(&["--null", "1M"]);
+    let mut stream = UnixStream::connect(disk.socket()).expect("it listens");
+    stream.write_all(ASK).expect("it listens");
+    // The length of the words; the number of descriptors, which come with one byte.
+    let mut numbers = [0; 8];
+    stream.read_exact(&mut numbers).expect("a state");
+    let len = u32::from_le_bytes(numbers[..4].try_into().expect("four"));
+    stream.read_exact(&mut vec![0; len as usize + 1]).expect("a state");
+    disk.process.signal(rustix::process::Signal::TERM);
+    std::thread::sleep(std::time::Duration::from_millis(200));
+    stream.write_all(b"R").expect("it waits");
+    let mut said = Vec::new();
+    stream.read_to_end(&mut said).expect("its end");
+    assert_eq!(said, b"GS");
+    let finished = disk.process.finish(LIMIT);
+    assert_eq!(finished.code(), Some(0), "{}", finished.output());
+}
+
+#[test]
 fn mappings_are_written_by_both_processes() {
     let directory = scratch();
     let image = image_of(directory.path());
