@@ -118,6 +118,31 @@ impl Names {
         Some((name.path, format))
     }
 
+    /// The path of the data file, as an open of the image reads the name.
+    pub fn data_path(&self) -> Option<PathBuf> {
+        Some(FileName::parse(&decoded(&self.data)?).ok()?.path)
+    }
+
+    /// The names of a header as far as the note of the file has them; where the note has others,
+    /// those of the note.
+    pub fn as_noted(&self, file: &Storage) -> Names {
+        let text = match value(file) {
+            Ok(None) | Err(Errno::NOSYS) => return self.clone(),
+            Ok(Some(text)) => text,
+            // A note that cannot be read may hold any names.
+            Err(_) => String::new(),
+        };
+        let mut lines = text.lines().filter_map(Names::parse);
+        let first = lines.next().unwrap_or_default();
+        if lines.any(|line| line == *self) { self.clone() } else { first }
+    }
+
+    /// These names, with the data file of others.
+    #[must_use]
+    pub fn with_data_of(self, others: &Names) -> Names {
+        Names { data: others.data.clone(), ..self }
+    }
+
     /// Whether a backing file is named.
     pub fn has_backing(&self) -> bool {
         !self.below.is_empty()
@@ -204,15 +229,19 @@ pub(crate) fn follow(
     is_done: bool,
     options: &OpenOptions,
 ) -> Result<(), Error> {
-    let line = names.line();
-    let result = match value(file) {
+    let value = value(file);
+    let before = value.as_ref().ok().and_then(Option::as_deref).unwrap_or_default();
+    let before = before.lines().next().unwrap_or_default().to_owned();
+    // Only the backing file changes: what the header says of a data file counts as little as ever.
+    let line = match Names::parse(&before) {
+        Some(before) => names.clone().with_data_of(&before).line(),
+        None => names.line(),
+    };
+    let result = match value {
         // It was never served in a sandbox, or its file system keeps no notes.
         Ok(None) | Err(Errno::OPNOTSUPP) => Ok(()),
         Ok(Some(_)) if is_done => set(file, &line),
-        Ok(Some(before)) => {
-            let before = before.lines().next().unwrap_or_default();
-            set(file, &format!("{before}\n{line}"))
-        }
+        Ok(Some(_)) => set(file, &format!("{before}\n{line}")),
         // Inside of a sandbox there are no such calls.
         Err(Errno::NOSYS) => outside(file, &line, is_done, options),
         Err(errno) => Err(errno),
@@ -388,6 +417,25 @@ mod tests {
         for line in ["a%4:raw;", "a%zz:raw;", "a%+1:raw;", "a%00b:raw;"] {
             assert_eq!(Names::parse(line).and_then(|names| names.backing_path()), None, "{line}");
         }
+    }
+
+    #[test]
+    fn a_change_of_the_backing_file_keeps_the_noted_data_file() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        let file = storage(file.path());
+        let names = |base: &str, data: &str| {
+            Names::new(Some(base.as_bytes()), Some("raw"), Some(data.as_bytes()))
+        };
+        let (noted, forged) = (names("a", "data"), names("b", "secret"));
+        assert_eq!(forged.as_noted(&file), forged, "there is no note");
+        noted.note(&file).expect("an attribute");
+        assert_eq!(forged.as_noted(&file), noted);
+        let options = OpenOptions::default();
+        follow(&file, &forged, false, &options).expect("done");
+        assert!(forged.ask(&file).other_data && !forged.ask(&file).other_below);
+        follow(&file, &forged, true, &options).expect("done");
+        assert!(forged.ask(&file).other_data && names("b", "data").ask(&file).is_exact);
+        assert_eq!(forged.data_path(), Some(PathBuf::from("secret")));
     }
 
     #[test]

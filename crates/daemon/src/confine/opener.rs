@@ -197,7 +197,8 @@ pub fn images_of(disk: &Disk, told_within: Option<&Reach>) -> Vec<Image> {
     let with_files = layers.iter().flat_map(|layer| {
         let data = layer.external_data().map(|data| (data, Format::Raw, Names::default()));
         let file = layer.file().and_then(|file| Some((file, layer.format()?)));
-        let file = file.map(|(file, format)| (file, format, Names::of_layer(layer)));
+        // The process before may have written the header.
+        let file = file.map(|(file, format)| (file, format, Names::of_layer(layer).as_noted(file)));
         file.into_iter().chain(data).map(|file| (&**layer, file))
     });
     with_files
@@ -215,7 +216,11 @@ fn image_of(
     let open = by_descriptor(file)?;
     let meta = fs::metadata(&open).ok()?;
     let named = (fs::read_link(&open).ok()?, (meta.dev(), meta.ino()));
-    let directory = std::path::absolute(layer.name()).ok()?.parent()?.to_owned();
+    let said = std::path::absolute(layer.name()).ok()?;
+    let is_its = || fs::metadata(&said).is_ok_and(|it| (it.dev(), it.ino()) == named.1);
+    // The name that a process before this one says counts where it leads to the file.
+    let of = if told_within.is_none() || is_its() { &said } else { &named.0 };
+    let directory = of.parent()?.to_owned();
     let is_had = told_within.is_none_or(|reach| reach.has_open(&open));
     is_had.then_some(Image { named, format, names: names.line(), directory })
 }

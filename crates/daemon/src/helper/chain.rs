@@ -205,7 +205,7 @@ pub(crate) fn checked(
             return Err(Errno::PERM);
         }
     }
-    Ok(line.to_owned())
+    Ok(names.with_data_of(before).line())
 }
 
 /// Sets the note of a file; with what it was before, if the header does not name that yet.
