@@ -169,16 +169,17 @@ impl Names {
     }
 
     fn compare(&self, value: Result<Option<String>, Errno>) -> NoteCheck {
-        let text = match value {
-            Ok(Some(text)) => text,
+        let text = match &value {
+            Ok(Some(text)) => text.as_str(),
             // A process in a sandbox cannot read attributes, and opens only files that the process
             // outside has checked.
             Ok(None) | Err(Errno::NOSYS) => {
+                let is_absent = value == Ok(None);
                 let (other_below, other_data, is_exact) = (false, false, false);
-                return NoteCheck { is_absent: true, other_below, other_data, is_exact };
+                return NoteCheck { is_absent, other_below, other_data, is_exact };
             }
             // A note that cannot be read may hold any names.
-            Err(_) => String::new(),
+            Err(_) => "",
         };
         let lines: Vec<Names> = text.lines().filter_map(Names::parse).collect();
         NoteCheck {
