@@ -109,7 +109,7 @@ impl Chain {
     ///   write; empty: there is none.
     ///
     /// Errors: EACCES: it is none of the chain; EKEYREJECTED: no user asks for that; those of
-    /// open(2).
+    /// open(2); those of setxattr(2), but where the file system has no attributes.
     pub(crate) fn write(
         &mut self,
         id: Id,
@@ -127,10 +127,11 @@ impl Chain {
             Some(user) => user.look(open)??,
             None => open()?,
         };
-        // From here on its header may say anything. A file system that keeps no notes keeps none of
-        // others either.
-        if value(open.as_fd()) == Err(Errno::NODATA) {
-            let _ = set(open.as_fd(), &held.image.names);
+        // From here on its header may say anything.
+        match value(open.as_fd()) {
+            Ok(_) | Err(Errno::OPNOTSUPP) => {}
+            Err(Errno::NODATA) => set(open.as_fd(), &held.image.names)?,
+            Err(errno) => return Err(errno),
         }
         if !mark.is_empty() {
             let _ = mark::set(&open, mark);
@@ -236,4 +237,36 @@ fn set(file: BorrowedFd<'_>, text: &str) -> Result<(), Errno> {
 /// By which an open file is reached again.
 fn link(fd: BorrowedFd<'_>) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", fd.as_raw_fd()))
+}
+
+#[cfg(test)]
+mod tests {
+    use ringdisk_testkit::limits::needs;
+
+    use super::super::tasks::named;
+    use super::*;
+
+    #[test]
+    fn a_base_whose_names_cannot_be_noted_is_not_opened_to_be_written() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("base");
+        fs::write(&path, "bytes").expect("write");
+        let named = named(path.clone()).expect("it is there");
+        // Longer than what ext4 keeps beside a file.
+        let names = format!("{}:raw;", "n".repeat(5000));
+        let directory = directory.path().to_owned();
+        let image = Image { named: named.clone(), format: Format::Qcow2, names, directory };
+        let mut chain = Chain::hold(&[image]);
+        let mut write = |chain: &mut Chain| chain.write(named.1, None, "").map(drop);
+        assert_eq!(write(&mut chain), Err(Errno::KEYREJECTED));
+        chain.images[0].is_granted = true;
+        let refused = write(&mut chain);
+        if !needs("a file system that keeps few attributes", refused.is_err()) {
+            return;
+        }
+        assert_eq!(value(chain.images[0].file.as_fd()), Err(Errno::NODATA));
+        chain.images[0].image.names = String::from(";");
+        assert_eq!(write(&mut chain), Ok(()));
+        assert_eq!(value(chain.images[0].file.as_fd()).as_deref(), Ok(";"));
+    }
 }
