@@ -288,3 +288,23 @@ fn a_file_that_the_process_may_write_is_noted_as_no_image_with_names() {
     let ran = ringdisk(directory.path(), &words);
     assert_eq!(ran.code, 6, "{}", ran.err);
 }
+
+#[test]
+fn a_new_backing_file_that_the_user_allowed_is_followed_by_the_next_start() {
+    if !(needs_root() && needs("qemu-img", has("qemu-img"))) {
+        return;
+    }
+    let directory = shared();
+    let path = |name: &str| directory.path().join(name);
+    fs::copy(path("base"), path("copy")).expect("copy");
+    let top = path("mine.qcow2");
+    let copy = path("copy.qcow2");
+    fs::write(&copy, overlay_of(Path::new("copy"), &copy)).expect("an image");
+    let words = ["--format", "qcow2", "--allow-path", text(&copy), text(&top)];
+    let disk = Mounted::start(&program(), &words);
+    ctl(&disk, &["backing", "--quiet", "-F", "qcow2", text(&copy)]).ok();
+    assert_eq!(disk.stop().code(), Some(0));
+    let disk = mounted(&top);
+    assert_eq!(piece(disk.path(), 4096, 4096), pattern(1, 4096, 4096));
+    assert_eq!(disk.stop().code(), Some(0));
+}
