@@ -136,6 +136,7 @@ fn prepare(plan: Plan<'_>) -> Result<Waiting, Failure> {
     if plan.confines {
         check_top(prepared.disk(), &plan)?;
     }
+    prepared.disk().note_handed();
     let ready =
         format!("{} is served {}", plan.image.describe(prepared.disk()), plan.place.shown());
     let queues = vhost::queues(plan.args);
