@@ -23,7 +23,7 @@ use rustix::io::Errno;
 
 use super::overlays::Id;
 use super::tasks::{Named, pin};
-use crate::helper::approval;
+use crate::helper::approval::{self, Allows};
 use crate::helper::mark;
 
 /// Words of users that are held at a time: as many as there are clients of a control socket, for
@@ -50,7 +50,7 @@ pub struct Image {
 pub(crate) struct Chain {
     images: Vec<Held>,
     /// Of users who wait for an answer.
-    words: Vec<OwnedFd>,
+    words: Vec<(OwnedFd, Allows)>,
 }
 
 #[derive(Debug)]
@@ -83,18 +83,20 @@ impl Chain {
     ///
     /// Errors: EACCES: it is none.
     pub(crate) fn hear(&mut self, word: Option<OwnedFd>, server: u32) -> Result<(), Errno> {
-        let word = word.filter(|word| approval::is_given(word, server)).ok_or(Errno::ACCESS)?;
-        self.words.retain(approval::lasts);
+        let word = word.ok_or(Errno::ACCESS)?;
+        let allows = approval::given(&word, server).ok_or(Errno::ACCESS)?;
+        self.words.retain(|(word, _)| approval::lasts(word));
         if self.words.len() >= WORDS_MAX {
             return Err(Errno::DQUOT);
         }
-        self.words.push(word);
+        self.words.push((word, allows));
         Ok(())
     }
 
-    fn has_word(&mut self) -> bool {
-        self.words.retain(approval::lasts);
-        !self.words.is_empty()
+    /// Whether a user who waits for an answer allows one of these.
+    fn has_word(&mut self, wanted: &[Allows]) -> bool {
+        self.words.retain(|(word, _)| approval::lasts(word));
+        self.words.iter().any(|(_, allows)| wanted.contains(allows))
     }
 
     /// Whether a file of the chains is opened as this format.
@@ -116,7 +118,7 @@ impl Chain {
         maker: Option<User>,
         mark: &str,
     ) -> Result<OwnedFd, Errno> {
-        let has_word = self.has_word();
+        let has_word = self.has_word(&[Allows::Writing]);
         let held = self.images.iter_mut().find(|held| held.id() == id).ok_or(Errno::ACCESS)?;
         if !has_word && !held.is_granted {
             return Err(Errno::KEYREJECTED);
@@ -164,7 +166,7 @@ impl Chain {
         is_done: bool,
         is_known: impl Fn(Id, Format) -> bool,
     ) -> Result<(), Errno> {
-        let has_word = self.has_word();
+        let has_word = self.has_word(&[Allows::Writing, Allows::Notes]);
         let held = self.images.iter().find(|held| held.id() == id).ok_or(Errno::ACCESS)?;
         if !has_word {
             return Err(Errno::KEYREJECTED);
@@ -245,6 +247,27 @@ mod tests {
 
     use super::super::tasks::named;
     use super::*;
+
+    #[test]
+    fn a_word_for_notes_writes_nothing() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("base");
+        fs::write(&path, "bytes").expect("write");
+        let named = named(path.clone()).expect("it is there");
+        let directory = directory.path().to_owned();
+        let names = String::from(";");
+        let image = Image { named: named.clone(), format: Format::Raw, names, directory };
+        for (allows, is_written) in [(Allows::Notes, false), (Allows::Writing, true)] {
+            let mut chain = Chain::hold(std::slice::from_ref(&image));
+            let (kept, given) = approval::give(allows).expect("sockets");
+            chain.words.push((given, allows));
+            assert_eq!(chain.note(named.1, b";", true, |_, _| false), Ok(()), "{allows:?}");
+            assert_eq!(chain.write(named.1, None, "").is_ok(), is_written, "{allows:?}");
+            drop(kept);
+            let later = chain.note(named.1, b";", true, |_, _| false);
+            assert_eq!(later, Err(Errno::KEYREJECTED), "{allows:?}");
+        }
+    }
 
     #[test]
     fn a_base_whose_names_cannot_be_noted_is_not_opened_to_be_written() {
