@@ -41,9 +41,9 @@ pub trait Opener: Debug + Send + Sync {
     /// * `line`: what the header will name, or names.
     /// * `is_done`: the header names it; before that the note holds both.
     ///
-    /// Errors: those of setxattr(2); EACCES where the opener keeps no note of that file; EPERM where
-    /// the line names a file that the opener does not know; EKEYREJECTED where no user asks for it;
-    /// ENOSYS without a process that could do it.
+    /// Errors: those of setxattr(2); EACCES where the opener keeps no note of that file; EPERM
+    /// where the line names a file that the opener does not know; EKEYREJECTED where no user asks
+    /// for it; ENOSYS without a process that could do it.
     fn note(&self, file: BorrowedFd<'_>, line: &[u8], is_done: bool) -> Result<(), Errno>;
 
     /// Makes the names of a directory durable.

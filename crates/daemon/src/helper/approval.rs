@@ -2,8 +2,8 @@
 //!
 //! The process that serves may not write them, and the helper process, which opens them for it,
 //! cannot ask the user: it hears the process only, which may have been taken over. So `ringdisk
-//! ctl`, which runs outside, makes a pair of sockets, says what it allows on one, and sends the other
-//! with its command; the process passes it on. The kernel knows who made the pair, and nobody
+//! ctl`, which runs outside, makes a pair of sockets, says on one what it allows, and sends the
+//! other with its command; the process passes it on. The kernel knows who made the pair, and nobody
 //! inside can make one.
 //!
 //! Promises: the word counts as long as the user who gave it has the other end open, which is until the
@@ -52,8 +52,8 @@ pub fn give(allows: Allows) -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((kept, given))
 }
 
-/// What a descriptor allows that is such a word; `None`: it is none. It is not one of the sockets that the process which passes it on
-/// has made itself, or somebody else.
+/// What a descriptor allows; `None`: it is no such word, but a socket that the process which passes
+/// it on has made itself, say, or something else.
 ///
 /// * `server`: pid of the process that passes it on.
 pub fn given(word: &OwnedFd, server: u32) -> Option<Allows> {

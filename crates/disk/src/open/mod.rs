@@ -80,6 +80,8 @@ struct Opening<'a> {
     allowed_directories: Resolver,
     /// Where images may lie without that: beside the image on top.
     own: Resolver,
+    /// Files of [`ImageOptions::known_paths`]: the images that the user named.
+    known_files: Resolver,
     /// Layers that lie where the user allowed, by their depth.
     allowed_layers: Vec<usize>,
     layers: Vec<Layer>,
@@ -186,9 +188,13 @@ impl<'a> Opening<'a> {
     fn new(ring: &'a Ring, options: &'a ImageOptions) -> Result<Opening<'a>, Error> {
         let mut resolver = Resolver::new(&options.allow_paths)?.asking(options.opener.as_ref());
         let mut own = Resolver::default().asking(options.opener.as_ref());
+        let mut known_files = Resolver::default().asking(options.opener.as_ref());
         for path in &options.known_paths {
             resolver.allow(path)?;
             own.allow(path)?;
+            if !path.is_dir() {
+                known_files.allow(path)?;
+            }
         }
         let allowed = Resolver::new(&options.allow_paths)?.asking(options.opener.as_ref());
         let directories = options.allow_paths.iter().filter(|path| path.is_dir()).cloned();
@@ -202,6 +208,7 @@ impl<'a> Opening<'a> {
             allowed,
             allowed_directories,
             own,
+            known_files,
             allowed_layers: Vec::new(),
             layers: Vec::new(),
             seen: Vec::new(),

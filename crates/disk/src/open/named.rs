@@ -124,7 +124,8 @@ impl Opening<'_> {
     /// Checks a name in a header that has no note, of a file that lies where only `--allow-path`
     /// leads: a process that an attacker controlled may have made that file, or written it.
     ///
-    /// Errors: `NotAllowed`: no path that the user allowed leads there.
+    /// Errors: `NotAllowed`: no path that the user allowed leads there, and it is no image that the
+    /// user named.
     pub(super) fn check_reached(
         &self,
         file: &[u8],
@@ -132,7 +133,8 @@ impl Opening<'_> {
         directory: Option<&Path>,
     ) -> Result<(), Error> {
         let path = self.path_of(&FileName::parse(file)?, directory)?;
-        if self.allowed.open(&path, self.access(true)).is_ok() {
+        let reaches = |resolver: &Resolver| resolver.open(&path, self.access(true)).is_ok();
+        if reaches(&self.allowed) || reaches(&self.known_files) {
             return Ok(());
         }
         let (shown, of) = (printable_path(&path), printable_path(of));

@@ -272,6 +272,13 @@ fn a_file_in_an_allowed_directory_names_only_what_is_allowed_too() {
             assert_eq!(error.kind(), ErrorKind::NotAllowed, "{error}");
             assert!(error.message().contains("--allow-path"), "{error}");
         }
+        // The image of a kept mount, over which commands have put overlays there.
+        let known = ImageOptions {
+            allow_paths: vec![overlays.clone()],
+            known_paths: vec![path("images"), secret.clone()],
+            ..reading()
+        };
+        drop(open(&ring, &path("images/disk"), &known).await.expect("the user named it"));
         let both = allowed(vec![overlays.clone(), secret.clone()]);
         drop(open(&ring, &path("images/disk"), &both).await.expect("the user says so"));
         drop(open(&ring, &path("images/disk"), &allowed(vec![overlays])).await.expect("noted"));
