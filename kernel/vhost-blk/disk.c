@@ -104,7 +104,7 @@ struct vblk_disk *vblk_disk_open(const struct ringdisk_vblk_disk *wanted)
 	} else if (wanted->engine == RINGDISK_VBLK_ENGINE_BIO) {
 		goto put;
 	}
-	/* By default the one with fewer instructions for a request (docs/benchmarks/vhost-blk.md). */
+	/* By default the one with fewer instructions (docs/benchmarks/vhost-blk.md). */
 	disk->use_bio = wanted->engine == RINGDISK_VBLK_ENGINE_BIO ||
 			(wanted->engine == RINGDISK_VBLK_ENGINE_DEFAULT && disk->bdev);
 	disk->read_only = wanted->flags & RINGDISK_VBLK_DISK_RO;

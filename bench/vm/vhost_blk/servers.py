@@ -138,8 +138,7 @@ def counters(server):
 
 def run(server, client, queues, seconds):
     """One run of the client: what it cost, and what the client says. Its connection is still there
-    when counters are read: workers of
-    the module end with it."""
+    when counters are read: workers of the module end with it."""
     words = [
         client,
         server.socket,

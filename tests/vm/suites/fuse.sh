@@ -29,7 +29,7 @@ files   dev           bytes,coherence,crash,semantics,verify  full
 files   dev,uring     broken,ctl,lifecycle,storage,user  full
 exports own           depth,faults                       full
 hot_path own          -                                  full
-mounts  own           busy                               full
+mounts  own           busy,stopped_server                full
 LIST
 }
 

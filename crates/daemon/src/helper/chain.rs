@@ -16,9 +16,10 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use ringdisk_disk::Format;
-use ringdisk_disk::names_note::{NAME, Names};
+use ringdisk_disk::names_note::{ATTRIBUTE, Names};
+use ringdisk_disk::xattr::link;
 use ringdisk_sandbox::User;
-use rustix::fs::{CWD, Mode, OFlags, XattrFlags, getxattr, openat, setxattr};
+use rustix::fs::{CWD, Mode, OFlags, openat};
 use rustix::io::Errno;
 
 use super::overlays::Id;
@@ -29,8 +30,6 @@ use crate::helper::mark;
 /// Words of users that are held at a time: as many as there are clients of a control socket, for
 /// some disks.
 const WORDS_MAX: usize = 64;
-/// Longest note that is read, bytes; longer ones are none of ours.
-const NOTE_BYTES_MAX: usize = 32 << 10;
 
 /// A file of a chain.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -124,7 +123,7 @@ impl Chain {
             return Err(Errno::KEYREJECTED);
         }
         let flags = OFlags::RDWR | OFlags::CLOEXEC;
-        let open = || openat(CWD, link(held.file.as_fd()), flags, Mode::empty());
+        let open = || openat(CWD, link(held.file.as_raw_fd()), flags, Mode::empty());
         let open = match maker {
             Some(user) => user.look(open)??,
             None => open()?,
@@ -226,19 +225,12 @@ pub(crate) fn change(file: BorrowedFd<'_>, line: &str, is_done: bool) -> Result<
 
 /// Errors: ENODATA: there is none.
 fn value(file: BorrowedFd<'_>) -> Result<String, Errno> {
-    let mut value = vec![0; NOTE_BYTES_MAX];
-    let len = getxattr(link(file), NAME, &mut value[..])?;
-    value.truncate(len);
+    let value = ATTRIBUTE.get_at(&link(file.as_raw_fd()))?.ok_or(Errno::NODATA)?;
     String::from_utf8(value).map_err(|_| Errno::INVAL)
 }
 
 fn set(file: BorrowedFd<'_>, text: &str) -> Result<(), Errno> {
-    setxattr(link(file), NAME, text.as_bytes(), XattrFlags::empty())
-}
-
-/// By which an open file is reached again.
-fn link(fd: BorrowedFd<'_>) -> PathBuf {
-    PathBuf::from(format!("/proc/self/fd/{}", fd.as_raw_fd()))
+    ATTRIBUTE.set_at(&link(file.as_raw_fd()), text.as_bytes())
 }
 
 #[cfg(test)]

@@ -15,14 +15,13 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use rustix::fs::{XattrFlags, fsetxattr, fstat, getxattr};
+use ringdisk_disk::xattr::Attribute;
+use rustix::fs::fstat;
 
-/// Name of the attribute.
-const NAME: &str = "user.ringdisk.mount";
 /// Length of a word, bytes: 128 bits, in hexadecimal digits.
 const LEN: usize = 32;
-/// Longest value, bytes: the word and two numbers of 64 bits.
-const VALUE_BYTES_MAX: usize = LEN + 42;
+/// The attribute. Its longest value: the word and two numbers of 64 bits.
+const ATTRIBUTE: Attribute = Attribute::new("user.ringdisk.mount", LEN + 42);
 
 /// A word that no other mount has, and nobody guesses.
 ///
@@ -39,16 +38,15 @@ pub fn new() -> io::Result<String> {
 pub fn set(file: impl AsFd, mark: &str) -> io::Result<()> {
     let stat = fstat(&file)?;
     let value = value(mark, stat.st_dev, stat.st_ino);
-    Ok(fsetxattr(file, NAME, value.as_bytes(), XattrFlags::empty())?)
+    Ok(ATTRIBUTE.set(file, value.as_bytes())?)
 }
 
 /// Whether the file that a name leads to has this mark.
 pub fn is_on(path: &Path, mark: &str) -> bool {
     let Ok(meta) = std::fs::metadata(path) else { return false };
     let wanted = value(mark, meta.dev(), meta.ino());
-    let mut found = [0; VALUE_BYTES_MAX];
     mark.len() == LEN
-        && getxattr(path, NAME, &mut found[..]).is_ok_and(|len| &found[..len] == wanted.as_bytes())
+        && ATTRIBUTE.get_at(path).is_ok_and(|found| found.as_deref() == Some(wanted.as_bytes()))
 }
 
 fn value(mark: &str, device: u64, inode: u64) -> String {
@@ -68,9 +66,8 @@ mod tests {
         set(file.as_file(), &mark).expect("an attribute");
         assert!(is_on(file.path(), &mark) && !is_on(file.path(), &other));
         let copy = tempfile::NamedTempFile::new().expect("a file");
-        let mut value = [0; VALUE_BYTES_MAX];
-        let len = getxattr(file.path(), NAME, &mut value[..]).expect("the mark");
-        fsetxattr(copy.as_file(), NAME, &value[..len], XattrFlags::empty()).expect("a copy of it");
+        let value = ATTRIBUTE.get(file.as_file()).expect("a value").expect("the mark");
+        ATTRIBUTE.set(copy.as_file(), &value).expect("a copy of it");
         assert!(!is_on(copy.path(), &mark), "a copy");
         // A mount of before, which has none.
         set(file.as_file(), "").expect("an attribute");

@@ -294,8 +294,10 @@ fn a_guest_that_changes_its_memory_meanwhile_does_not_get_another_format_past_th
             run(async |ring| {
                 let options = ImageOptions { cache, ..ImageOptions::default() };
                 let disk = open(&ring, &base, &options).await.expect("open");
-                let mut taken = 0;
-                for number in 0..writes {
+                let (mut taken, mut number) = (0, 0);
+                // On a busy machine the other thread may get no turn for a while.
+                while number < writes || (taken == 0 || taken == number) && number < 100 * writes {
+                    number += 1;
                     match disk.write(&ring, 0, &memory.buffer()).await {
                         Ok(written) => taken += usize::from(written == len),
                         Err(errno) => assert_eq!(errno, Errno::PERM),
@@ -306,7 +308,7 @@ fn a_guest_that_changes_its_memory_meanwhile_does_not_get_another_format_past_th
                         .expect("read");
                     assert_ne!(&first, b"QFI\xfb", "{cache:?}, {len} bytes: write {number}");
                 }
-                assert!((1..writes).contains(&taken), "{cache:?}, {len} bytes: {taken} were taken");
+                assert!((1..number).contains(&taken), "{cache:?}, {len} bytes: {taken} were taken");
                 disk.close(&ring).await.expect("close");
             });
         });

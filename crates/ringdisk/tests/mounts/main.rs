@@ -10,5 +10,6 @@ mod given_up;
 mod keep;
 mod passthrough;
 mod refused;
+mod stopped_server;
 mod uring;
 mod windows;

@@ -33,26 +33,7 @@ fn page() -> String {
     for (why, names) in groups {
         page.push_str(&filled(&format!("- {why}: {}", names.join(", ")), "  "));
     }
-    page.lines().map(wrapped).collect()
-}
-
-/// A line of the page in lines of at most 100 columns. Rows of tables stay as they are.
-fn wrapped(line: &str) -> String {
-    let indent = if line.starts_with("- ") { "  " } else { "" };
-    let mut out = String::new();
-    let mut columns = 0;
-    for word in line.split(' ') {
-        let len = word.chars().count();
-        if columns > 0 && columns + 1 + len > 100 && !line.starts_with('|') {
-            out = out + "\n" + indent + word;
-            columns = indent.len() + len;
-        } else {
-            let space = if columns > 0 { " " } else { "" };
-            out = out + space + word;
-            columns += space.len() + len;
-        }
-    }
-    out + "\n"
+    page
 }
 
 /// A paragraph in lines of at most 100 columns, all but the first of which are indented.
