@@ -16,7 +16,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use ringdisk_disk::Format;
-use ringdisk_disk::names_note::{ATTRIBUTE, Names};
+use ringdisk_disk::names_note::{ATTRIBUTE, Names, sync, with_line};
 use ringdisk_disk::xattr::link;
 use ringdisk_sandbox::User;
 use rustix::fs::{CWD, Mode, OFlags, openat};
@@ -220,7 +220,9 @@ pub(crate) fn change(file: BorrowedFd<'_>, line: &str, is_done: bool) -> Result<
         Err(Errno::NODATA) => return Ok(()),
         before => before?,
     };
-    set(file, &format!("{}\n{line}", before.lines().next().unwrap_or_default()))
+    set(file, &with_line(&before, line))?;
+    // The header, which the process flushes next, must not be there before its note.
+    sync(file.as_raw_fd())
 }
 
 /// Errors: ENODATA: there is none.
@@ -272,7 +274,7 @@ mod tests {
         let directory = directory.path().to_owned();
         let image = Image { named: named.clone(), format: Format::Qcow2, names, directory };
         let mut chain = Chain::hold(&[image]);
-        let mut write = |chain: &mut Chain| chain.write(named.1, None, "").map(drop);
+        let write = |chain: &mut Chain| chain.write(named.1, None, "").map(drop);
         assert_eq!(write(&mut chain), Err(Errno::KEYREJECTED));
         chain.images[0].is_granted = true;
         let refused = write(&mut chain);

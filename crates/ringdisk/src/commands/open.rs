@@ -145,7 +145,7 @@ impl<'a> ImagePlan<'a> {
             // The images below may lie where those of the command line do.
             let known = [Some(image), options.overlay.as_ref()].into_iter().flatten();
             let known: Vec<_> = known
-                .flat_map(|path| [path.parent(), Some(path).filter(|path| path.exists())])
+                .flat_map(|path| [path.parent(), path.exists().then_some(path.as_path())])
                 .flatten()
                 .map(Path::to_owned)
                 .collect();
