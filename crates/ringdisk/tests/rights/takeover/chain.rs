@@ -300,7 +300,9 @@ fn a_new_backing_file_that_the_user_allowed_is_followed_by_the_next_start() {
     let top = path("mine.qcow2");
     let copy = path("copy.qcow2");
     fs::write(&copy, overlay_of(Path::new("copy"), &copy)).expect("an image");
-    let words = ["--format", "qcow2", "--allow-path", text(&copy), text(&top)];
+    let (allow, raw) = ("--allow-path", path("copy"));
+    let raw = text(&raw);
+    let words = ["--format", "qcow2", allow, raw, allow, text(&copy), text(&top)];
     let disk = Mounted::start(&program(), &words);
     ctl(&disk, &["backing", "--quiet", "-F", "qcow2", text(&copy)]).ok();
     assert_eq!(disk.stop().code(), Some(0));
