@@ -35,7 +35,7 @@ mod trial;
 pub use drain::{Admission, wait_drained};
 pub use error::{Error, ErrorKind};
 pub use halt::{HaltReason, close_disk};
-pub use options::{Numa, THREADS_MAX, ThreadOptions, Threads};
+pub use options::{CommonOptions, Numa, THREADS_MAX, ThreadOptions, Threads};
 pub use pending::{Gone, Pending};
 pub use placement::{OwnCpu, PlacementRule, ThreadPlaces, cpus_are, cpus_named, place_threads};
 pub use thread::{EndThread, QueueThread, QueueWork, Running, ThreadSetup, ask_all, stop_threads};

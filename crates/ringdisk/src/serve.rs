@@ -13,7 +13,7 @@ use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::stats::Report;
 use ringdisk_daemon::topology;
 use ringdisk_disk::Disk;
-use ringdisk_export::{Numa, ThreadOptions};
+use ringdisk_export::{CommonOptions, Numa, ThreadOptions};
 use ringdisk_fuse::kept::{Keep, Parked, refuse};
 use ringdisk_fuse::mount::Remover;
 use ringdisk_fuse::topology::{MountTopology, preview};
@@ -123,10 +123,15 @@ impl Served {
     pub(crate) fn start(disk: Arc<Disk>, options: Options) -> Result<Served, Failure> {
         let zero_copy = zero_copy(options.zero_copy);
         let name = options.name.clone();
-        let wanted = thread_options(&options.placement);
         let export = Export::start(
             disk,
             ExportOptions {
+                common: CommonOptions {
+                    name: options.name,
+                    threads: thread_options(&options.placement),
+                    read_only: options.read_only,
+                    restricted: options.restricted,
+                },
                 transport: transport(options.placement.transport),
                 zero_copy,
                 passthrough: options.passthrough,
@@ -141,19 +146,13 @@ impl Served {
                     StayWord::Split => Stay::Split,
                     StayWord::Free => Stay::Free,
                 }),
-                threads: wanted.threads,
-                cpus: wanted.cpus,
-                numa: wanted.numa,
                 queue_depth: options.placement.queue_depth,
                 growable: options.growable,
                 resizable: options.resizable,
-                read_only: options.read_only,
                 allow_other: options.allow_other,
                 kernel_cache: options.kernel_cache,
                 io_timeout: options.io_timeout,
                 stop_timeout: options.stop_timeout,
-                restricted: options.restricted,
-                name: options.name,
                 keep: options.keep,
                 ..ExportOptions::new(options.mountpoint)
             },
