@@ -25,6 +25,7 @@
 mod drain;
 mod error;
 mod halt;
+mod idle;
 mod options;
 mod pending;
 mod placement;
@@ -35,6 +36,7 @@ mod trial;
 pub use drain::{Admission, wait_drained};
 pub use error::{Error, ErrorKind};
 pub use halt::{HaltReason, close_disk};
+pub use idle::IdleMemory;
 pub use options::{CommonOptions, Numa, THREADS_MAX, ThreadOptions, Threads};
 pub use pending::{Gone, Pending};
 pub use placement::{OwnCpu, PlacementRule, ThreadPlaces, cpus_are, cpus_named, place_threads};
