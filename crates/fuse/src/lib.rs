@@ -41,7 +41,9 @@ mod uring;
 
 pub use export::{Export, ExportOptions, HandOverHandle, Prepared, StopHandle};
 pub use ringdisk_export::stats::{Histogram, QueueStats, Stats};
-pub use ringdisk_export::{Error, ErrorKind, HaltReason, Numa, ThreadOptions, Threads};
+pub use ringdisk_export::{
+    CommonOptions, Error, ErrorKind, HaltReason, Numa, ThreadOptions, Threads,
+};
 pub use transport::Transport;
 #[doc(hidden)]
 pub use uring::{Refuse, RingEntries, Stay};

@@ -19,7 +19,7 @@ use crate::dev::{DevQueue, Fetch, Place, announce, serve_entry};
 use crate::events::{EndReason, Event, EventSender};
 use crate::file::FileServer;
 use crate::placement::ThreadPlace;
-use crate::queue::{Buffers, Clock, InFlight, Queue, QueueParts, give_back};
+use crate::queue::{Buffers, Clock, InFlight, Queue, QueueParts};
 use crate::uring::{MESSAGE_ENTRY, RingQueue, Rings, Starting, register, take_over};
 
 /// Completions and submissions for each entry: a fetch is two entries (poll and read), a request of
@@ -215,7 +215,7 @@ impl QueueWork for FuseWork {
         }
         ring.spawn(receive(Rc::clone(&dev), rings.clone()));
         ring.spawn(announce(Rc::clone(&dev)));
-        ring.spawn(give_back(queue));
+        ring.spawn(async move { queue.memory.give_back(&queue.ring, &queue.cells).await });
         if let (Some(starting), Some(rings)) = (starting, rings) {
             ring.spawn(register(rings, starting));
         }

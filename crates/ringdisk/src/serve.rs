@@ -13,7 +13,7 @@ use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::stats::Report;
 use ringdisk_daemon::topology;
 use ringdisk_disk::Disk;
-use ringdisk_export::{Numa, ThreadOptions};
+use ringdisk_export::{CommonOptions, Numa, ThreadOptions};
 use ringdisk_fuse::kept::{Keep, Parked, TakenMount, refuse, refuse_successor};
 use ringdisk_fuse::mount::Remover;
 use ringdisk_fuse::topology::{MountTopology, preview};
@@ -120,8 +120,13 @@ pub(crate) fn foresee(args: &PlacementArgs, machine: &Topology) -> Result<MountT
 }
 
 fn export_options(options: Options) -> ExportOptions {
-    let wanted = thread_options(&options.placement);
     ExportOptions {
+        common: CommonOptions {
+            name: options.name,
+            threads: thread_options(&options.placement),
+            read_only: options.read_only,
+            restricted: options.restricted,
+        },
         transport: transport(options.placement.transport),
         zero_copy: zero_copy(options.zero_copy),
         passthrough: options.passthrough,
@@ -132,19 +137,13 @@ fn export_options(options: Options) -> ExportOptions {
             StayWord::Split => Stay::Split,
             StayWord::Free => Stay::Free,
         }),
-        threads: wanted.threads,
-        cpus: wanted.cpus,
-        numa: wanted.numa,
         queue_depth: options.placement.queue_depth,
         growable: options.growable,
         resizable: options.resizable,
-        read_only: options.read_only,
         allow_other: options.allow_other,
         kernel_cache: options.kernel_cache,
         io_timeout: options.io_timeout,
         stop_timeout: options.stop_timeout,
-        restricted: options.restricted,
-        name: options.name,
         keep: options.keep,
         ..ExportOptions::new(options.mountpoint)
     }

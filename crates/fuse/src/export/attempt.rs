@@ -203,7 +203,7 @@ impl Attempt<'_> {
         profile.over_io_uring = with_rings;
         profile.passthrough = options.passthrough;
         let machine = Topology::read();
-        let wanted = options.thread_options();
+        let wanted = options.common.threads.clone();
         let mut placement = match self.left() {
             Some(parked) => placement::place_again(&machine, &wanted, parked.terms.queues),
             None => placement::place(&machine, &wanted, with_rings)?,
@@ -216,7 +216,7 @@ impl Attempt<'_> {
         let payload_bytes = profile.transfer_bytes() as usize;
         let plan = with_rings.then(|| Plan::new(&placement, depth, payload_bytes));
         let sizes = Sizes { entries, plan: plan.as_ref(), payload_bytes };
-        let topology = describe(&placement, options.numa, sizes);
+        let topology = describe(&placement, options.common.threads.numa, sizes);
         Ok(Layout { placement, plan, entries, profile, topology })
     }
 
@@ -254,7 +254,7 @@ impl Attempt<'_> {
                 clock,
                 events: events.clone(),
                 rings: rings.clone().filter(|_| !is_injected),
-                restricted: options.restricted,
+                restricted: options.common.restricted,
             });
             match (started.map_err(Error::of_ring), &rings) {
                 (Ok(queue), _) => queues.push(queue),
@@ -279,7 +279,7 @@ impl Attempt<'_> {
 
     /// Whether clients cannot write.
     fn is_read_only(&self) -> bool {
-        self.options.read_only || self.disk.is_read_only()
+        self.options.common.read_only || self.disk.is_read_only()
     }
 
     /// Phase 3: mounts, or takes the mount of another process, and agrees on the protocol.
@@ -298,7 +298,7 @@ impl Attempt<'_> {
             Some(parked) => (kept::adopt(parked)?, parked.terms.negotiated),
             None => {
                 let wanted = MountOptions {
-                    source: options.name.clone().into(),
+                    source: options.common.name.clone().into(),
                     read_only: self.is_read_only(),
                     allow_other: options.allow_other,
                     max_read: profile.transfer_bytes(),
@@ -491,7 +491,7 @@ impl Attempt<'_> {
             in_use: in_use.clone(),
             kernel_cache: self.options.kernel_cache,
             is_kept: self.options.keep.is_some(),
-            restricted: self.options.restricted,
+            restricted: self.options.common.restricted,
             look_until: is_resumed.then(|| Instant::now() + LOOK_AFTER_DEATH),
         };
         let keeper = Some(spawn_keeper(keeper)?);

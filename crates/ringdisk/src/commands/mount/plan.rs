@@ -366,7 +366,8 @@ impl<'a> Plan<'a> {
 
     /// The images for the helper process.
     pub(super) fn images(&self, disk: &Disk) -> Vec<helper::chain::Image> {
-        confine::images_of(disk, self.told_within().as_ref())
+        let ours = confine::images_of(disk, self.told_within().as_ref());
+        [ours, confine::images_allowed(&self.args.disk.allow_path)].concat()
     }
 
     /// Whether clients were to change the size of what has a fixed one: a partition, or a part of
