@@ -25,6 +25,7 @@
 mod drain;
 mod error;
 mod halt;
+mod hand_over;
 mod idle;
 mod options;
 mod pending;
@@ -36,6 +37,7 @@ mod trial;
 pub use drain::{Admission, wait_drained};
 pub use error::{Error, ErrorKind};
 pub use halt::{HaltReason, close_disk};
+pub use hand_over::{HandOverRequest, HandOverState, HandedOver, ask_hand_over};
 pub use idle::IdleMemory;
 pub use options::{CommonOptions, Numa, THREADS_MAX, ThreadOptions, Threads};
 pub use pending::{Gone, Pending};

@@ -5,8 +5,10 @@
 
 use std::sync::mpsc::Sender;
 
+use ringdisk_export::HandOverRequest;
 use ringdisk_ring::Errno;
 
+use crate::kept::HandedMount;
 use crate::request::ParseError;
 
 /// Why a queue ended.
@@ -40,6 +42,8 @@ pub(crate) enum Event {
     QueueEnded(usize, EndReason),
     /// The disk has a new size.
     Resized,
+    /// A successor process wants the mount.
+    HandOver(HandOverRequest<HandedMount>),
 }
 
 /// Sends events. Any thread.

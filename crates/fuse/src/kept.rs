@@ -13,6 +13,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use ringdisk_disk::HandOver;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::abi::flags::INIT_HAS_RESEND;
@@ -52,8 +53,29 @@ impl Terms {
 pub struct Parked {
     /// What it was made with.
     pub terms: Terms,
-    /// Every descriptor of the connection, in the order of the queues; one if they share it.
+    /// Descriptors of the connection, in the order of the queues; one if they share it.
     pub devices: Vec<OwnedFd>,
+}
+
+/// A mount that a live process hands over: it stands still, and every request that was read has its
+/// reply.
+#[derive(Debug)]
+pub struct HandedMount {
+    /// The mount, with the first descriptor of its connection only: no request is tied to any.
+    pub parked: Parked,
+    /// The file.
+    pub file: FileState,
+    /// The disk.
+    pub disk: HandOver,
+}
+
+/// A mount to be taken over from a live process, which stands still.
+#[derive(Debug)]
+pub struct TakenMount {
+    /// The mount; of the descriptors the first one counts.
+    pub parked: Parked,
+    /// The file.
+    pub file: FileState,
 }
 
 /// How an export outlives its process.
@@ -123,6 +145,31 @@ pub fn refuse(transport: Transport, zero_copy: ZeroCopy, passthrough: bool) -> O
     })
 }
 
+/// What excludes going on with the mount of a live process; `None`: nothing does.
+#[must_use]
+pub fn refuse_successor(
+    transport: Transport,
+    zero_copy: ZeroCopy,
+    passthrough: bool,
+) -> Option<Error> {
+    let what = if passthrough {
+        "a mount with passthrough cannot be taken over: the kernel reads and writes its image itself"
+    } else if transport == Transport::Uring || zero_copy == ZeroCopy::On {
+        "a mount over io_uring cannot be taken over: the kernel ties its rings to the process that registered them"
+    } else {
+        return None;
+    };
+    Some(
+        Error::new(ErrorKind::Unsupported, what)
+            .hint("end it with `ringdisk umount`, and mount the image anew without `--upgrade`"),
+    )
+}
+
+/// Why the requests of a mount that was taken over do not travel in rings.
+pub(crate) fn why_dev_taken() -> String {
+    String::from("a mount that was taken over (--upgrade) stays on /dev/fuse")
+}
+
 /// Why requests do not travel in rings, for a mount that leaves the choice to us.
 pub(crate) fn why_dev() -> String {
     String::from("a mount that outlives its process (--keep-mount) cannot be served over io_uring")
@@ -136,7 +183,7 @@ fn no_rings() -> Error {
     .hint("use `--transport dev`, or `auto`, which takes it with --keep-mount; or leave --keep-mount away: after a crash the next mount replaces the dead one")
 }
 
-/// Takes the mount of a process that is gone; not yet responsible for it.
+/// Takes the mount of another process; not yet responsible for it.
 pub(crate) fn adopt(parked: &Parked) -> Result<Mount, Error> {
     let device = duplicate(parked.devices.first())?;
     Ok(Mount::adopt(device, parked.terms.mountpoint.clone(), parked.terms.connection))

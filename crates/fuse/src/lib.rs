@@ -38,7 +38,7 @@ pub mod topology;
 mod transport;
 mod uring;
 
-pub use export::{Export, ExportOptions, StopHandle};
+pub use export::{Export, ExportOptions, HandOverHandle, Prepared, StopHandle};
 pub use ringdisk_export::stats::{Histogram, QueueStats, Stats};
 pub use ringdisk_export::{
     CommonOptions, Error, ErrorKind, HaltReason, Numa, ThreadOptions, Threads,

@@ -21,6 +21,7 @@ pub(crate) mod own_image;
 pub(crate) mod rebase;
 pub(crate) mod resize;
 pub(crate) mod serve;
+mod shown;
 pub(crate) mod snapshot;
 pub(crate) mod topology;
 pub(crate) mod umount;

@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::accel::{KERNEL_LOOK, Occasion};
 use super::backend::Control;
-use super::hand_over::{FrontEnd, Outcome};
+use super::hand_over::{self, FrontEnd, Outcome};
 use super::options::Second;
 use super::sockets::Door;
 use crate::closing::{Held, is_full};
@@ -165,7 +165,7 @@ impl Host {
                 return Ok(Next::Stopped);
             }
             if let Some(request) = self.signals.take_request() {
-                match request.serve(&mut self.control, &self.door, None) {
+                match hand_over::serve(request, &mut self.control, &self.door, None) {
                     Outcome::Taken => return Ok(Next::HandedOver),
                     Outcome::GoesOn | Outcome::LetGo => continue,
                 }
@@ -280,7 +280,7 @@ impl Host {
                 && let Some(request) = self.signals.take_request()
             {
                 let front_end = Some((&mut *session, &*connection));
-                match request.serve(&mut self.control, &self.door, front_end) {
+                match hand_over::serve(request, &mut self.control, &self.door, front_end) {
                     Outcome::Taken => return End::HandedOver,
                     // It would wait for ever.
                     Outcome::LetGo => return End::Gone,
