@@ -1,5 +1,5 @@
 //! Power cuts, simulated: random clients, storage operations that overtake each other, and every
-//! state that may be left is judged.
+//! state that may be left is judged. `failing_storage` has errors of storage for the same clients.
 //!
 //! `RINGDISK_CRASH_STATES=N` judges N states in all (10,000; 100,000 with `RINGDISK_FULL=1`);
 //! `RINGDISK_CRASH_SEED=N` begins with another seed. A failure prints the seed of its run:
@@ -15,6 +15,7 @@ mod client;
 #[path = "../common/mod.rs"]
 mod common;
 mod config;
+mod failing_storage;
 mod judge;
 #[path = "../common/live.rs"]
 mod live;

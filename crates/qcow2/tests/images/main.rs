@@ -2,6 +2,7 @@
 
 mod bitmaps;
 mod bitmaps_broken;
+mod broken;
 mod check;
 #[path = "../common/mod.rs"]
 mod common;

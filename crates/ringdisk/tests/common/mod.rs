@@ -18,11 +18,12 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use ringdisk_testkit::images;
 use ringdisk_testkit::mount::{Mounted, scratch, text};
-use ringdisk_testkit::process::{Finished, Process};
+use ringdisk_testkit::process::{Finished, LIMIT, Process};
 use rustix::fs::OFlags;
 use tempfile::TempDir;
 
@@ -58,8 +59,13 @@ pub(crate) fn raw_image(len: u64, seed: u64) -> (TempDir, PathBuf) {
     (directory, image)
 }
 
-/// Whether the kernel has passthrough: asked by a mount of its own.
+/// Whether the kernel has passthrough: asked once by each program, by a mount of its own.
 pub(crate) fn has_passthrough() -> bool {
+    static HAS: OnceLock<bool> = OnceLock::new();
+    *HAS.get_or_init(ask_for_passthrough)
+}
+
+fn ask_for_passthrough() -> bool {
     let (directory, image) = raw_image(4096, 1);
     let mountpoint = directory.path().join("disk");
     std::fs::write(&mountpoint, "").expect("a mountpoint");
@@ -67,7 +73,8 @@ pub(crate) fn has_passthrough() -> bool {
         ["mount", "--daemonize", "--passthrough", "-f", "raw", text(&image), text(&mountpoint)];
     let ran = tools::ringdisk(directory.path(), &words);
     if ran.code == 0 {
-        tools::ringdisk(directory.path(), &["umount", text(&mountpoint)]).ok();
+        let limit = format!("{}s", LIMIT.as_secs());
+        tools::ringdisk(directory.path(), &["umount", "--timeout", &limit, text(&mountpoint)]).ok();
     } else {
         assert!(ran.err.contains("Linux 6.9"), "{}", ran.err);
     }

@@ -8,42 +8,18 @@
 //! (`SetLen` and `Preallocate` are asked of direct regular files only, by `engine/ahead.rs`, which
 //! goes on without them; simulated storage sees none.)
 
-#![allow(clippy::large_futures)]
-
-// Parts of the crash simulation, of which this program does not use everything.
-#[allow(dead_code)]
-#[path = "../crash/barrier.rs"]
-mod barrier;
-#[path = "../crash/between.rs"]
-mod between;
-#[allow(dead_code)]
-#[path = "../crash/bitmap.rs"]
-mod bitmap;
-#[path = "../crash/client.rs"]
-mod client;
-#[path = "../common/mod.rs"]
-mod common;
-#[allow(dead_code)]
-#[path = "../crash/config.rs"]
-mod config;
-#[path = "../crash/judge.rs"]
-mod judge;
-#[path = "../common/live.rs"]
-mod live;
 mod warnings;
-#[allow(dead_code)]
-#[path = "../crash/world.rs"]
-mod world;
 
-use client::{SHORT, WRITE_BACK};
-use common::runtime;
-use config::{Between, Config, Wanted};
-use judge::Judge;
 use ringdisk_ring::Errno;
 use ringdisk_testkit::layout::Shape;
 use ringdisk_testkit::sim::{Fault, OpKind, Record, SimStorage, When};
 use warnings::Warnings;
-use world::{Taken, World};
+
+use crate::client::{SHORT, WRITE_BACK};
+use crate::common::runtime;
+use crate::config::{Between, Config, Wanted};
+use crate::judge::Judge;
+use crate::world::{Taken, World};
 
 /// Images and clients that the sweeps are made with.
 const SEEDS: u64 = 6;

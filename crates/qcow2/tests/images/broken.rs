@@ -4,13 +4,12 @@
 // Test images are small.
 #![allow(clippy::cast_possible_truncation)]
 
-mod common;
-
 use std::path::{Path, PathBuf};
 
-use common::{Images, KIB, MIB, read, runtime, try_open, try_open_with};
 use ringdisk_qcow2::{ErrorKind, GuestOffset, OpenOptions};
 use ringdisk_ring::{Errno, Runtime};
+
+use crate::common::{Images, KIB, MIB, read, runtime, try_open, try_open_with};
 
 const CLUSTER: u64 = 64 * KIB;
 
@@ -237,7 +236,7 @@ fn a_size_that_is_no_multiple_of_512_is_served_to_the_byte() {
     let mut runtime = runtime();
     let path = broken.with(&[(SIZE, &word(100_001))]);
     let image = try_open(&mut runtime, &path).expect("any size");
-    let bytes = common::read_all(&mut runtime, &image, &[], 4096);
+    let bytes = crate::common::read_all(&mut runtime, &image, &[], 4096);
     assert_eq!(bytes, vec![1; 100_001]);
 }
 
@@ -403,7 +402,7 @@ fn a_data_file_for_an_image_without_one_is_refused() {
     let mut runtime = runtime();
     let path = broken.with(&[]);
     let mut image = try_open(&mut runtime, &path).expect("a good image");
-    let error = image.set_data_file(common::storage(&path)).expect_err("it has none");
+    let error = image.set_data_file(crate::common::storage(&path)).expect_err("it has none");
     assert_eq!(error.kind(), ErrorKind::InvalidRequest);
 }
 
