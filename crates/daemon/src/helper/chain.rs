@@ -92,10 +92,14 @@ impl Chain {
         Ok(())
     }
 
-    /// Whether a user who waits for an answer allows one of these.
-    fn has_word(&mut self, wanted: &[Allows]) -> bool {
+    /// Forgets the words of users who do not wait any more.
+    fn forget_words(&mut self) {
         self.words.retain(|(word, _)| approval::lasts(word));
-        self.words.iter().any(|(_, allows)| wanted.contains(allows))
+    }
+
+    /// Whether a user who waits for an answer names this file in the command.
+    fn is_named_by_user(&self, id: Id) -> bool {
+        self.words.iter().any(|(_, allows)| *allows == Allows::Notes(Some(id)))
     }
 
     /// Whether a file of the chains is opened as this format.
@@ -117,7 +121,8 @@ impl Chain {
         maker: Option<User>,
         mark: &str,
     ) -> Result<OwnedFd, Errno> {
-        let has_word = self.has_word(&[Allows::Writing]);
+        self.forget_words();
+        let has_word = self.words.iter().any(|(_, allows)| *allows == Allows::Writing);
         let held = self.images.iter_mut().find(|held| held.id() == id).ok_or(Errno::ACCESS)?;
         if !has_word && !held.is_granted {
             return Err(Errno::KEYREJECTED);
@@ -165,14 +170,14 @@ impl Chain {
         is_done: bool,
         is_known: impl Fn(Id, Format) -> bool,
     ) -> Result<(), Errno> {
-        let has_word = self.has_word(&[Allows::Writing, Allows::Notes]);
+        self.forget_words();
         let held = self.images.iter().find(|held| held.id() == id).ok_or(Errno::ACCESS)?;
-        if !has_word {
+        if self.words.is_empty() {
             return Err(Errno::KEYREJECTED);
         }
         let before = Names::parse(&held.image.names).unwrap_or_default();
         let names = checked(line, &before, &held.image.directory, |id, format| {
-            is_known(id, format) || self.has(id, format)
+            is_known(id, format) || self.has(id, format) || self.is_named_by_user(id)
         })?;
         change(held.file.as_fd(), &names, is_done)?;
         if is_done && let Some(held) = self.images.iter_mut().find(|held| held.id() == id) {
@@ -251,7 +256,7 @@ mod tests {
         let directory = directory.path().to_owned();
         let names = String::from(";");
         let image = Image { named: named.clone(), format: Format::Raw, names, directory };
-        for (allows, is_written) in [(Allows::Notes, false), (Allows::Writing, true)] {
+        for (allows, is_written) in [(Allows::Notes(None), false), (Allows::Writing, true)] {
             let mut chain = Chain::hold(std::slice::from_ref(&image));
             let (kept, given) = approval::give(allows).expect("sockets");
             chain.words.push((given, allows));

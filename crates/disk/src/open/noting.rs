@@ -13,16 +13,16 @@ use std::sync::Arc;
 use ringdisk_storage::{Kind, Lock, Storage};
 
 use super::{Opening, of_storage, open_qcow2, storage_options};
-use crate::layer::Layer;
 use crate::name::printable_path;
 use crate::names_note::Names;
 use crate::probe::{PROBE_LEN, Probed, probe};
 use crate::{Cache, Error, ImageOptions};
 
 impl Opening<'_> {
-    /// Notes the names in the headers of the image on top and its data file, and of what
-    /// `--allow-path` names: the process may write those, too. All names of the chain were
-    /// followed: they are in the note already, or the user allows them, or there was no note.
+    /// Notes the names in the headers of the image on top and its data file, which the process
+    /// writes, and of the files that `--allow-path` names, which commands may have it write. All
+    /// names of the chain were followed: they are in the note already, or the user allows them, or
+    /// there was no note.
     pub(super) async fn note_names(&self) {
         let top = self.layers.first().filter(|top| self.options.note_names && top.is_writable);
         let Some(top) = top else { return };
@@ -30,10 +30,8 @@ impl Opening<'_> {
         if let Some(data) = top.external_data() {
             note(data, &Names::default(), Path::new(data.name()), false);
         }
-        let allowed = self.allowed_layers.iter().filter_map(|depth| self.layers.get(*depth));
-        for layer in allowed.map(|layer| layer as &Layer).chain([top]) {
-            let Some(file) = layer.file() else { continue };
-            note(file, &Names::of_layer(layer), layer.name(), layer.qcow2().is_some());
+        if let Some(file) = top.file() {
+            note(file, &Names::of_layer(top), top.name(), top.qcow2().is_some());
         }
         for path in &self.options.allow_paths {
             if let Err(error) = self.note_file(path).await {
@@ -89,9 +87,4 @@ fn note(file: &Storage, names: &Names, name: &Path, can_name: bool) {
          over can write other names there, which the next start follows in the directory of the \
          image"
     );
-}
-
-/// Whether an open image has no note.
-pub(super) fn is_without_note(layer: &Layer) -> bool {
-    layer.file().is_some_and(|file| Names::of_layer(layer).ask(file).is_absent)
 }

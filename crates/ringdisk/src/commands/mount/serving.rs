@@ -307,6 +307,7 @@ impl<'a> Serving<'a> {
             mount: served.connection().map(|connection| (mountpoint.clone(), connection)),
             files,
             directories: self.plan.directories(&self.disk),
+            trees: self.plan.trees(&self.disk),
             maker: user.user(),
             mark: self.plan.mark.clone(),
             images: [
