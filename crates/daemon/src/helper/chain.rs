@@ -27,6 +27,8 @@ use super::tasks::{Named, pin};
 use crate::helper::approval::{self, Allows};
 use crate::helper::mark;
 
+/// Files that are held at a time: those of 256 images, and what commands have added since.
+const IMAGES_MAX: usize = 1024;
 /// Words of users that are held at a time: as many as there are clients of a control socket, for
 /// some disks.
 const WORDS_MAX: usize = 64;
@@ -181,9 +183,33 @@ impl Chain {
         })?;
         change(held.file.as_fd(), &names, is_done)?;
         if is_done && let Some(held) = self.images.iter_mut().find(|held| held.id() == id) {
+            let named = Names::parse(&names).and_then(|names| names.backing());
+            let below = named.map(|(path, format)| (held.image.directory.join(path), format));
             held.image.names = names;
+            if let Some((path, format)) = below {
+                self.add(path, format);
+            }
         }
         Ok(())
+    }
+
+    /// An image names a file that a user has named in a command: it is of the chain now, and may be
+    /// written for a commit.
+    fn add(&mut self, path: PathBuf, format: Format) {
+        let Ok(meta) = fs::metadata(&path) else { return };
+        let id = (meta.dev(), meta.ino());
+        let is_there = self.images.iter().any(|held| held.id() == id);
+        let is_full = self.images.len() >= IMAGES_MAX;
+        if is_there || is_full || !meta.is_file() || !self.is_named_by_user(id) {
+            return;
+        }
+        // `ringdisk ctl` has noted it, where it had no note.
+        let names = Names::noted_at(&path).unwrap_or_default().line();
+        let directory = path.parent().map(Path::to_path_buf).unwrap_or_default();
+        let image = Image { named: (path, id), format, names, directory };
+        if let Some(file) = pin(&image.named.0, id) {
+            self.images.push(Held { image, file, is_granted: false });
+        }
     }
 }
 

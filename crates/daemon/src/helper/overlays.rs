@@ -181,7 +181,8 @@ impl Overlays {
         let slash = path.iter().rposition(|byte| *byte == b'/').ok_or(Errno::ACCESS)?;
         let (parent, name) = (&path[..slash], &path[slash + 1..]);
         let tree = self.trees.iter().find(|(held, _)| *held == directory);
-        let tree = tree.filter(|_| is_component(name)).ok_or(Errno::ACCESS)?;
+        let is_path = !parent.is_empty() && is_component(name);
+        let tree = tree.filter(|_| is_path).ok_or(Errno::ACCESS)?;
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         // Links of others may lead to another place of the tree.
         let within = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;

@@ -38,6 +38,7 @@ pub use guess::guess;
 pub(crate) use layer::{
     lock_of, of_qcow2, of_storage, open_qcow2, qcow2_layer, raw_layer, storage_options,
 };
+pub use noting::note_file;
 pub(crate) use overlay::{create_file, over, remove, sync_directory};
 
 /// An image that is open as a file, and what is known about it.

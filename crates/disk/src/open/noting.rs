@@ -10,6 +10,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
+use ringdisk_ring::Ring;
 use ringdisk_storage::{Kind, Lock, Storage};
 
 use super::{Opening, of_storage, open_qcow2, storage_options};
@@ -34,44 +35,41 @@ impl Opening<'_> {
             note(file, &Names::of_layer(top), top.name(), top.qcow2().is_some());
         }
         for path in &self.options.allow_paths {
-            if let Err(error) = self.note_file(path).await {
+            if let Err(error) = note_file(self.ring, path, self.options).await {
                 tracing::debug!("'{}' gets no note of its names: {error}", printable_path(path));
             }
         }
     }
+}
 
-    /// Notes the names in a file that may be of no chain, where it has no note.
-    ///
-    /// Errors: it cannot be opened, or is no image.
-    async fn note_file(&self, path: &Path) -> Result<(), Error> {
-        if !fs::metadata(path).is_ok_and(|meta| meta.is_file()) {
-            return Ok(());
-        }
-        // Only the header is read, beside others who have it open.
-        let options =
-            ImageOptions { inactive: true, cache: Cache::Writeback, ..self.options.clone() };
-        let opening = ringdisk_storage::OpenOptions {
-            lock: Lock::ForceShare,
-            ..storage_options(&options, true)
-        };
-        let storage = Storage::open(path, &opening).map_err(|error| of_storage(&error))?;
-        if !Names::default().ask(&storage).is_absent {
-            return Ok(());
-        }
-        let mut head = [0; PROBE_LEN];
-        let read = File::open(path).and_then(|file| file.read_at(&mut head, 0));
-        let is_qcow2 = read.is_ok_and(|len| probe(&head[..len]) == Probed::Qcow2);
-        let storage = Arc::new(storage);
-        let names = match is_qcow2 {
-            true => {
-                let image = open_qcow2(self.ring, Arc::clone(&storage), &options, false).await?;
-                Names::of(image.info())
-            }
-            false => Names::default(),
-        };
-        note(&storage, &names, path, is_qcow2);
-        Ok(())
+/// Notes the names in a file that may be of no chain, where it has no note: before a server may
+/// write it.
+///
+/// * `options`: how it is opened.
+///
+/// Errors: it cannot be opened, or is no image. A file system that keeps no notes is none.
+pub async fn note_file(ring: &Ring, path: &Path, options: &ImageOptions) -> Result<(), Error> {
+    if !fs::metadata(path).is_ok_and(|meta| meta.is_file()) {
+        return Ok(());
     }
+    // Only the header is read, beside others who have it open.
+    let options = ImageOptions { inactive: true, cache: Cache::Writeback, ..options.clone() };
+    let opening =
+        ringdisk_storage::OpenOptions { lock: Lock::ForceShare, ..storage_options(&options, true) };
+    let storage = Storage::open(path, &opening).map_err(|error| of_storage(&error))?;
+    if !Names::default().ask(&storage).is_absent {
+        return Ok(());
+    }
+    let mut head = [0; PROBE_LEN];
+    let read = File::open(path).and_then(|file| file.read_at(&mut head, 0));
+    let is_qcow2 = read.is_ok_and(|len| probe(&head[..len]) == Probed::Qcow2);
+    let storage = Arc::new(storage);
+    let names = match is_qcow2 {
+        true => Names::of(open_qcow2(ring, Arc::clone(&storage), &options, false).await?.info()),
+        false => Names::default(),
+    };
+    note(&storage, &names, path, is_qcow2);
+    Ok(())
 }
 
 /// * `can_name`: the file is an image of a format that names others.
