@@ -12,6 +12,7 @@ use std::io::{self, BufWriter, IsTerminal, StdoutLock, Write};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+pub use ringdisk_disk::name::shell_word;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::failure::{Exit, Failure, words};
@@ -141,16 +142,6 @@ fn paint(text: &str, code: &str) -> String {
 /// `text` in bold, when standard output is a terminal.
 pub fn bold(text: &str) -> String {
     if colours(is_interactive()) { format!("\x1b[1m{text}\x1b[0m") } else { text.to_owned() }
-}
-
-/// A word of the command line as a shell wants it, for lines that are to be copied.
-pub fn shell_word(text: &str) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+,:=@%".contains(c);
-    if !text.is_empty() && text.chars().all(plain) {
-        text.to_owned()
-    } else {
-        format!("'{}'", text.replace('\'', r"'\''"))
-    }
 }
 
 /// Text from an image, without anything that a terminal would obey.

@@ -85,7 +85,7 @@ pub use limits::BlockLimits;
 pub use live::{
     Backing, CommitOptions, NewSize, OverlayOptions, ResizeOptions, Resized, SnapshotChange,
 };
-pub use open::guess;
+pub use open::{guess, note_file};
 pub use options::{Cache, DetectZeroes, Discard, Format, ImageOptions, NullOptions, Source};
 pub use ownership::HandOver;
 pub use plain::Plain;

@@ -96,6 +96,16 @@ fn protocol_of(name: &[u8]) -> Option<String> {
     Some(printable(name.get(..at).unwrap_or_default()))
 }
 
+/// A word of a command line as a shell wants it, for lines that are to be copied.
+pub fn shell_word(text: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+,:=@%".contains(c);
+    if !text.is_empty() && text.chars().all(plain) {
+        text.to_owned()
+    } else {
+        format!("'{}'", text.replace('\'', r"'\''"))
+    }
+}
+
 /// A name as it is shown in messages: no control characters, no broken UTF-8.
 pub(crate) fn printable(name: &[u8]) -> String {
     String::from_utf8_lossy(name).escape_debug().to_string()

@@ -295,8 +295,9 @@ pub fn sync(fd: RawFd) -> Result<(), Errno> {
 
 /// Has the opener change the note of a file.
 ///
-/// Errors: those of setxattr(2). A file that the opener does not know, and a command that is not
-/// known to be a user's, are a warning: with `--allow-path` the next start follows the name.
+/// Errors: those of setxattr(2); EPERM for a name of a file that the opener does not know; EIO: it
+/// does not answer. A file that has no note there, and a command that is not known to be a user's,
+/// are none: with `--allow-path` the next start follows the name.
 fn outside(file: &Storage, line: &str, is_done: bool, options: &OpenOptions) -> Result<(), Errno> {
     match options.note_outside(file, line.as_bytes(), is_done) {
         // It is none of those that have a note there, or there is no opener.
@@ -304,7 +305,8 @@ fn outside(file: &Storage, line: &str, is_done: bool, options: &OpenOptions) -> 
             tracing::debug!("'{}' has no note of its names ({errno})", file.name());
             Ok(())
         }
-        Err(errno @ (Errno::PERM | Errno::KEYREJECTED)) => {
+        // No user is known to ask for it: the command did not come from `ringdisk ctl`.
+        Err(errno @ Errno::KEYREJECTED) => {
             tracing::warn!(
                 "the note of the files that '{}' names is not changed ({errno}): the next start \
                  asks for --allow-path",

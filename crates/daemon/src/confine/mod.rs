@@ -15,7 +15,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-pub use opener::{HeldForDisk, directory_for, images_allowed, images_of, pass_on};
+pub use opener::{HeldForDisk, directory_for, images_allowed, images_of, pass_on, trees_for};
 pub use reach::Reach;
 use reach::is_whole_system;
 use ringdisk_disk::Disk;
@@ -61,15 +61,10 @@ pub fn plan(word: Confinement) -> Plan {
 /// their directories: overlays of a `ringdisk ctl snapshot` are made by the helper process
 /// ([`directory_for`]).
 ///
-/// * `more`: names of files and directories that the command line allows images to lead to.
+/// * `more`: names of files and directories that the command line allows images to lead to, which
+///   are read. Overlays there are made by the helper process, too ([`trees_for`]).
 /// * `told_within`: of a disk that another process handed over, files count only there.
-pub fn images(
-    mut plan: Plan,
-    word: Confinement,
-    disk: &Disk,
-    more: &[PathBuf],
-    told_within: Option<&Reach>,
-) -> Plan {
+pub fn images(mut plan: Plan, disk: &Disk, more: &[PathBuf], told_within: Option<&Reach>) -> Plan {
     let writes = !disk.is_read_only();
     for (depth, layer) in disk.layers().iter().enumerate() {
         for storage in [layer.file(), layer.data_storage()].into_iter().flatten() {
@@ -85,13 +80,7 @@ pub fn images(
         }
     }
     for path in more {
-        let is_directory = path.is_dir();
-        plan = match (is_directory, writes && word != Confinement::Strict) {
-            (true, true) => plan.write_below(path),
-            (true, false) => plan.read_below(path),
-            (false, true) => plan.read_write(path),
-            (false, false) => plan.read(path),
-        };
+        plan = if path.is_dir() { plan.read_below(path) } else { plan.read(path) };
     }
     plan
 }

@@ -10,7 +10,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 use ringdisk_disk::names_note::Names;
 use ringdisk_disk::probe::PROBE_LEN;
@@ -43,12 +43,23 @@ impl FromInside {
         }
         let answer = ours.ask(what, &fields).map_err(|error| {
             tracing::warn!("the helper process does not answer: {error}");
-            Errno::ACCESS
+            Errno::IO
         })?;
         match answer.kind {
             DONE => Ok(answer.fd),
             _ => Err(answer.words.parse().map_or(Errno::ACCESS, Errno::from_raw_os_error)),
         }
+    }
+
+    /// Makes a file somewhere below a directory of `--allow-path`. `None`: it is below none.
+    fn make_in_tree(path: &Path) -> Option<Result<Option<OwnedFd>, Errno>> {
+        let path = std::path::absolute(path).ok()?;
+        let above = path.parent()?.ancestors().skip(1);
+        let mut tried = above.filter_map(|above| {
+            let from_there = path.strip_prefix(above).ok()?;
+            Some(Self::ask(MAKE, id_of(above).ok()?, from_there.as_os_str().as_bytes()))
+        });
+        tried.find(|made| !made.as_ref().is_err_and(|errno| *errno == Errno::ACCESS))
     }
 
     fn open(what: u8, id: Id, name: &[u8]) -> Result<OwnedFd, Errno> {
@@ -62,7 +73,11 @@ impl Opener for FromInside {
         // A slash at the end would be lost.
         let is_whole = is_component(name) && path.as_os_str().as_bytes().ends_with(name);
         let directory = path.parent().filter(|_| is_whole).ok_or(Errno::ACCESS)?;
-        match Self::ask(MAKE, id_of(directory)?, name) {
+        let mut made = Self::ask(MAKE, id_of(directory)?, name);
+        if made.as_ref().is_err_and(|errno| *errno == Errno::ACCESS) {
+            made = Self::make_in_tree(path).unwrap_or(made);
+        }
+        match made {
             Ok(Some(made)) => Ok(made),
             // This process has no number for it, and lost it.
             Ok(None) => {
@@ -132,6 +147,15 @@ pub fn directory_for(word: Confinement, disk: &Disk, told_within: Option<&Reach>
     named(directory)
 }
 
+/// The directories of `--allow-path` in which a disk may get new overlays, at any depth.
+pub fn trees_for(word: Confinement, disk: &Disk, allowed: &[PathBuf]) -> Vec<Named> {
+    if word == Confinement::Strict || disk.is_read_only() {
+        return Vec::new();
+    }
+    let directories = allowed.iter().filter_map(|path| fs::canonicalize(path).ok());
+    directories.filter(|path| path.is_dir()).filter_map(named).collect()
+}
+
 /// Files of the chain of a disk.
 fn files_of(disk: &Disk) -> Vec<Id> {
     let layers = disk.layers();
@@ -144,14 +168,14 @@ fn files_of(disk: &Disk) -> Vec<Id> {
 /// cannot be unmounted.
 #[derive(Debug, Default)]
 pub struct HeldForDisk {
-    directory: OnceLock<Id>,
+    directories: Mutex<Vec<Id>>,
     files: Mutex<Vec<Id>>,
 }
 
 impl HeldForDisk {
     /// The helper process was told of this directory, for this disk.
     pub fn has(&self, directory: &Named) {
-        let _ = self.directory.set(directory.1);
+        self.directories.lock().unwrap_or_else(PoisonError::into_inner).push(directory.1);
     }
 
     /// Before and after a command that changes the chain.
@@ -173,8 +197,9 @@ impl HeldForDisk {
     /// The disk is served no longer.
     pub fn end(&self) {
         self.are_now(Vec::new());
-        if let Some(directory) = self.directory.get() {
-            let _ = FromInside::ask(LEAVE, *directory, b"");
+        let mut directories = self.directories.lock().unwrap_or_else(PoisonError::into_inner);
+        for directory in directories.drain(..) {
+            let _ = FromInside::ask(LEAVE, directory, b"");
         }
     }
 
@@ -225,6 +250,10 @@ fn image_allowed(path: &Path) -> Option<Image> {
     let len = File::open(&real).and_then(|file| file.read_at(&mut head, 0)).ok()?;
     // One whose format is not clear is named by the user only.
     let format = ringdisk_disk::guess(&storage, &head[..len]).ok()?;
+    // One that has no note was not looked at when the disk was opened.
+    if Names::default().ask_at(&real).is_absent {
+        return None;
+    }
     let names = Names::noted_at(&real).unwrap_or_default().line();
     let directory = std::path::absolute(path).ok()?.parent()?.to_owned();
     Some(Image { named: named(real)?, format, names, directory })

@@ -63,7 +63,7 @@ fn the_body() {
     };
     let source = Source::Path(place.join("below/base"));
     let disk = runtime.block_on(Disk::open(&ring, source, &options)).expect("a disk");
-    let plan = images(Plan::new(), Confinement::Auto, &disk, &[], None);
+    let plan = images(Plan::new(), &disk, &[], None);
     let in_force = plan.enter().expect("confined");
     if in_force.landlock.is_none() {
         std::process::exit(NO_LANDLOCK);

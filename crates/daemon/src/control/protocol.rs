@@ -14,6 +14,8 @@
 //! whatever the bytes are, they become a command or an error that says why not. Unknown commands
 //! and unknown arguments are errors, never ignored.
 
+use std::os::unix::fs::MetadataExt;
+
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
@@ -156,7 +158,10 @@ impl Command {
     pub fn allows(&self) -> Option<Allows> {
         match self {
             Command::Commit(_) => Some(Allows::Writing),
-            Command::Backing(_) => Some(Allows::Notes),
+            Command::Backing(NewBacking { file, .. }) => {
+                let meta = file.as_ref().and_then(|path| std::fs::metadata(path).ok());
+                Some(Allows::Notes(meta.map(|meta| (meta.dev(), meta.ino()))))
+            }
             _ => None,
         }
     }

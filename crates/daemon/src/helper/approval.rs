@@ -23,24 +23,44 @@ use rustix::net::{
 pub enum Allows {
     /// Images below are written, and the notes of what images name are changed.
     Writing,
-    /// The notes are changed, and nothing is written.
-    Notes,
+    /// The notes are changed, and nothing is written. With device and inode of a file that the user
+    /// names in the command: an image may name it from now on.
+    Notes(Option<(u64, u64)>),
 }
 
 impl Allows {
-    const ALL: [Allows; 2] = [Allows::Writing, Allows::Notes];
-
     /// What is said.
-    fn text(self) -> &'static [u8] {
+    fn text(self) -> String {
         match self {
-            Allows::Writing => b"ringdisk: images below may be written\n",
-            Allows::Notes => b"ringdisk: names may be noted\n",
+            Allows::Writing => String::from(WRITING),
+            Allows::Notes(None) => String::from(NOTES),
+            Allows::Notes(Some((device, inode))) => format!("{NOTES} {device} {inode}"),
         }
+    }
+
+    /// Reads what was said.
+    fn read(text: &[u8]) -> Option<Allows> {
+        let text = std::str::from_utf8(text).ok()?;
+        if text == WRITING {
+            return Some(Allows::Writing);
+        }
+        let mut numbers = text.strip_prefix(NOTES)?.split(' ').skip(1);
+        let file = match (numbers.next(), numbers.next(), numbers.next()) {
+            (None, None, None) => None,
+            (Some(device), Some(inode), None) => Some((device.parse().ok()?, inode.parse().ok()?)),
+            _ => return None,
+        };
+        Some(Allows::Notes(file)).filter(|allows| allows.text() == text)
     }
 }
 
+/// What is said for [`Allows::Writing`].
+const WRITING: &str = "ringdisk: images below may be written";
+/// What is said for [`Allows::Notes`], before the numbers.
+const NOTES: &str = "ringdisk: names may be noted";
+
 /// Longer than what is said, bytes.
-const TEXT_BYTES_MAX: usize = 64;
+const TEXT_BYTES_MAX: usize = 128;
 
 /// A user's word, and what the user keeps meanwhile.
 ///
@@ -48,7 +68,7 @@ const TEXT_BYTES_MAX: usize = 64;
 pub fn give(allows: Allows) -> io::Result<(OwnedFd, OwnedFd)> {
     let (kept, given) =
         socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-    send(&kept, allows.text(), SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?;
+    send(&kept, allows.text().as_bytes(), SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?;
     Ok((kept, given))
 }
 
@@ -67,7 +87,7 @@ pub fn given(word: &OwnedFd, server: u32) -> Option<Allows> {
     }
     let mut said = [MaybeUninit::uninit(); TEXT_BYTES_MAX];
     let ((said, _), _) = recv(word.as_fd(), &mut said, RecvFlags::DONTWAIT).ok()?;
-    Allows::ALL.into_iter().find(|allows| allows.text() == &said[..])
+    Allows::read(said)
 }
 
 /// Whether the user who gave it still waits.
@@ -80,6 +100,18 @@ pub fn lasts(word: &OwnedFd) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_said_is_read_and_nothing_else() {
+        for allows in [Allows::Writing, Allows::Notes(None), Allows::Notes(Some((7, u64::MAX)))] {
+            assert_eq!(Allows::read(allows.text().as_bytes()), Some(allows));
+            for more in [" ", "\n", " 1", " 1 2 3", " 01 2"] {
+                let text = format!("{}{more}", allows.text());
+                assert_eq!(Allows::read(text.as_bytes()), None, "{text:?}");
+            }
+        }
+        assert_eq!(Allows::read(b""), None);
+    }
 
     #[test]
     fn a_word_lasts_as_long_as_its_giver_and_is_nobodys_own() {

@@ -27,6 +27,8 @@ use super::tasks::{Named, pin};
 use crate::helper::approval::{self, Allows};
 use crate::helper::mark;
 
+/// Files that are held at a time: those of 256 images, and what commands have added since.
+const IMAGES_MAX: usize = 1024;
 /// Words of users that are held at a time: as many as there are clients of a control socket, for
 /// some disks.
 const WORDS_MAX: usize = 64;
@@ -92,10 +94,14 @@ impl Chain {
         Ok(())
     }
 
-    /// Whether a user who waits for an answer allows one of these.
-    fn has_word(&mut self, wanted: &[Allows]) -> bool {
+    /// Forgets the words of users who do not wait any more.
+    fn forget_words(&mut self) {
         self.words.retain(|(word, _)| approval::lasts(word));
-        self.words.iter().any(|(_, allows)| wanted.contains(allows))
+    }
+
+    /// Whether a user who waits for an answer names this file in the command.
+    fn is_named_by_user(&self, id: Id) -> bool {
+        self.words.iter().any(|(_, allows)| *allows == Allows::Notes(Some(id)))
     }
 
     /// Whether a file of the chains is opened as this format.
@@ -117,7 +123,8 @@ impl Chain {
         maker: Option<User>,
         mark: &str,
     ) -> Result<OwnedFd, Errno> {
-        let has_word = self.has_word(&[Allows::Writing]);
+        self.forget_words();
+        let has_word = self.words.iter().any(|(_, allows)| *allows == Allows::Writing);
         let held = self.images.iter_mut().find(|held| held.id() == id).ok_or(Errno::ACCESS)?;
         if !has_word && !held.is_granted {
             return Err(Errno::KEYREJECTED);
@@ -165,20 +172,44 @@ impl Chain {
         is_done: bool,
         is_known: impl Fn(Id, Format) -> bool,
     ) -> Result<(), Errno> {
-        let has_word = self.has_word(&[Allows::Writing, Allows::Notes]);
+        self.forget_words();
         let held = self.images.iter().find(|held| held.id() == id).ok_or(Errno::ACCESS)?;
-        if !has_word {
+        if self.words.is_empty() {
             return Err(Errno::KEYREJECTED);
         }
         let before = Names::parse(&held.image.names).unwrap_or_default();
         let names = checked(line, &before, &held.image.directory, |id, format| {
-            is_known(id, format) || self.has(id, format)
+            is_known(id, format) || self.has(id, format) || self.is_named_by_user(id)
         })?;
         change(held.file.as_fd(), &names, is_done)?;
         if is_done && let Some(held) = self.images.iter_mut().find(|held| held.id() == id) {
+            let named = Names::parse(&names).and_then(|names| names.backing());
+            let below = named.map(|(path, format)| (held.image.directory.join(path), format));
             held.image.names = names;
+            if let Some((path, format)) = below {
+                self.add(path, format);
+            }
         }
         Ok(())
+    }
+
+    /// An image names a file that a user has named in a command: it is of the chain now, and may be
+    /// written for a commit.
+    fn add(&mut self, path: PathBuf, format: Format) {
+        let Ok(meta) = fs::metadata(&path) else { return };
+        let id = (meta.dev(), meta.ino());
+        let is_there = self.images.iter().any(|held| held.id() == id);
+        let is_full = self.images.len() >= IMAGES_MAX;
+        if is_there || is_full || !meta.is_file() || !self.is_named_by_user(id) {
+            return;
+        }
+        // `ringdisk ctl` has noted it, where it had no note.
+        let names = Names::noted_at(&path).unwrap_or_default().line();
+        let directory = path.parent().map(Path::to_path_buf).unwrap_or_default();
+        let image = Image { named: (path, id), format, names, directory };
+        if let Some(file) = pin(&image.named.0, id) {
+            self.images.push(Held { image, file, is_granted: false });
+        }
     }
 }
 
@@ -251,7 +282,7 @@ mod tests {
         let directory = directory.path().to_owned();
         let names = String::from(";");
         let image = Image { named: named.clone(), format: Format::Raw, names, directory };
-        for (allows, is_written) in [(Allows::Notes, false), (Allows::Writing, true)] {
+        for (allows, is_written) in [(Allows::Notes(None), false), (Allows::Writing, true)] {
             let mut chain = Chain::hold(std::slice::from_ref(&image));
             let (kept, given) = approval::give(allows).expect("sockets");
             chain.words.push((given, allows));

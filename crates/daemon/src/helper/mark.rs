@@ -17,6 +17,7 @@ use std::path::Path;
 
 use ringdisk_disk::xattr::Attribute;
 use rustix::fs::fstat;
+use rustix::io::Errno;
 
 /// Length of a word, bytes: 128 bits, in hexadecimal digits.
 const LEN: usize = 32;
@@ -47,6 +48,12 @@ pub fn is_on(path: &Path, mark: &str) -> bool {
     let wanted = value(mark, meta.dev(), meta.ino());
     mark.len() == LEN
         && ATTRIBUTE.get_at(path).is_ok_and(|found| found.as_deref() == Some(wanted.as_bytes()))
+}
+
+/// Whether files of a mount with this mark have it, where this name leads: the mount has one, and the
+/// file system keeps such attributes.
+pub fn is_kept(path: &Path, mark: &str) -> bool {
+    mark.len() == LEN && ATTRIBUTE.get_at(path) != Err(Errno::OPNOTSUPP)
 }
 
 fn value(mark: &str, device: u64, inode: u64) -> String {

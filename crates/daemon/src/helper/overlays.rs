@@ -14,20 +14,24 @@
 //! number of a directory or file. The answer to one that fails has the errno in it.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::rc::Rc;
 
 use ringdisk_disk::Format;
 use ringdisk_disk::names_note::Names;
 use ringdisk_sandbox::User;
-use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, fstat, openat, statat, unlinkat};
+use rustix::fs::{
+    AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, fstat, openat, openat2, statat, unlinkat,
+};
 use rustix::io::Errno;
 
 use super::chain::{self, Chain, Image};
 use super::tasks::{Answer, DONE, Named, REFUSED, pin};
 use crate::helper::mark;
 
-/// Makes a file; after the numbers of the directory comes its name.
+/// Makes a file; after the numbers of the directory comes its name, or, where `--allow-path` names
+/// that directory, the path from there.
 pub(crate) const MAKE: u8 = b'o';
 /// Opens a file again, to read it only.
 pub(crate) const READ: u8 = b'r';
@@ -62,6 +66,8 @@ pub(crate) type Id = (u64, u64);
 pub(crate) struct Overlays {
     /// One for each disk.
     directories: Vec<(Id, Rc<OwnedFd>)>,
+    /// Those that `--allow-path` names: files may be made at any depth.
+    trees: Vec<(Id, Rc<OwnedFd>)>,
     files: Vec<Made>,
     /// Files that were made.
     count: u32,
@@ -79,6 +85,8 @@ struct Made {
     id: Id,
     directory: Rc<OwnedFd>,
     name: Vec<u8>,
+    /// What its note says.
+    names: Names,
     /// `O_PATH`: while it is open no other file gets these numbers.
     file: OwnedFd,
 }
@@ -86,21 +94,24 @@ struct Made {
 impl Overlays {
     /// Takes hold of directories. One whose name leads elsewhere by now is none.
     ///
+    /// * `trees`: directories in which files may be made at any depth.
     /// * `maker`: who must be allowed to make files there, and owns them; `None`: this process.
     /// * `mark`: what they are marked with; empty: nothing.
     /// * `images`: of the chains.
     pub(crate) fn hold(
         directories: &[Named],
+        trees: &[Named],
         maker: Option<User>,
         mark: &str,
         images: &[Image],
     ) -> Overlays {
-        let held = directories.iter().filter_map(|(path, id)| {
+        let held = |(path, id): &Named| {
             let directory = pin(path, *id).filter(|fd| is_of_type(fd, FileType::Directory))?;
             Some((*id, Rc::new(directory)))
-        });
+        };
         Overlays {
-            directories: held.collect(),
+            directories: directories.iter().filter_map(held).collect(),
+            trees: trees.iter().filter_map(held).collect(),
             maker,
             mark: mark.to_owned(),
             below: Chain::hold(images),
@@ -140,8 +151,11 @@ impl Overlays {
                 answer(Ok(None))
             }
             _ => {
-                if let Some(at) = self.directories.iter().position(|(held, _)| *held == id) {
-                    self.directories.remove(at);
+                for held in [&mut self.directories, &mut self.trees] {
+                    if let Some(at) = held.iter().position(|(held, _)| *held == id) {
+                        held.remove(at);
+                        break;
+                    }
                 }
                 answer(Ok(None))
             }
@@ -149,7 +163,7 @@ impl Overlays {
     }
 
     fn directory(&self, id: Id) -> Result<&Rc<OwnedFd>, Errno> {
-        let held = self.directories.iter().find(|(held, _)| *held == id);
+        let held = self.directories.iter().chain(&self.trees).find(|(held, _)| *held == id);
         held.map(|(_, directory)| directory).ok_or(Errno::ACCESS)
     }
 
@@ -157,11 +171,36 @@ impl Overlays {
         self.files.iter().position(|made| made.id == id).ok_or(Errno::ACCESS)
     }
 
-    fn make(&mut self, directory: Id, name: &[u8]) -> Result<OwnedFd, Errno> {
-        let directory = Rc::clone(self.directory(directory)?);
-        if !is_component(name) {
-            return Err(Errno::ACCESS);
+    /// The directory of a new file, and its name there.
+    ///
+    /// * `path`: from the directory with this number.
+    fn place<'a>(&self, directory: Id, path: &'a [u8]) -> Result<(Rc<OwnedFd>, &'a [u8]), Errno> {
+        if is_component(path) {
+            return Ok((Rc::clone(self.directory(directory)?), path));
         }
+        let slash = path.iter().rposition(|byte| *byte == b'/').ok_or(Errno::ACCESS)?;
+        let (parent, name) = (&path[..slash], &path[slash + 1..]);
+        let tree = self.trees.iter().find(|(held, _)| *held == directory);
+        let is_path = !parent.is_empty() && is_component(name);
+        let tree = tree.filter(|_| is_path).ok_or(Errno::ACCESS)?;
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        // Links of others may lead to another place of the tree.
+        let within = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
+        let root = tree.1.as_fd();
+        let open = || openat2(root, parent, flags, Mode::empty(), within);
+        let open = match self.maker {
+            Some(user) => user.look(open)?,
+            None => open(),
+        };
+        // It leads out of the tree.
+        open.map(|parent| (Rc::new(parent), name)).map_err(|errno| match errno {
+            Errno::XDEV => Errno::ACCESS,
+            errno => errno,
+        })
+    }
+
+    fn make(&mut self, directory: Id, path: &[u8]) -> Result<OwnedFd, Errno> {
+        let (directory, name) = self.place(directory, path)?;
         if self.files.len() >= HELD_MAX || self.count >= MADE_MAX {
             return Err(Errno::DQUOT);
         }
@@ -189,7 +228,7 @@ impl Overlays {
             let flags = OFlags::PATH | OFlags::CLOEXEC;
             let file = openat(CWD, link(open.as_fd()), flags, Mode::empty())?;
             let (id, directory) = ((stat.st_dev, stat.st_ino), Rc::clone(&directory));
-            Ok(Made { id, directory, name: name.to_vec(), file })
+            Ok(Made { id, directory, name: name.to_vec(), names: Names::default(), file })
         });
         match held {
             Ok(made) => {
@@ -221,11 +260,25 @@ impl Overlays {
         let is_known = |id, format| is_made(id, format) || self.below.has(id, format);
         let directory = link(file.directory.as_fd());
         let line = chain::checked(line, &Names::default(), &directory, is_known)?;
-        chain::change(file.file.as_fd(), &line, is_done)
+        chain::change(file.file.as_fd(), &line, is_done)?;
+        self.files[index].names = Names::parse(&line).unwrap_or_default();
+        Ok(())
     }
 
+    /// Removes a file that was made here. One that a note names stays: another file could get its
+    /// name, and would be what an image names.
     fn remove(&mut self, id: Id) -> Result<(), Errno> {
-        let made = self.files.swap_remove(self.made(id)?);
+        let index = self.made(id)?;
+        let names_it = |made: &Made| {
+            let below = made.names.backing_path();
+            let directory = link(made.directory.as_fd());
+            let meta = below.and_then(|path| std::fs::metadata(directory.join(path)).ok());
+            meta.is_some_and(|meta| (meta.dev(), meta.ino()) == id)
+        };
+        if self.files.iter().any(names_it) {
+            return Err(Errno::BUSY);
+        }
+        let made = self.files.swap_remove(index);
         unlink(&made.directory, &made.name, id)
     }
 

@@ -49,6 +49,7 @@ const MOUNT: u8 = b'm';
 const FILE: u8 = b'f';
 const FRONT: u8 = b's';
 const DIRECTORY: u8 = b'd';
+const TREE: u8 = b't';
 const MAKER: u8 = b'u';
 const MARK: u8 = b'k';
 const IMAGE: u8 = b'i';
@@ -83,6 +84,8 @@ pub struct Tasks {
     pub fronts: Vec<PathBuf>,
     /// Directories in which new overlays may be made, one for each disk.
     pub directories: Vec<Named>,
+    /// Directories of `--allow-path`: new overlays may be made in them at any depth.
+    pub trees: Vec<Named>,
     /// Who makes them, and owns them, where the serving process is not root any more.
     pub maker: Option<User>,
     /// Files of the chains: what may be written on a user's word, and named.
@@ -176,6 +179,7 @@ impl Tasks {
         let fronts = self.fronts.iter().map(|path| message(FRONT, path, &[]));
         let directories =
             self.directories.iter().map(|(path, id)| message(DIRECTORY, path, &[id.0, id.1]));
+        let trees = self.trees.iter().map(|(path, id)| message(TREE, path, &[id.0, id.1]));
         let mark = Some(&self.mark).filter(|mark| !mark.is_empty());
         let mark = mark.map(|mark| message(MARK, Path::new(mark), &[]));
         let maker = self
@@ -199,6 +203,7 @@ impl Tasks {
             .chain(files)
             .chain(fronts)
             .chain(directories)
+            .chain(trees)
             .chain(maker)
             .chain(mark)
             .chain([vec![ALL]])
@@ -211,8 +216,8 @@ impl Tasks {
         let abort = self.mount.as_ref().and_then(|(path, number)| mount::abort_of(path, *number));
         let pins = self.files.iter().map(|(path, id)| pin(path, *id)).collect();
         let overlays =
-            Overlays::hold(&self.directories, self.maker, &self.mark, &self.images).into();
-        Held { place, abort, pins, overlays }
+            Overlays::hold(&self.directories, &self.trees, self.maker, &self.mark, &self.images);
+        Held { place, abort, pins, overlays: overlays.into() }
     }
 
     /// Takes one of these. Returns whether it was the last one; `None`: not one of ours.
@@ -232,6 +237,9 @@ impl Tasks {
             (FRONT, [name]) => self.fronts.push(path(name)),
             (DIRECTORY, [name, device, inode]) => {
                 self.directories.push((path(name), (number(device)?, number(inode)?)));
+            }
+            (TREE, [name, device, inode]) => {
+                self.trees.push((path(name), (number(device)?, number(inode)?)));
             }
             (IMAGE, [name, device, inode, directory, names, format]) => {
                 let named = (path(name), (number(device)?, number(inode)?));

@@ -162,8 +162,11 @@ impl State {
                 false => self.tops(),
             };
             storage.identity().is_some_and(|id| was_there.contains(&id))
-                || confine::by_descriptor(storage)
-                    .is_none_or(|open| allowed.has_open(&open) || mark::is_on(&open, &self.mark))
+                || confine::by_descriptor(storage).is_none_or(|open| {
+                    // What is only allowed is only read.
+                    let is_enough = storage.is_read_only() || self.takes_as_top(&open);
+                    is_enough && allowed.has_open(&open) || mark::is_on(&open, &self.mark)
+                })
         };
         let is_stranger = |layer: &&Arc<Layer>| {
             let storages = [layer.file(), layer.data_storage()];
@@ -177,6 +180,12 @@ impl State {
     pub fn has_or_made(&self, path: &Path) -> bool {
         let meta = fs::metadata(path).map(|meta| Storage::identity_of(&meta));
         meta.is_ok_and(|id| self.tops().contains(&id)) || mark::is_on(path, &self.mark)
+    }
+
+    /// Whether a file in a directory of `--allow-path` may be written, and so be on top: one that may
+    /// be written anyway, or one where no mark can be.
+    pub fn takes_as_top(&self, path: &Path) -> bool {
+        self.has_or_made(path) || !mark::is_kept(path, &self.mark)
     }
 
     /// What may be written of what was there at the start.

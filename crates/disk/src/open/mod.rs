@@ -38,6 +38,7 @@ pub use guess::guess;
 pub(crate) use layer::{
     lock_of, of_qcow2, of_storage, open_qcow2, qcow2_layer, raw_layer, storage_options,
 };
+pub use noting::note_file;
 pub(crate) use overlay::{create_file, over, remove, sync_directory};
 
 /// An image that is open as a file, and what is known about it.
@@ -54,16 +55,19 @@ struct Candidate {
     without_backing: bool,
     /// The user has not stated that it is raw.
     is_guarded: bool,
-    /// Where `--allow-path` leads to it.
-    place: Place,
+    /// A name that is in no note leads to it. A process that an attacker controlled may have written
+    /// that name, so what lies below must be where `--allow-path` allows, or be named by the user.
+    is_unconfirmed: bool,
 }
 
-/// Whether `--allow-path` leads to a file: the process may write it then.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Place {
-    is_allowed: bool,
-    /// A process in its sandbox could have made it there, or it lies where nothing else leads.
-    is_foreign: bool,
+/// How a file was reached.
+#[derive(Clone, Copy)]
+struct Reached<'a> {
+    name: &'a Path,
+    /// Where names in it start.
+    directory: Option<&'a Path>,
+    /// As [`Candidate::is_unconfirmed`].
+    is_unconfirmed: bool,
 }
 
 /// Name and format of a backing file, as a header states them.
@@ -76,14 +80,10 @@ struct Opening<'a> {
     resolver: Resolver,
     /// The paths that the user allowed: a new name in a header may lead there.
     allowed: Resolver,
-    /// Those of them that are directories: a process in its sandbox may make files there.
-    allowed_directories: Resolver,
-    /// Where images may lie without that: beside the image on top.
-    own: Resolver,
+    /// Those of them that are files.
+    allowed_files: Resolver,
     /// Files of [`ImageOptions::known_paths`]: the images that the user named.
     known_files: Resolver,
-    /// Layers that lie where the user allowed, by their depth.
-    allowed_layers: Vec<usize>,
     layers: Vec<Layer>,
     /// Files of the chain, one for each layer.
     seen: Vec<(u64, u64)>,
@@ -132,7 +132,6 @@ pub(crate) async fn open_below(
     let directory = layer.directory.as_deref();
     if let Some(directory) = directory {
         let _ = opening.resolver.allow(directory);
-        let _ = opening.own.allow(directory);
     }
     opening.seen.extend(layer.file().and_then(|file| identity_of(file)));
     let (file, format) = named;
@@ -187,29 +186,25 @@ fn check_options(options: &ImageOptions) -> Result<(), Error> {
 impl<'a> Opening<'a> {
     fn new(ring: &'a Ring, options: &'a ImageOptions) -> Result<Opening<'a>, Error> {
         let mut resolver = Resolver::new(&options.allow_paths)?.asking(options.opener.as_ref());
-        let mut own = Resolver::default().asking(options.opener.as_ref());
         let mut known_files = Resolver::default().asking(options.opener.as_ref());
         for path in &options.known_paths {
             resolver.allow(path)?;
-            own.allow(path)?;
             if !path.is_dir() {
                 known_files.allow(path)?;
             }
         }
         let allowed = Resolver::new(&options.allow_paths)?.asking(options.opener.as_ref());
-        let directories = options.allow_paths.iter().filter(|path| path.is_dir()).cloned();
-        let allowed_directories =
-            Resolver::new(&directories.collect::<Vec<_>>())?.asking(options.opener.as_ref());
+        let files = options.allow_paths.iter().filter(|path| !path.is_dir()).cloned();
+        let allowed_files =
+            Resolver::new(&files.collect::<Vec<_>>())?.asking(options.opener.as_ref());
         let lock_wait = options.wait_for_locks.map(LockWait::new);
         Ok(Opening {
             ring,
             options,
             resolver,
             allowed,
-            allowed_directories,
-            own,
+            allowed_files,
             known_files,
-            allowed_layers: Vec::new(),
             layers: Vec::new(),
             seen: Vec::new(),
             lock_wait,
@@ -259,7 +254,11 @@ impl<'a> Opening<'a> {
         let writable = !candidate.read_only;
         let storage = self.storage(candidate.opened, &candidate.name, candidate.read_only).await?;
         let name = candidate.name;
-        let directory = candidate.directory.as_deref();
+        let named = Reached {
+            name: &name,
+            directory: candidate.directory.as_deref(),
+            is_unconfirmed: candidate.is_unconfirmed,
+        };
         let mut layer = match candidate.format {
             Format::Raw => {
                 let mut layer =
@@ -267,9 +266,9 @@ impl<'a> Opening<'a> {
                 layer.is_writable = writable;
                 layer
             }
-            Format::Qcow2 => match self.qcow2(storage, &name, directory, writable).await {
+            Format::Qcow2 => match self.qcow2(storage, &named, writable).await {
                 Err(error) if writable && is_about_writing(&error) => {
-                    self.qcow2_for_reading(error, &name, directory, fallback).await?
+                    self.qcow2_for_reading(error, &named, fallback).await?
                 }
                 result => result?,
             },
@@ -297,18 +296,17 @@ impl<'a> Opening<'a> {
                 self.check_allowed(&file, &name, candidate.directory.as_deref(), role)
                     .map_err(|error| error.context(context()))?;
             }
-            if candidate.place.is_foreign && noting::is_without_note(&layer) {
+            if candidate.is_unconfirmed {
                 self.check_reached(&file, &name, candidate.directory.as_deref())
                     .map_err(|error| error.context(context()))?;
             }
-            let (full, candidate) = self
+            let (full, mut below) = self
                 .below(&file, format.as_deref(), &name, candidate.directory.as_deref())
                 .map_err(|error| error.context(context()))?;
+            below.is_unconfirmed =
+                candidate.is_unconfirmed || asked.is_some_and(|note| note.other_below);
             layer.full_backing_name = Some(full);
-            next = Some(candidate);
-        }
-        if candidate.place.is_allowed {
-            self.allowed_layers.push(self.layers.len());
+            next = Some(below);
         }
         self.layers.push(layer);
         if next.is_some() && self.layers.len() == LAYERS_MAX {
@@ -328,10 +326,10 @@ impl<'a> Opening<'a> {
     async fn qcow2(
         &self,
         storage: Arc<Storage>,
-        name: &Path,
-        directory: Option<&Path>,
+        reached: &Reached<'_>,
         writable: bool,
     ) -> Result<Layer, Error> {
+        let Reached { name, directory, is_unconfirmed } = *reached;
         let mut image = open_qcow2(self.ring, storage, self.options, writable).await?;
         let mut data_name = None;
         if image.info().external_data_file {
@@ -348,6 +346,8 @@ impl<'a> Opening<'a> {
             let is_other = Names::of(image.info()).ask(image.file()).other_data;
             let checked = if is_other {
                 self.check_allowed(&file, name, directory, Role::Data)
+            } else if is_unconfirmed {
+                self.check_reached(&file, name, directory)
             } else {
                 Ok(())
             };
@@ -374,16 +374,15 @@ impl<'a> Opening<'a> {
     async fn qcow2_for_reading(
         &self,
         error: Error,
-        name: &Path,
-        directory: Option<&Path>,
+        reached: &Reached<'_>,
         fallback: Option<(&Held, &mut Parts)>,
     ) -> Result<Layer, Error> {
         let Some((held, parts)) = fallback.filter(|_| self.options.auto_read_only) else {
             return Err(error);
         };
         let opened = held.open(self.access(true))?;
-        let storage = self.storage(opened, name, true).await?;
-        let layer = self.qcow2(storage, name, directory, false).await?;
+        let storage = self.storage(opened, reached.name, true).await?;
+        let layer = self.qcow2(storage, reached, false).await?;
         parts.policy.read_only = true;
         parts.read_only_reason = Some(error.to_string());
         Ok(layer)

@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use ringdisk_storage::Storage;
 
-use super::{Candidate, Opening, Place};
-use crate::name::{FileName, beside, printable, printable_path};
+use super::{Candidate, Opening};
+use crate::name::{FileName, beside, printable, printable_path, shell_word};
 use crate::resolve::Resolver;
 use crate::{Error, ErrorKind, Format, format_note};
 
@@ -73,7 +73,7 @@ impl Opening<'_> {
             raw_size: parsed.raw_size,
             without_backing: parsed.without_backing,
             is_guarded,
-            place: self.place_of(&path),
+            is_unconfirmed: false,
         };
         Ok((full, candidate))
     }
@@ -81,7 +81,8 @@ impl Opening<'_> {
     /// Checks a name in a header that is not in the note of the image: a process that an attacker
     /// controlled may have written it.
     ///
-    /// Errors: `NotAllowed`: no path that the user allowed leads there.
+    /// Errors: `NotAllowed`: no path that the user allowed leads there; of a data file, which is
+    /// written, the user has not allowed that file itself.
     pub(super) fn check_allowed(
         &self,
         file: &[u8],
@@ -90,19 +91,23 @@ impl Opening<'_> {
         role: Role<'_>,
     ) -> Result<(), Error> {
         let path = self.path_of(&FileName::parse(file)?, directory)?;
-        if self.allowed.open(&path, self.access(true)).is_ok() {
+        let allowed = match role {
+            Role::Backing(_) => &self.allowed,
+            Role::Data => &self.allowed_files,
+        };
+        if allowed.open(&path, self.access(true)).is_ok() {
             return Ok(());
         }
-        let (shown, of) = (printable_path(&path), printable_path(of));
         let remedy = match role {
-            // It gives no right to write that file, as --allow-path does.
             Role::Backing(format) => format!(
-                "`ringdisk rebase -u -b '{}' -F {} '{of}'`",
-                printable(file),
-                printable(format.unwrap_or("FORMAT").as_bytes())
+                "`ringdisk rebase -u -b {} -F {} {}`",
+                shell_word(&printable(file)),
+                shell_word(format.unwrap_or("FORMAT")),
+                shell_word(&printable_path(of))
             ),
-            Role::Data => format!("`--allow-path '{shown}'`"),
+            Role::Data => format!("`--allow-path {}`", shell_word(&printable_path(&path))),
         };
+        let of = printable_path(of);
         Err(Error::new(
             ErrorKind::NotAllowed,
             format!(
@@ -113,16 +118,8 @@ impl Opening<'_> {
         ))
     }
 
-    /// Whether `--allow-path` leads to a file, and whether nothing else does.
-    fn place_of(&self, path: &Path) -> Place {
-        let reaches = |resolver: &Resolver| resolver.open(path, self.access(true)).is_ok();
-        let is_allowed = reaches(&self.allowed);
-        let is_foreign = is_allowed && (reaches(&self.allowed_directories) || !reaches(&self.own));
-        Place { is_allowed, is_foreign }
-    }
-
-    /// Checks a name in a header that has no note, of a file that lies where only `--allow-path`
-    /// leads: a process that an attacker controlled may have made that file, or written it.
+    /// Checks a name in the header of an image to which a name led that is in no note: that one may
+    /// be another user's image, which leads to files that the image on top had no right to.
     ///
     /// Errors: `NotAllowed`: no path that the user allowed leads there, and it is no image that the
     /// user named.
@@ -137,13 +134,13 @@ impl Opening<'_> {
         if reaches(&self.allowed) || reaches(&self.known_files) {
             return Ok(());
         }
-        let (shown, of) = (printable_path(&path), printable_path(of));
+        let of = printable_path(of);
         Err(Error::new(
             ErrorKind::NotAllowed,
             format!(
-                "'{of}' lies where --allow-path lets a server write, and keeps no note of what it \
-                 names: who takes a server over can make such a file; if it is yours, say so with \
-                 `--allow-path '{shown}'`"
+                "'{of}' is allowed by --allow-path only, so what it names must be, too: add \
+                 `--allow-path {}`",
+                shell_word(&printable_path(&path))
             ),
         ))
     }

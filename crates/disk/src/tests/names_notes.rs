@@ -245,42 +245,75 @@ fn what_a_server_may_write_by_allow_path_is_noted_before() {
 }
 
 #[test]
-fn a_file_in_an_allowed_directory_names_only_what_is_allowed_too() {
+fn what_a_name_without_a_note_leads_to_names_only_what_is_allowed_too() {
     let directory = directory();
     let path = |name: &str| directory.path().join(name);
     for name in ["images", "overlays"] {
         std::fs::create_dir(path(name)).expect("mkdir");
     }
-    qemu_img(&directory, &["create", "-q", "-f", "raw", "images/secret", "1M"]);
-    let secret = path("images/secret");
-    let named = |file: &str, base: &Path, format: &str| {
-        let base = base.to_str().expect("text");
-        qemu_img(
-            &directory,
-            &["create", "-q", "-f", "qcow2", "-b", base, "-F", format, file, "1M"],
-        );
+    for name in ["images/secret", "images/base", "overlays/base"] {
+        qemu_img(&directory, &["create", "-q", "-f", "raw", name, "1M"]);
+    }
+    let create = |file: &str, option: &str, other: &str| {
+        let other = path(other);
+        let option = option.replace("OTHER", other.to_str().expect("text"));
+        let words = ["create", "-q", "-f", "qcow2", "-o", &option, file, "1M"];
+        qemu_img(&directory, &words);
     };
-    // What an attacker who controls a server makes there, and writes into the image.
-    named("overlays/evil", &secret, "raw");
-    named("images/disk", &path("overlays/evil"), "qcow2");
+    let below = "backing_fmt=raw,backing_file=OTHER";
+    // An image of another user, with names of its own.
+    create("overlays/theirs", below, "images/secret");
+    create("overlays/data", "data_file=OTHER", "images/secret");
     run(async |ring| {
         let allowed = |allow_paths: Vec<PathBuf>| ImageOptions { allow_paths, ..serving() };
-        let overlays = path("overlays");
-        for options in [serving(), reading()] {
-            let options = ImageOptions { allow_paths: vec![overlays.clone()], ..options };
-            let error = open(&ring, &path("images/disk"), &options).await.expect_err("a stranger");
-            assert_eq!(error.kind(), ErrorKind::NotAllowed, "{error}");
-            assert!(error.message().contains("--allow-path"), "{error}");
+        let known = allowed(vec![path("images")]);
+        drop(open(&ring, &path("overlays/theirs"), &known).await.expect("theirs"));
+        for other in ["overlays/theirs", "overlays/data"] {
+            let _ = std::fs::remove_file(path("images/disk"));
+            create("images/disk", below, "images/base");
+            drop(open(&ring, &path("images/disk"), &serving()).await.expect("served"));
+            // An attacker who controls a server writes this into the header; the note stays.
+            let other = path(other);
+            let other = other.to_str().expect("text");
+            let image = path("images/disk");
+            let image = image.to_str().expect("text");
+            qemu_img(&directory, &["rebase", "-u", "-F", "qcow2", "-b", other, image]);
+            for options in [serving(), reading()] {
+                let options = ImageOptions { allow_paths: vec![path("overlays")], ..options };
+                let opened = open(&ring, &path("images/disk"), &options).await;
+                let error = opened.expect_err("a stranger");
+                assert_eq!(error.kind(), ErrorKind::NotAllowed, "{error}");
+                assert!(error.message().contains("by --allow-path only"), "{error}");
+            }
+            // The image of a kept mount, over which commands have put overlays there.
+            let known = ImageOptions {
+                allow_paths: vec![path("overlays")],
+                known_paths: vec![path("images"), path("images/secret")],
+                ..reading()
+            };
+            drop(open(&ring, &path("images/disk"), &known).await.expect("the user named it"));
+            let both = allowed(vec![path("overlays"), path("images/secret")]);
+            drop(open(&ring, &path("images/disk"), &both).await.expect("the user says so"));
         }
-        // The image of a kept mount, over which commands have put overlays there.
-        let known = ImageOptions {
-            allow_paths: vec![overlays.clone()],
-            known_paths: vec![path("images"), secret.clone()],
-            ..reading()
-        };
-        drop(open(&ring, &path("images/disk"), &known).await.expect("the user named it"));
-        let both = allowed(vec![overlays.clone(), secret.clone()]);
-        drop(open(&ring, &path("images/disk"), &both).await.expect("the user says so"));
-        drop(open(&ring, &path("images/disk"), &allowed(vec![overlays])).await.expect("noted"));
+    });
+}
+
+#[test]
+fn another_data_file_has_to_be_allowed_by_its_own_name() {
+    let directory = directory();
+    let path = |name: &str| directory.path().join(name);
+    for name in ["mine", "theirs"] {
+        qemu_img(&directory, &["create", "-q", "-f", "raw", name, "1M"]);
+    }
+    qemu_img(&directory, &["create", "-q", "-f", "qcow2", "-o", "data_file=mine", "disk", "1M"]);
+    run(async |ring| {
+        let allowed = |allow_paths: Vec<PathBuf>| ImageOptions { allow_paths, ..serving() };
+        drop(open(&ring, &path("disk"), &serving()).await.expect("served"));
+        qemu_img(&directory, &["amend", "-q", "-f", "qcow2", "-o", "data_file=theirs", "disk"]);
+        let in_directory = allowed(vec![directory.path().to_owned()]);
+        let error = open(&ring, &path("disk"), &in_directory).await.expect_err("another file");
+        assert!(error.message().contains("--allow-path"), "{error}");
+        let itself = allowed(vec![path("theirs")]);
+        drop(open(&ring, &path("disk"), &itself).await.expect("the user says so"));
     });
 }

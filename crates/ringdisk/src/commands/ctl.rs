@@ -1,5 +1,6 @@
 //! `ringdisk ctl`: control of a mount, or of a disk for virtual machines, while it is served.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,12 +13,27 @@ use ringdisk_daemon::mount_lock;
 use ringdisk_daemon::new_file::check_new_name;
 use ringdisk_daemon::size::{SizeChange, human_size_exact};
 use ringdisk_daemon::terminal::{self, shell_word, visible, visible_lines};
-use ringdisk_disk::Progress;
+use ringdisk_disk::{ImageOptions, Progress};
 use serde_json::Value;
 
 use crate::cli::{CtlArgs, CtlCommand, PREALLOCATION, ProgressArgs, word_of};
+use crate::commands::look;
 use crate::commands::operation::Operation;
 use crate::commands::output::json_text;
+
+/// Notes what a file names that a server may write for a commit from now on.
+///
+/// Errors: io_uring is forbidden or a limit was hit. A file that cannot be opened is the server's
+/// to complain of.
+fn note_names(file: &Path) -> Result<(), Failure> {
+    let mut runtime = look::runtime()?;
+    let ring = runtime.ring().clone();
+    let noted = runtime.block_on(ringdisk_disk::note_file(&ring, file, &ImageOptions::default()));
+    if let Err(error) = noted {
+        tracing::debug!("'{}' gets no note of its names: {error}", file.display());
+    }
+    Ok(())
+}
 
 /// How long a server may take to end after it was told to: it flushes the image.
 const STOP_WAIT: Duration = Duration::from_secs(60);
@@ -31,6 +47,11 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
     let limit = args.timeout.unwrap_or(ANSWER);
     let mut client = Client::connect(&args.target, limit)?;
     let command = command_of(&args.command)?;
+    if let CtlCommand::Backing { file, .. } = &args.command
+        && !file.as_os_str().is_empty()
+    {
+        note_names(file)?;
+    }
     let show = match &args.command {
         CtlCommand::Commit { show, .. } | CtlCommand::Backing { show, .. } => *show,
         _ => ProgressArgs { progress: false, quiet: true },

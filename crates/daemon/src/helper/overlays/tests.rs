@@ -31,7 +31,7 @@ impl World {
         symlink("../other", root.path().join("images/elsewhere")).expect("a link");
         let directory = root.path().join("images");
         let told = named(directory).expect("it is there");
-        World { overlays: Overlays::hold(&[told], None, "", &[]), root }
+        World { overlays: Overlays::hold(&[told], &[], None, "", &[]), root }
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -208,7 +208,7 @@ fn a_directory_that_was_replaced_before_the_start_is_none() {
     let told = named(path.clone()).expect("it is there");
     fs::rename(&path, root.path().join("moved")).expect("rename");
     fs::create_dir(&path).expect("mkdir");
-    let mut overlays = Overlays::hold(std::slice::from_ref(&told), None, "", &[]);
+    let mut overlays = Overlays::hold(std::slice::from_ref(&told), &[], None, "", &[]);
     let fields = format!("{}\0{}\0new", told.1.0, told.1.1);
     refused(&overlays.carry_out(MAKE, fields.as_bytes()).expect("an order"), Errno::ACCESS);
     let meta = fs::metadata(&path).expect("it is there");
@@ -219,7 +219,7 @@ fn a_directory_that_was_replaced_before_the_start_is_none() {
     let secret = root.path().join("secret");
     fs::write(&secret, "theirs").expect("write");
     assert!(
-        Overlays::hold(&[named(secret).expect("it is there")], None, "", &[])
+        Overlays::hold(&[named(secret).expect("it is there")], &[], None, "", &[])
             .directories
             .is_empty()
     );
@@ -231,7 +231,7 @@ fn a_directory_of_two_disks_is_left_when_both_have_ended() {
     let told = named(world.path("images")).expect("it is there");
     let id = told.1;
     let mut world =
-        World { overlays: Overlays::hold(&[told.clone(), told], None, "", &[]), ..world };
+        World { overlays: Overlays::hold(&[told.clone(), told], &[], None, "", &[]), ..world };
     world.order(LEAVE, id, b"");
     file(world.make("one"));
     let made = world.id("images/one");
@@ -293,7 +293,7 @@ fn where_the_process_is_another_users_that_user_makes_and_owns_the_files() {
     }
     let mut world = World::new();
     let told = named(world.path("images")).expect("it is there");
-    world.overlays = Overlays::hold(&[told], User::new(12345, 23456), "", &[]);
+    world.overlays = Overlays::hold(&[told], &[], User::new(12345, 23456), "", &[]);
     // The directory is root's.
     let refused = world.make("new");
     assert_eq!(refused.kind, REFUSED);
@@ -326,7 +326,7 @@ fn an_image_is_noted_to_name_known_files_as_what_they_are() {
         Image { named: named(path).expect("it is there"), format, names, directory }
     });
     let directory = named(world.path("images")).expect("it is there");
-    world.overlays = Overlays::hold(&[directory], None, "", &images);
+    world.overlays = Overlays::hold(&[directory], &[], None, "", &images);
     file(world.make("over"));
     let id = world.id("images/over");
     assert_eq!(noted(&world, "images/over"), ";");
@@ -344,4 +344,48 @@ fn an_image_is_noted_to_name_known_files_as_what_they_are() {
     file(world.make("file:neighbour"));
     refused(&world.order(NOTE, id, line("file:neighbour", "qcow2").as_bytes()), Errno::PERM);
     assert_eq!(noted(&world, "images/over"), line("base", "raw"));
+}
+
+#[test]
+fn in_an_allowed_directory_files_are_made_at_any_depth_and_nowhere_else() {
+    let mut world = World::new();
+    let (tree, other) = (world.id("images"), world.id("other"));
+    let told = named(world.path("images")).expect("it is there");
+    let before = world.all();
+    // The directory of a disk is one directory.
+    refused(&world.order(MAKE, tree, b"below/new"), Errno::ACCESS);
+    world.overlays = Overlays::hold(&[], &[told], None, "", &[]);
+    symlink("below", world.path("images/inside")).expect("a link");
+    for path in
+        ["elsewhere/new", "../other/new", "below/../../other/new", "/new", "below/", "below/.."]
+    {
+        refused(&world.order(MAKE, tree, path.as_bytes()), Errno::ACCESS);
+    }
+    let secret = world.path("other").join("new").into_os_string().into_encoded_bytes();
+    refused(&world.order(MAKE, tree, &secret), Errno::ACCESS);
+    refused(&world.order(MAKE, other, b"new"), Errno::ACCESS);
+    fs::remove_file(world.path("images/inside")).expect("remove");
+    assert_eq!(world.all(), before);
+    symlink("below", world.path("images/inside")).expect("a link");
+    for (path, name) in [("new", "new"), ("below/one", "below/one"), ("inside/two", "below/two")] {
+        file(world.order(MAKE, tree, path.as_bytes()));
+        assert_eq!(noted(&world, &format!("images/{name}")), ";");
+    }
+    let id = world.id("images/below/two");
+    assert_eq!(world.order(REMOVE, id, b"").kind, DONE);
+    assert!(!world.path("images/below/two").exists());
+    assert_eq!(world.order(LEAVE, tree, b"").kind, DONE);
+    refused(&world.order(MAKE, tree, b"later"), Errno::ACCESS);
+}
+
+#[test]
+fn a_file_that_a_note_names_keeps_its_name() {
+    let mut world = World::new();
+    file(world.make("over"));
+    file(world.make("base"));
+    let (over, base) = (world.id("images/over"), world.id("images/base"));
+    assert_eq!(world.order(NOTE, over, b"base:qcow2;").kind, DONE);
+    refused(&world.order(REMOVE, base, b""), Errno::BUSY);
+    assert_eq!(world.order(NOTE, over, b";").kind, DONE);
+    assert_eq!(world.order(REMOVE, base, b"").kind, DONE);
 }

@@ -21,6 +21,7 @@ fn duties_arrive_as_they_were_told() {
         files,
         fronts,
         directories,
+        trees: vec![(PathBuf::from("/allowed"), (8, 9))],
         maker: User::new(5, 0),
         mark: String::from("0a"),
         images: vec![Image {

@@ -349,7 +349,7 @@ impl<'a> Plan<'a> {
         let plan = confine::plan(args.sandbox.word);
         let told_within = self.told_within();
         let allowed = &args.disk.allow_path;
-        confine::images(plan, args.sandbox.word, disk, allowed, told_within.as_ref())
+        confine::images(plan, disk, allowed, told_within.as_ref())
     }
 
     /// Where new overlays may be made.
@@ -362,6 +362,11 @@ impl<'a> Plan<'a> {
         let first = first.filter(|_| self.image.top.is_some() && top.is_some());
         let first = first.and_then(|image| helper::named(confine::directory_of(image)?));
         top.into_iter().chain(first).collect()
+    }
+
+    /// Where new overlays may be made at any depth.
+    pub(super) fn trees(&self, disk: &Disk) -> Vec<helper::Named> {
+        confine::trees_for(self.args.sandbox.word, disk, &self.args.disk.allow_path)
     }
 
     /// The images for the helper process.
@@ -420,7 +425,7 @@ fn checked_top(
     let Some((top, format)) = state.top() else { return Ok(None) };
     let is_ours = || first.is_some_and(|first| first.has_or_made(&top));
     if !confine::confines_files(args.sandbox.word)
-        || allowed(args).has(&top)
+        || allowed(args).has(&top) && first.is_none_or(|first| first.takes_as_top(&top))
         || reach(&args.disk, image).has(&top) && is_ours()
     {
         return Ok(Some((top, format)));

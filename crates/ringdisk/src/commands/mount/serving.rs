@@ -315,6 +315,7 @@ impl<'a> Serving<'a> {
             mount: served.connection().map(|connection| (mountpoint.clone(), connection)),
             files,
             directories: self.plan.directories(&self.disk),
+            trees: self.plan.trees(&self.disk),
             maker: user.user(),
             mark: self.plan.mark.clone(),
             images: self.plan.images(&self.disk),

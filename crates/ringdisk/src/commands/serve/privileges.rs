@@ -53,16 +53,19 @@ pub(super) fn give_up(
     }
     let mut files: Vec<Named> = disks.iter().flat_map(Running::names).collect();
     let mut plan = confine::plan(word);
-    let (mut places, mut images) = (Vec::new(), Vec::new());
+    let (mut places, mut trees, mut images) = (Vec::new(), Vec::new(), Vec::new());
     for disk in disks {
         let told_within = taken.then_some(&disk.reach);
         if let Some(directory) = confine::directory_for(word, &disk.disk, told_within) {
             disk.commands.held_outside(&directory);
             places.push(directory);
         }
+        let disk_trees = confine::trees_for(word, &disk.disk, &disk.allowed);
+        disk_trees.iter().for_each(|tree| disk.commands.held_outside(tree));
+        trees.extend(disk_trees);
         images.extend(confine::images_of(&disk.disk, told_within));
         images.extend(confine::images_allowed(&disk.allowed));
-        plan = confine::images(plan, word, &disk.disk, &disk.allowed, told_within);
+        plan = confine::images(plan, &disk.disk, &disk.allowed, told_within);
     }
     files.extend(pidfile.and_then(Pidfile::identity));
     let fronts = disks.iter().filter_map(|disk| disk.front.clone()).collect();
@@ -71,6 +74,7 @@ pub(super) fn give_up(
         files,
         fronts,
         directories: places,
+        trees,
         maker: user.user(),
         images,
         ..Tasks::default()
