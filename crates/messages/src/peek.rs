@@ -122,8 +122,13 @@ mod tests {
         let (ours, theirs) = pair(SocketType::STREAM).expect("sockets");
         begin_peeking(&ours).expect("a stream socket");
         let file = tempfile::tempfile().expect("a file");
-        send(&theirs, &[IoSlice::new(b"head"), IoSlice::new(b"tail")], &[file.as_fd()], Wait::Never)
-            .expect("room");
+        send(
+            &theirs,
+            &[IoSlice::new(b"head"), IoSlice::new(b"tail")],
+            &[file.as_fd()],
+            Wait::Never,
+        )
+        .expect("room");
         send(&theirs, &[IoSlice::new(b"next")], &[], Wait::Never).expect("room");
         let mut bytes = [0; 8];
         assert_eq!(peek_bytes(&ours, &mut bytes[..4]), Ok(4));

@@ -14,6 +14,7 @@ use ringdisk_ring::CpuList;
 
 use super::accel::AccelOptions;
 use crate::device::OnError;
+use crate::keep::Keeper;
 use crate::{Error, ErrorKind};
 
 /// Most virtqueues of a disk.
@@ -138,6 +139,10 @@ pub struct ExportOptions {
     pub on_error: OnError,
     /// Refuse writes although the disk would take them.
     pub read_only: bool,
+    /// Keeps the export's state outside of this process: when that is killed, another one goes on
+    /// ([`Export::go_on`](super::Export::go_on)), and the front end notices a pause. Not with
+    /// `accel`.
+    pub keep: Option<Box<dyn Keeper>>,
     /// Rings do nothing but what serving takes ([`ringdisk_ring::Config::restricted`]).
     pub restricted: bool,
 }
@@ -166,6 +171,7 @@ impl ExportOptions {
             pin_guest_memory: false,
             on_error: OnError::Report,
             read_only: false,
+            keep: None,
             restricted: true,
         }
     }
@@ -189,6 +195,9 @@ impl ExportOptions {
             && !(1..=THREADS_MAX).contains(&count)
         {
             return usage(format!("{count} queue threads; there are 1 to {THREADS_MAX}"));
+        }
+        if self.keep.is_some() && self.accel.is_some() {
+            return usage(String::from("a disk that is kept is not served by the host kernel"));
         }
         check_serial(&self.serial).or_else(usage)?;
         check_block_size(self.logical_block_size).or_else(usage)?;

@@ -1,0 +1,73 @@
+//! Who keeps an export while the process that serves it is killed and another one goes on.
+//!
+//! Promises: plain values and one trait; what is kept is believed by the next process as little as
+//! what a front end says, since the process that wrote it may have been taken over.
+//!
+//! Descriptors are parked under numbers, each number once; the state names those that count. A
+//! descriptor is parked before the state that names it is written, and released after a state that
+//! does not: so at every moment the newest state names descriptors that are there.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+use crate::hand_over_state::{HandOverState, Unpacked, Words};
+use crate::{Error, ErrorKind};
+
+/// Keeps the state of one export, outside of the process that serves it.
+///
+/// Called by the control thread of the export. When a call returns, the process may be killed and
+/// nothing of it is lost.
+pub trait Keeper: fmt::Debug + Send {
+    /// Keeps a copy of a descriptor.
+    ///
+    /// * `number`: never used before.
+    ///
+    /// Errors: it is not kept.
+    fn park(&mut self, number: u64, descriptor: BorrowedFd<'_>) -> io::Result<()>;
+
+    /// The descriptor with this number is kept no longer.
+    fn release(&mut self, number: u64);
+
+    /// Keeps a state in place of the one before.
+    ///
+    /// * `state`: text of [`KeptState::words`].
+    ///
+    /// Errors: it is not kept; the one before is.
+    fn write(&mut self, state: &str) -> io::Result<()>;
+}
+
+/// What was kept of an export whose process was killed.
+#[derive(Debug)]
+pub struct KeptState {
+    /// The newest state.
+    pub words: String,
+    /// Parked descriptors with their numbers. Those that the state does not name are of no use.
+    pub descriptors: Vec<(u64, OwnedFd)>,
+}
+
+impl KeptState {
+    /// Numbers of all that is parked.
+    pub(crate) fn numbers(&self) -> Vec<u64> {
+        self.descriptors.iter().map(|(number, _)| *number).collect()
+    }
+
+    /// Errors: it is of another version, or damaged; descriptors are missing.
+    pub(crate) fn open(self) -> Result<Unpacked, Error> {
+        let refused = |why: &str| {
+            Error::new(
+                ErrorKind::Refused,
+                format!("what was kept of the disk is not understood: {why}"),
+            )
+        };
+        let words: Words =
+            serde_json::from_str(&self.words).map_err(|error| refused(&error.to_string()))?;
+        let kept = words.kept.ok_or_else(|| refused("it is no kept state"))?;
+        let mut parked: HashMap<u64, OwnedFd> = self.descriptors.into_iter().collect();
+        let named = kept.numbers.iter().map(|number| parked.remove(number));
+        let fds = named.collect::<Option<Vec<_>>>();
+        let fds = fds.ok_or_else(|| refused("a descriptor is missing"))?;
+        HandOverState { description: self.words, fds }.open()
+    }
+}
