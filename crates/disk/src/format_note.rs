@@ -12,10 +12,11 @@
 use std::os::fd::AsFd;
 use std::path::Path;
 
-use ringdisk_ring::Errno;
+use ringdisk_ring::{Errno, Fd};
+use ringdisk_storage::{Kind, Storage};
 use rustix::fs::{FileType, fstat};
 
-use crate::xattr::Attribute;
+use crate::xattr::{Attribute, link};
 
 /// The only value.
 const RAW: &[u8] = b"raw";
@@ -50,6 +51,21 @@ pub(crate) fn set_raw(file: impl AsFd) -> Result<(), Errno> {
         return Ok(());
     }
     FORMAT.set(file, RAW)
+}
+
+/// As [`set_raw`], for an open storage.
+///
+/// Errors: as there.
+pub(crate) fn set_raw_of(file: &Storage) -> Result<(), Errno> {
+    let path = match file.raw_fd() {
+        _ if file.kind() == Kind::BlockDevice => return Ok(()),
+        Some(Fd::Raw(fd)) => link(fd),
+        _ => return Err(Errno::OPNOTSUPP),
+    };
+    if is_value_raw(FORMAT.get_at(&path)) == Ok(true) {
+        return Ok(());
+    }
+    FORMAT.set_at(&path, RAW)
 }
 
 /// Removes the note: the user states another format now. A note that cannot be removed makes the

@@ -17,6 +17,8 @@
 //! character that is not plain: `base.qcow2:qcow2;data.raw`.
 
 use std::fmt::Write as _;
+use std::fs::File;
+use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 
 use ringdisk_qcow2::Info;
@@ -30,9 +32,12 @@ use crate::{Error, Format};
 
 /// Name of the attribute.
 pub const NAME: &str = "user.ringdisk.names";
-/// Longest value, bytes: two lines with a backing file of 1023 bytes and a data file of 4095, three
+/// Lines at most: what the header named, what it shall name, and the same of changes that ended in
+/// a crash.
+const LINES_MAX: usize = 4;
+/// Longest value, bytes: lines with a backing file of 1023 bytes and a data file of 4095, three
 /// characters each at most. What a file system does not take is not noted.
-const VALUE_BYTES_MAX: usize = 2 * 3 * (1023 + 4095) + 64;
+const VALUE_BYTES_MAX: usize = LINES_MAX * (3 * (1023 + 4095) + 32);
 /// The attribute.
 pub const ATTRIBUTE: Attribute = Attribute::new(NAME, VALUE_BYTES_MAX);
 
@@ -118,6 +123,31 @@ impl Names {
         Some((name.path, format))
     }
 
+    /// The path of the data file, as an open of the image reads the name.
+    pub fn data_path(&self) -> Option<PathBuf> {
+        Some(FileName::parse(&decoded(&self.data)?).ok()?.path)
+    }
+
+    /// The names of a header as far as the note of the file has them; where the note has others,
+    /// those of the note.
+    pub fn as_noted(&self, file: &Storage) -> Names {
+        let text = match value(file) {
+            Ok(None) | Err(Errno::NOSYS) => return self.clone(),
+            Ok(Some(text)) => text,
+            // A note that cannot be read may hold any names.
+            Err(_) => String::new(),
+        };
+        let mut lines = text.lines().filter_map(Names::parse);
+        let first = lines.next().unwrap_or_default();
+        if lines.any(|line| line == *self) { self.clone() } else { first }
+    }
+
+    /// These names, with the data file of others.
+    #[must_use]
+    pub fn with_data_of(self, others: &Names) -> Names {
+        Names { data: others.data.clone(), ..self }
+    }
+
     /// Whether a backing file is named.
     pub fn has_backing(&self) -> bool {
         !self.below.is_empty()
@@ -144,16 +174,17 @@ impl Names {
     }
 
     fn compare(&self, value: Result<Option<String>, Errno>) -> NoteCheck {
-        let text = match value {
-            Ok(Some(text)) => text,
+        let text = match &value {
+            Ok(Some(text)) => text.as_str(),
             // A process in a sandbox cannot read attributes, and opens only files that the process
             // outside has checked.
             Ok(None) | Err(Errno::NOSYS) => {
+                let is_absent = value == Ok(None);
                 let (other_below, other_data, is_exact) = (false, false, false);
-                return NoteCheck { is_absent: true, other_below, other_data, is_exact };
+                return NoteCheck { is_absent, other_below, other_data, is_exact };
             }
             // A note that cannot be read may hold any names.
-            Err(_) => String::new(),
+            Err(_) => "",
         };
         let lines: Vec<Names> = text.lines().filter_map(Names::parse).collect();
         NoteCheck {
@@ -204,15 +235,19 @@ pub(crate) fn follow(
     is_done: bool,
     options: &OpenOptions,
 ) -> Result<(), Error> {
-    let line = names.line();
-    let result = match value(file) {
+    let value = value(file);
+    let before = value.as_ref().ok().and_then(Option::as_deref).unwrap_or_default();
+    let before = before.lines().next().unwrap_or_default().to_owned();
+    // Only the backing file changes: what the header says of a data file counts as little as ever.
+    let line = match Names::parse(&before) {
+        Some(before) => names.clone().with_data_of(&before).line(),
+        None => names.line(),
+    };
+    let result = match value {
         // It was never served in a sandbox, or its file system keeps no notes.
         Ok(None) | Err(Errno::OPNOTSUPP) => Ok(()),
         Ok(Some(_)) if is_done => set(file, &line),
-        Ok(Some(before)) => {
-            let before = before.lines().next().unwrap_or_default();
-            set(file, &format!("{before}\n{line}"))
-        }
+        Ok(Some(text)) => set_durably(file, &with_line(&text, &line)),
         // Inside of a sandbox there are no such calls.
         Err(Errno::NOSYS) => outside(file, &line, is_done, options),
         Err(errno) => Err(errno),
@@ -227,6 +262,35 @@ pub(crate) fn follow(
         }
         result => result.map_err(|errno| cannot_note(file, errno)),
     }
+}
+
+/// A note that has one more line. It keeps the lines that it had: which of them the header names is
+/// not known after a crash in the middle of a change.
+pub fn with_line(note: &str, line: &str) -> String {
+    let had = note.lines().take(LINES_MAX - 1).filter(|had| *had != line);
+    had.chain([line]).collect::<Vec<_>>().join("\n")
+}
+
+/// Sets the note, and waits until it is on stable storage: flushing the header that follows does
+/// not write attributes.
+///
+/// Errors: those of setxattr(2), open(2) and fsync(2).
+fn set_durably(file: &Storage, text: &str) -> Result<(), Errno> {
+    set(file, text)?;
+    match file.raw_fd() {
+        Some(Fd::Raw(fd)) => sync(fd),
+        _ => Ok(()),
+    }
+}
+
+/// Waits until the note of an open file is on stable storage.
+///
+/// * `fd`: may be one that was opened with `O_PATH`.
+///
+/// Errors: those of open(2) and fsync(2).
+pub fn sync(fd: RawFd) -> Result<(), Errno> {
+    let synced = File::open(link(fd)).and_then(|file| file.sync_all());
+    synced.map_err(|error| error.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error))
 }
 
 /// Has the opener change the note of a file.
@@ -388,6 +452,44 @@ mod tests {
         for line in ["a%4:raw;", "a%zz:raw;", "a%+1:raw;", "a%00b:raw;"] {
             assert_eq!(Names::parse(line).and_then(|names| names.backing_path()), None, "{line}");
         }
+    }
+
+    #[test]
+    fn a_change_of_the_backing_file_keeps_the_noted_data_file() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        let file = storage(file.path());
+        let names = |base: &str, data: &str| {
+            Names::new(Some(base.as_bytes()), Some("raw"), Some(data.as_bytes()))
+        };
+        let (noted, forged) = (names("a", "data"), names("b", "secret"));
+        assert_eq!(forged.as_noted(&file), forged, "there is no note");
+        noted.note(&file).expect("an attribute");
+        assert_eq!(forged.as_noted(&file), noted);
+        let options = OpenOptions::default();
+        follow(&file, &forged, false, &options).expect("done");
+        assert!(forged.ask(&file).other_data && !forged.ask(&file).other_below);
+        follow(&file, &forged, true, &options).expect("done");
+        assert!(forged.ask(&file).other_data && names("b", "data").ask(&file).is_exact);
+        assert_eq!(forged.data_path(), Some(PathBuf::from("secret")));
+    }
+
+    #[test]
+    fn what_a_header_names_stays_noted_after_crashes_in_the_middle_of_changes() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        let file = storage(file.path());
+        let of = |name: &str| Names::new(Some(name.as_bytes()), Some("raw"), None);
+        let options = OpenOptions::default();
+        of("a").note(&file).expect("an attribute");
+        // The header has the new name, and the process dies before the note has it alone.
+        for name in ["b", "c", "c"] {
+            follow(&file, &of(name), false, &options).expect("begun");
+        }
+        let others = ["a", "b", "c", "d"].map(|name| of(name).ask(&file).other_below);
+        assert_eq!(others, [false, false, false, true]);
+        assert_eq!(with_line("a\nb\nc\nd", "e"), "a\nb\nc\ne");
+        let longest = "n".repeat(VALUE_BYTES_MAX / LINES_MAX - 1);
+        let note = with_line(&[longest.as_str(); LINES_MAX].join("\n"), "e");
+        assert!(note.len() <= VALUE_BYTES_MAX && VALUE_BYTES_MAX < 64 << 10);
     }
 
     #[test]

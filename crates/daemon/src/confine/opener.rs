@@ -4,17 +4,18 @@
 //! it may let go of.
 
 use std::ffi::OsStr;
-use std::fs;
+use std::fs::{self, File};
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use ringdisk_disk::names_note::Names;
+use ringdisk_disk::probe::PROBE_LEN;
 use ringdisk_disk::{Disk, Format, Layer};
-use ringdisk_storage::{Kind, Opener, Storage};
+use ringdisk_storage::{Kind, Lock, OpenOptions, Opener, Storage};
 use rustix::fs::fstat;
 use rustix::io::Errno;
 
@@ -197,7 +198,8 @@ pub fn images_of(disk: &Disk, told_within: Option<&Reach>) -> Vec<Image> {
     let with_files = layers.iter().flat_map(|layer| {
         let data = layer.external_data().map(|data| (data, Format::Raw, Names::default()));
         let file = layer.file().and_then(|file| Some((file, layer.format()?)));
-        let file = file.map(|(file, format)| (file, format, Names::of_layer(layer)));
+        // The process before may have written the header.
+        let file = file.map(|(file, format)| (file, format, Names::of_layer(layer).as_noted(file)));
         file.into_iter().chain(data).map(|file| (&**layer, file))
     });
     with_files
@@ -205,6 +207,27 @@ pub fn images_of(disk: &Disk, told_within: Option<&Reach>) -> Vec<Image> {
             image_of(layer, (file, format, names), told_within)
         })
         .collect()
+}
+
+/// Files that `--allow-path` names: a command may have an image name one of them. Their notes say
+/// what they name; they were made before that, when the disk was opened.
+///
+/// * `paths`: of `--allow-path`.
+pub fn images_allowed(paths: &[PathBuf]) -> Vec<Image> {
+    paths.iter().filter_map(|path| image_allowed(path)).collect()
+}
+
+fn image_allowed(path: &Path) -> Option<Image> {
+    let real = fs::canonicalize(path).ok().filter(|real| real.is_file())?;
+    let options = OpenOptions { read_only: true, lock: Lock::ForceShare, ..OpenOptions::default() };
+    let storage = Storage::open(&real, &options).ok()?;
+    let mut head = [0; PROBE_LEN];
+    let len = File::open(&real).and_then(|file| file.read_at(&mut head, 0)).ok()?;
+    // One whose format is not clear is named by the user only.
+    let format = ringdisk_disk::guess(&storage, &head[..len]).ok()?;
+    let names = Names::noted_at(&real).unwrap_or_default().line();
+    let directory = std::path::absolute(path).ok()?.parent()?.to_owned();
+    Some(Image { named: named(real)?, format, names, directory })
 }
 
 fn image_of(
@@ -215,7 +238,11 @@ fn image_of(
     let open = by_descriptor(file)?;
     let meta = fs::metadata(&open).ok()?;
     let named = (fs::read_link(&open).ok()?, (meta.dev(), meta.ino()));
-    let directory = std::path::absolute(layer.name()).ok()?.parent()?.to_owned();
+    let said = std::path::absolute(layer.name()).ok()?;
+    let is_its = || fs::metadata(&said).is_ok_and(|it| (it.dev(), it.ino()) == named.1);
+    // The name that a process before this one says counts where it leads to the file.
+    let of = if told_within.is_none() || is_its() { &said } else { &named.0 };
+    let directory = of.parent()?.to_owned();
     let is_had = told_within.is_none_or(|reach| reach.has_open(&open));
     is_had.then_some(Image { named, format, names: names.line(), directory })
 }

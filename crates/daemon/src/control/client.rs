@@ -31,7 +31,7 @@ use crate::control::registry::{
     real_path, user,
 };
 use crate::failure::{Exit, Failure};
-use crate::helper::approval;
+use crate::helper::approval::{self, Allows};
 
 /// How often a signal is looked for while the server says nothing.
 const LOOK: Duration = Duration::from_millis(100);
@@ -202,7 +202,7 @@ impl Client {
         };
         let line = format!("{}\n", command.line());
         // Kept until the answer is here.
-        let _word = self.send(&line, command.writes_below()).map_err(|error| gone(&error))?;
+        let _word = self.send(&line, command.allows()).map_err(|error| gone(&error))?;
         loop {
             let mut late = false;
             let line = self.line(|| {
@@ -241,13 +241,13 @@ impl Client {
 
     /// Sends a line.
     ///
-    /// * `writes_below`: with the user's word that this may be done, which lasts until what is
-    ///   returned is dropped.
-    fn send(&mut self, line: &str, writes_below: bool) -> io::Result<Option<OwnedFd>> {
-        if !writes_below {
+    /// * `allows`: with the user's word that this may be done, which lasts until what is returned
+    ///   is dropped.
+    fn send(&mut self, line: &str, allows: Option<Allows>) -> io::Result<Option<OwnedFd>> {
+        let Some(allows) = allows else {
             return self.stream.write_all(line.as_bytes()).map(|()| None);
-        }
-        let (kept, given) = approval::give()?;
+        };
+        let (kept, given) = approval::give(allows)?;
         let pieces = [IoSlice::new(line.as_bytes())];
         let sent = ringdisk_messages::send(&self.stream, &pieces, &[given.as_fd()], Wait::Forever)?;
         self.stream.write_all(line.as_bytes().get(sent..).unwrap_or_default())?;

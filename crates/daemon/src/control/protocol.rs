@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::failure::{Exit, Failure};
+use crate::helper::approval::Allows;
 use crate::terminal::visible;
 
 /// Version of what is said here; changes when an older client would misunderstand.
@@ -151,9 +152,13 @@ impl Command {
         json!({ "execute": name, "arguments": arguments }).to_string()
     }
 
-    /// Whether it writes images below the one on top, or has them named by others.
-    pub fn writes_below(&self) -> bool {
-        matches!(self, Command::Commit(_) | Command::Backing(_))
+    /// What the user who gives it allows of images below the one on top.
+    pub fn allows(&self) -> Option<Allows> {
+        match self {
+            Command::Commit(_) => Some(Allows::Writing),
+            Command::Backing(_) => Some(Allows::Notes),
+            _ => None,
+        }
     }
 
     /// Reads a command. Errors: no such command, or arguments that it has not.

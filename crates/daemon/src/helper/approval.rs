@@ -1,9 +1,9 @@
-//! A user's word that images below the one on top may be written.
+//! A user's word that images below the one on top may be written, or named by others.
 //!
 //! The process that serves may not write them, and the helper process, which opens them for it,
 //! cannot ask the user: it hears the process only, which may have been taken over. So `ringdisk
-//! ctl`, which runs outside, makes a pair of sockets, says [`TEXT`] on one, and sends the other
-//! with its command; the process passes it on. The kernel knows who made the pair, and nobody
+//! ctl`, which runs outside, makes a pair of sockets, says on one what it allows, and sends the
+//! other with its command; the process passes it on. The kernel knows who made the pair, and nobody
 //! inside can make one.
 //!
 //! Promises: the word counts as long as the user who gave it has the other end open, which is until the
@@ -18,34 +18,56 @@ use rustix::net::{
     AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair, sockopt,
 };
 
-/// What is said.
-const TEXT: &[u8] = b"ringdisk: images below may be written\n";
+/// What a user allows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Allows {
+    /// Images below are written, and the notes of what images name are changed.
+    Writing,
+    /// The notes are changed, and nothing is written.
+    Notes,
+}
+
+impl Allows {
+    const ALL: [Allows; 2] = [Allows::Writing, Allows::Notes];
+
+    /// What is said.
+    fn text(self) -> &'static [u8] {
+        match self {
+            Allows::Writing => b"ringdisk: images below may be written\n",
+            Allows::Notes => b"ringdisk: names may be noted\n",
+        }
+    }
+}
+
+/// Longer than what is said, bytes.
+const TEXT_BYTES_MAX: usize = 64;
 
 /// A user's word, and what the user keeps meanwhile.
 ///
 /// Errors: those of socketpair(2).
-pub fn give() -> io::Result<(OwnedFd, OwnedFd)> {
+pub fn give(allows: Allows) -> io::Result<(OwnedFd, OwnedFd)> {
     let (kept, given) =
         socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-    send(&kept, TEXT, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?;
+    send(&kept, allows.text(), SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?;
     Ok((kept, given))
 }
 
-/// Whether a descriptor is such a word: not one of the sockets that the process which passes it on
-/// has made itself, or somebody else.
+/// What a descriptor allows; `None`: it is no such word, but a socket that the process which passes
+/// it on has made itself, say, or something else.
 ///
 /// * `server`: pid of the process that passes it on.
-pub fn is_given(word: &OwnedFd, server: u32) -> bool {
+pub fn given(word: &OwnedFd, server: u32) -> Option<Allows> {
     let is_user = sockopt::socket_peercred(word).is_ok_and(|peer| {
         let pid = peer.pid.as_raw_nonzero().get().cast_unsigned();
         let is_other = pid != server && pid != std::process::id();
         is_other && (peer.uid.is_root() || peer.uid == rustix::process::getuid())
     });
     if !is_user || sockopt::socket_type(word) != Ok(SocketType::SEQPACKET) {
-        return false;
+        return None;
     }
-    let mut said = [MaybeUninit::uninit(); TEXT.len() + 1];
-    recv(word.as_fd(), &mut said, RecvFlags::DONTWAIT).is_ok_and(|((said, _), _)| &said[..] == TEXT)
+    let mut said = [MaybeUninit::uninit(); TEXT_BYTES_MAX];
+    let ((said, _), _) = recv(word.as_fd(), &mut said, RecvFlags::DONTWAIT).ok()?;
+    Allows::ALL.into_iter().find(|allows| allows.text() == &said[..])
 }
 
 /// Whether the user who gave it still waits.
@@ -61,12 +83,12 @@ mod tests {
 
     #[test]
     fn a_word_lasts_as_long_as_its_giver_and_is_nobodys_own() {
-        let (kept, given) = give().expect("sockets");
-        assert!(lasts(&given));
-        assert!(!is_given(&given, 0), "this process has made it itself");
+        let (kept, word) = give(Allows::Writing).expect("sockets");
+        assert!(lasts(&word));
+        assert_eq!(given(&word, 0), None, "this process has made it itself");
         drop(kept);
-        assert!(!lasts(&given));
+        assert!(!lasts(&word));
         let file = tempfile::tempfile().expect("a file");
-        assert!(!is_given(&file.into(), 0));
+        assert_eq!(given(&file.into(), 0), None);
     }
 }

@@ -16,7 +16,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use ringdisk_disk::Format;
-use ringdisk_disk::names_note::{ATTRIBUTE, Names};
+use ringdisk_disk::names_note::{ATTRIBUTE, Names, sync, with_line};
 use ringdisk_disk::xattr::link;
 use ringdisk_sandbox::User;
 use rustix::fs::{CWD, Mode, OFlags, openat};
@@ -24,7 +24,7 @@ use rustix::io::Errno;
 
 use super::overlays::Id;
 use super::tasks::{Named, pin};
-use crate::helper::approval;
+use crate::helper::approval::{self, Allows};
 use crate::helper::mark;
 
 /// Words of users that are held at a time: as many as there are clients of a control socket, for
@@ -49,7 +49,7 @@ pub struct Image {
 pub(crate) struct Chain {
     images: Vec<Held>,
     /// Of users who wait for an answer.
-    words: Vec<OwnedFd>,
+    words: Vec<(OwnedFd, Allows)>,
 }
 
 #[derive(Debug)]
@@ -82,18 +82,20 @@ impl Chain {
     ///
     /// Errors: EACCES: it is none.
     pub(crate) fn hear(&mut self, word: Option<OwnedFd>, server: u32) -> Result<(), Errno> {
-        let word = word.filter(|word| approval::is_given(word, server)).ok_or(Errno::ACCESS)?;
-        self.words.retain(approval::lasts);
+        let word = word.ok_or(Errno::ACCESS)?;
+        let allows = approval::given(&word, server).ok_or(Errno::ACCESS)?;
+        self.words.retain(|(word, _)| approval::lasts(word));
         if self.words.len() >= WORDS_MAX {
             return Err(Errno::DQUOT);
         }
-        self.words.push(word);
+        self.words.push((word, allows));
         Ok(())
     }
 
-    fn has_word(&mut self) -> bool {
-        self.words.retain(approval::lasts);
-        !self.words.is_empty()
+    /// Whether a user who waits for an answer allows one of these.
+    fn has_word(&mut self, wanted: &[Allows]) -> bool {
+        self.words.retain(|(word, _)| approval::lasts(word));
+        self.words.iter().any(|(_, allows)| wanted.contains(allows))
     }
 
     /// Whether a file of the chains is opened as this format.
@@ -108,14 +110,14 @@ impl Chain {
     ///   write; empty: there is none.
     ///
     /// Errors: EACCES: it is none of the chain; EKEYREJECTED: no user asks for that; those of
-    /// open(2).
+    /// open(2); those of setxattr(2), but where the file system has no attributes.
     pub(crate) fn write(
         &mut self,
         id: Id,
         maker: Option<User>,
         mark: &str,
     ) -> Result<OwnedFd, Errno> {
-        let has_word = self.has_word();
+        let has_word = self.has_word(&[Allows::Writing]);
         let held = self.images.iter_mut().find(|held| held.id() == id).ok_or(Errno::ACCESS)?;
         if !has_word && !held.is_granted {
             return Err(Errno::KEYREJECTED);
@@ -126,10 +128,11 @@ impl Chain {
             Some(user) => user.look(open)??,
             None => open()?,
         };
-        // From here on its header may say anything. A file system that keeps no notes keeps none of
-        // others either.
-        if value(open.as_fd()) == Err(Errno::NODATA) {
-            let _ = set(open.as_fd(), &held.image.names);
+        // From here on its header may say anything.
+        match value(open.as_fd()) {
+            Ok(_) | Err(Errno::OPNOTSUPP) => {}
+            Err(Errno::NODATA) => set(open.as_fd(), &held.image.names)?,
+            Err(errno) => return Err(errno),
         }
         if !mark.is_empty() {
             let _ = mark::set(&open, mark);
@@ -162,7 +165,7 @@ impl Chain {
         is_done: bool,
         is_known: impl Fn(Id, Format) -> bool,
     ) -> Result<(), Errno> {
-        let has_word = self.has_word();
+        let has_word = self.has_word(&[Allows::Writing, Allows::Notes]);
         let held = self.images.iter().find(|held| held.id() == id).ok_or(Errno::ACCESS)?;
         if !has_word {
             return Err(Errno::KEYREJECTED);
@@ -204,7 +207,7 @@ pub(crate) fn checked(
             return Err(Errno::PERM);
         }
     }
-    Ok(line.to_owned())
+    Ok(names.with_data_of(before).line())
 }
 
 /// Sets the note of a file; with what it was before, if the header does not name that yet.
@@ -217,7 +220,9 @@ pub(crate) fn change(file: BorrowedFd<'_>, line: &str, is_done: bool) -> Result<
         Err(Errno::NODATA) => return Ok(()),
         before => before?,
     };
-    set(file, &format!("{}\n{line}", before.lines().next().unwrap_or_default()))
+    set(file, &with_line(&before, line))?;
+    // The header, which the process flushes next, must not be there before its note.
+    sync(file.as_raw_fd())
 }
 
 /// Errors: ENODATA: there is none.
@@ -228,4 +233,57 @@ fn value(file: BorrowedFd<'_>) -> Result<String, Errno> {
 
 fn set(file: BorrowedFd<'_>, text: &str) -> Result<(), Errno> {
     ATTRIBUTE.set_at(&link(file.as_raw_fd()), text.as_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use ringdisk_testkit::limits::needs;
+
+    use super::super::tasks::named;
+    use super::*;
+
+    #[test]
+    fn a_word_for_notes_writes_nothing() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("base");
+        fs::write(&path, "bytes").expect("write");
+        let named = named(path.clone()).expect("it is there");
+        let directory = directory.path().to_owned();
+        let names = String::from(";");
+        let image = Image { named: named.clone(), format: Format::Raw, names, directory };
+        for (allows, is_written) in [(Allows::Notes, false), (Allows::Writing, true)] {
+            let mut chain = Chain::hold(std::slice::from_ref(&image));
+            let (kept, given) = approval::give(allows).expect("sockets");
+            chain.words.push((given, allows));
+            assert_eq!(chain.note(named.1, b";", true, |_, _| false), Ok(()), "{allows:?}");
+            assert_eq!(chain.write(named.1, None, "").is_ok(), is_written, "{allows:?}");
+            drop(kept);
+            let later = chain.note(named.1, b";", true, |_, _| false);
+            assert_eq!(later, Err(Errno::KEYREJECTED), "{allows:?}");
+        }
+    }
+
+    #[test]
+    fn a_base_whose_names_cannot_be_noted_is_not_opened_to_be_written() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("base");
+        fs::write(&path, "bytes").expect("write");
+        let named = named(path.clone()).expect("it is there");
+        // Longer than what ext4 keeps beside a file.
+        let names = format!("{}:raw;", "n".repeat(5000));
+        let directory = directory.path().to_owned();
+        let image = Image { named: named.clone(), format: Format::Qcow2, names, directory };
+        let mut chain = Chain::hold(&[image]);
+        let write = |chain: &mut Chain| chain.write(named.1, None, "").map(drop);
+        assert_eq!(write(&mut chain), Err(Errno::KEYREJECTED));
+        chain.images[0].is_granted = true;
+        let refused = write(&mut chain);
+        if !needs("a file system that keeps few attributes", refused.is_err()) {
+            return;
+        }
+        assert_eq!(value(chain.images[0].file.as_fd()), Err(Errno::NODATA));
+        chain.images[0].image.names = String::from(";");
+        assert_eq!(write(&mut chain), Ok(()));
+        assert_eq!(value(chain.images[0].file.as_fd()).as_deref(), Ok(";"));
+    }
 }

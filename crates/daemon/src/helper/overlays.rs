@@ -181,8 +181,11 @@ impl Overlays {
             let _ = mark::set(&open, &self.mark);
         }
         // Until it is said what it names it names nothing.
-        let _ = chain::change(open.as_fd(), &Names::default().line(), true);
-        let held = fstat(&open).and_then(|stat| {
+        let noted = match chain::change(open.as_fd(), &Names::default().line(), true) {
+            Err(Errno::OPNOTSUPP) => Ok(()),
+            noted => noted,
+        };
+        let held = noted.and_then(|()| fstat(&open)).and_then(|stat| {
             let flags = OFlags::PATH | OFlags::CLOEXEC;
             let file = openat(CWD, link(open.as_fd()), flags, Mode::empty())?;
             let (id, directory) = ((stat.st_dev, stat.st_ino), Rc::clone(&directory));

@@ -11,6 +11,7 @@ mod guess;
 mod layer;
 pub(crate) mod locks;
 mod named;
+mod noting;
 mod overlay;
 #[cfg(test)]
 pub(crate) mod simulated;
@@ -21,7 +22,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ringdisk_ring::Ring;
-use ringdisk_storage::{Kind, Storage};
+use ringdisk_storage::Storage;
 
 use crate::disk::Parts;
 use crate::layer::Layer;
@@ -31,6 +32,7 @@ use crate::resolve::{Access, Held, Opened, Resolver};
 use crate::{Disk, Error, ErrorKind, Format, ImageOptions, LAYERS_MAX, Source};
 
 use locks::LockWait;
+use named::Role;
 
 pub use guess::guess;
 pub(crate) use layer::{
@@ -52,6 +54,16 @@ struct Candidate {
     without_backing: bool,
     /// The user has not stated that it is raw.
     is_guarded: bool,
+    /// Where `--allow-path` leads to it.
+    place: Place,
+}
+
+/// Whether `--allow-path` leads to a file: the process may write it then.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Place {
+    is_allowed: bool,
+    /// A process in its sandbox could have made it there, or it lies where nothing else leads.
+    is_foreign: bool,
 }
 
 /// Name and format of a backing file, as a header states them.
@@ -64,6 +76,14 @@ struct Opening<'a> {
     resolver: Resolver,
     /// The paths that the user allowed: a new name in a header may lead there.
     allowed: Resolver,
+    /// Those of them that are directories: a process in its sandbox may make files there.
+    allowed_directories: Resolver,
+    /// Where images may lie without that: beside the image on top.
+    own: Resolver,
+    /// Files of [`ImageOptions::known_paths`]: the images that the user named.
+    known_files: Resolver,
+    /// Layers that lie where the user allowed, by their depth.
+    allowed_layers: Vec<usize>,
     layers: Vec<Layer>,
     /// Files of the chain, one for each layer.
     seen: Vec<(u64, u64)>,
@@ -112,6 +132,7 @@ pub(crate) async fn open_below(
     let directory = layer.directory.as_deref();
     if let Some(directory) = directory {
         let _ = opening.resolver.allow(directory);
+        let _ = opening.own.allow(directory);
     }
     opening.seen.extend(layer.file().and_then(|file| identity_of(file)));
     let (file, format) = named;
@@ -166,46 +187,41 @@ fn check_options(options: &ImageOptions) -> Result<(), Error> {
 impl<'a> Opening<'a> {
     fn new(ring: &'a Ring, options: &'a ImageOptions) -> Result<Opening<'a>, Error> {
         let mut resolver = Resolver::new(&options.allow_paths)?.asking(options.opener.as_ref());
+        let mut own = Resolver::default().asking(options.opener.as_ref());
+        let mut known_files = Resolver::default().asking(options.opener.as_ref());
         for path in &options.known_paths {
             resolver.allow(path)?;
+            own.allow(path)?;
+            if !path.is_dir() {
+                known_files.allow(path)?;
+            }
         }
         let allowed = Resolver::new(&options.allow_paths)?.asking(options.opener.as_ref());
+        let directories = options.allow_paths.iter().filter(|path| path.is_dir()).cloned();
+        let allowed_directories =
+            Resolver::new(&directories.collect::<Vec<_>>())?.asking(options.opener.as_ref());
         let lock_wait = options.wait_for_locks.map(LockWait::new);
-        let (layers, seen) = (Vec::new(), Vec::new());
-        Ok(Opening { ring, options, resolver, allowed, layers, seen, lock_wait })
+        Ok(Opening {
+            ring,
+            options,
+            resolver,
+            allowed,
+            allowed_directories,
+            own,
+            known_files,
+            allowed_layers: Vec::new(),
+            layers: Vec::new(),
+            seen: Vec::new(),
+            lock_wait,
+        })
     }
 
     /// Opens the image that the user named with all below it.
     async fn all(&mut self, source: Source, parts: &mut Parts) -> Result<(), Error> {
         let (candidate, held) = self.top(source, parts)?;
         self.chain(candidate, held.as_ref().map(|held| (held, parts))).await?;
-        self.note_names();
+        self.note_names().await;
         Ok(())
-    }
-
-    /// Notes the names in the header of the top image, before clients can make this process write
-    /// other ones. All of them were followed: they are in the note already, or the user allows
-    /// them, or there was no note.
-    fn note_names(&self) {
-        let top = self.layers.first().filter(|top| self.options.note_names && top.is_writable);
-        let Some((top, file)) = top.and_then(|top| Some((top, top.file()?))) else { return };
-        // A data file names nothing, also where its guest has made it look like an image.
-        if let Some(data) = top.external_data()
-            && let Err(errno) = Names::default().note(data)
-        {
-            tracing::debug!("'{}' gets no note of its names ({errno})", data.name());
-        }
-        let can_name = top.qcow2().is_some() && file.kind() == Kind::Regular;
-        if let Err(errno) = Names::of_layer(top).note(file)
-            && can_name
-        {
-            tracing::warn!(
-                "'{}' can keep no note of the files that it names ({errno}): a server that is \
-                 taken over can write other names there, which the next start follows in the \
-                 directory of the image",
-                printable_path(top.name())
-            );
-        }
     }
 
     /// Opens a chain from its top on.
@@ -277,7 +293,12 @@ impl<'a> Opening<'a> {
             };
             let asked = layer.file().map(|open| Names::of_layer(&layer).ask(open));
             if asked.is_some_and(|note| note.other_below) {
-                self.check_allowed(&file, &name, candidate.directory.as_deref())
+                let role = Role::Backing(format.as_deref());
+                self.check_allowed(&file, &name, candidate.directory.as_deref(), role)
+                    .map_err(|error| error.context(context()))?;
+            }
+            if candidate.place.is_foreign && noting::is_without_note(&layer) {
+                self.check_reached(&file, &name, candidate.directory.as_deref())
                     .map_err(|error| error.context(context()))?;
             }
             let (full, candidate) = self
@@ -285,6 +306,9 @@ impl<'a> Opening<'a> {
                 .map_err(|error| error.context(context()))?;
             layer.full_backing_name = Some(full);
             next = Some(candidate);
+        }
+        if candidate.place.is_allowed {
+            self.allowed_layers.push(self.layers.len());
         }
         self.layers.push(layer);
         if next.is_some() && self.layers.len() == LAYERS_MAX {
@@ -322,8 +346,11 @@ impl<'a> Opening<'a> {
                 )
             })?;
             let is_other = Names::of(image.info()).ask(image.file()).other_data;
-            let checked =
-                if is_other { self.check_allowed(&file, name, directory) } else { Ok(()) };
+            let checked = if is_other {
+                self.check_allowed(&file, name, directory, Role::Data)
+            } else {
+                Ok(())
+            };
             checked.map_err(|error| {
                 let (file, name) = (printable(&file), printable_path(name));
                 error.context(format!("data file '{file}' of '{name}'"))

@@ -9,9 +9,19 @@ use std::sync::Arc;
 
 use ringdisk_storage::Storage;
 
-use super::{Candidate, Opening};
+use super::{Candidate, Opening, Place};
 use crate::name::{FileName, beside, printable, printable_path};
+use crate::resolve::Resolver;
 use crate::{Error, ErrorKind, Format, format_note};
+
+/// What an image names a file as.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Role<'a> {
+    /// Its backing file, with the format that it states.
+    Backing(Option<&'a str>),
+    /// Its data file.
+    Data,
+}
 
 impl Opening<'_> {
     /// Opens the backing file that an image names.
@@ -63,6 +73,7 @@ impl Opening<'_> {
             raw_size: parsed.raw_size,
             without_backing: parsed.without_backing,
             is_guarded,
+            place: self.place_of(&path),
         };
         Ok((full, candidate))
     }
@@ -76,18 +87,63 @@ impl Opening<'_> {
         file: &[u8],
         of: &Path,
         directory: Option<&Path>,
+        role: Role<'_>,
     ) -> Result<(), Error> {
         let path = self.path_of(&FileName::parse(file)?, directory)?;
         if self.allowed.open(&path, self.access(true)).is_ok() {
             return Ok(());
         }
         let (shown, of) = (printable_path(&path), printable_path(of));
+        let remedy = match role {
+            // It gives no right to write that file, as --allow-path does.
+            Role::Backing(format) => format!(
+                "`ringdisk rebase -u -b '{}' -F {} '{of}'`",
+                printable(file),
+                printable(format.unwrap_or("FORMAT").as_bytes())
+            ),
+            Role::Data => format!("`--allow-path '{shown}'`"),
+        };
         Err(Error::new(
             ErrorKind::NotAllowed,
             format!(
                 "'{of}' did not name this file when it was served last, and it was not changed by \
                  ringdisk since: who takes a server over can write such names; if it was changed \
-                 by you or another program, say so once with `--allow-path '{shown}'`"
+                 by you or another program, say so once with {remedy}"
+            ),
+        ))
+    }
+
+    /// Whether `--allow-path` leads to a file, and whether nothing else does.
+    fn place_of(&self, path: &Path) -> Place {
+        let reaches = |resolver: &Resolver| resolver.open(path, self.access(true)).is_ok();
+        let is_allowed = reaches(&self.allowed);
+        let is_foreign = is_allowed && (reaches(&self.allowed_directories) || !reaches(&self.own));
+        Place { is_allowed, is_foreign }
+    }
+
+    /// Checks a name in a header that has no note, of a file that lies where only `--allow-path`
+    /// leads: a process that an attacker controlled may have made that file, or written it.
+    ///
+    /// Errors: `NotAllowed`: no path that the user allowed leads there, and it is no image that the
+    /// user named.
+    pub(super) fn check_reached(
+        &self,
+        file: &[u8],
+        of: &Path,
+        directory: Option<&Path>,
+    ) -> Result<(), Error> {
+        let path = self.path_of(&FileName::parse(file)?, directory)?;
+        let reaches = |resolver: &Resolver| resolver.open(&path, self.access(true)).is_ok();
+        if reaches(&self.allowed) || reaches(&self.known_files) {
+            return Ok(());
+        }
+        let (shown, of) = (printable_path(&path), printable_path(of));
+        Err(Error::new(
+            ErrorKind::NotAllowed,
+            format!(
+                "'{of}' lies where --allow-path lets a server write, and keeps no note of what it \
+                 names: who takes a server over can make such a file; if it is yours, say so with \
+                 `--allow-path '{shown}'`"
             ),
         ))
     }

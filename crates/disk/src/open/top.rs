@@ -6,7 +6,7 @@
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-use super::{Candidate, Opening};
+use super::{Candidate, Opening, Place};
 use crate::disk::Parts;
 use crate::name::{printable, printable_path};
 use crate::resolve::{Held, Opened, absolute, identify};
@@ -29,6 +29,7 @@ impl Opening<'_> {
                     // A directory that cannot be looked into allows nothing; an image that names
                     // no files does not need it.
                     let _ = self.resolver.allow(directory);
+                    let _ = self.own.allow(directory);
                 }
                 let opened = self.open_held(&held, &mut read_only, parts)?;
                 (Some(held), opened, path, directory)
@@ -54,6 +55,7 @@ impl Opening<'_> {
             raw_size: None,
             without_backing: self.options.without_backing,
             is_guarded,
+            place: Place::default(),
         };
         parts.policy.read_only = candidate.read_only;
         Ok((candidate, held))

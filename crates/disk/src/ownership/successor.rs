@@ -55,7 +55,19 @@ impl Disk {
         let mut fds = handed.fds.into_iter();
         let mut layers = Vec::with_capacity(state.layers.len());
         for layer in &state.layers {
-            layers.push(open_layer(ring, layer, &mut fds, &options, state.guarded).await?);
+            layers.push(open_layer(ring, layer, &mut fds, &options).await?);
+        }
+        // Nothing is noted before all descriptors are what they are called: the predecessor may
+        // have handed over files that it could only read. It may be a version that kept no notes.
+        for (layer, of) in layers.iter_mut().zip(&state.layers) {
+            let is_raw = matches!(of.kind, Kind::Raw { .. }) && !state.guarded;
+            let own = layer.file().filter(|_| is_raw);
+            let raw = own.into_iter().chain(layer.external_data());
+            let mut unnoted =
+                raw.filter(|file| !file.is_read_only() && format_note::set_raw_of(file).is_err());
+            if unnoted.next().is_some() {
+                layer.protect();
+            }
         }
         let mut parts = Parts::new(&options);
         parts.state = if state.active { State::Active } else { State::Inactive };
@@ -69,22 +81,28 @@ impl Disk {
         {
             bottom.protect();
         }
-        if let Some(top) = layers.first().filter(|top| options.note_names && top.is_writable) {
-            note_if_absent(top);
-        }
         Ok(Disk::build(layers, parts))
+    }
+
+    /// Notes the names in the header of the top image of a disk that was handed over, and of its
+    /// data file, where there is no note; an existing note stays, even if the header has other
+    /// names by now. For the caller of [`Disk::open_handed`], once it has judged what it got.
+    pub fn note_handed(&self) {
+        let graph = self.graph();
+        let top = graph.top();
+        if self.options().note_names && top.is_writable {
+            note_if_absent(top.file(), &Names::of_layer(top));
+            note_if_absent(top.external_data(), &Names::default());
+        }
     }
 }
 
-/// Notes the names in the header of the top image where there is no note; an existing note stays,
-/// even if the header has other names by now.
-fn note_if_absent(top: &Layer) {
-    let Some(file) = top.file() else { return };
-    let names = Names::of_layer(top);
+fn note_if_absent(file: Option<&Arc<Storage>>, names: &Names) {
+    let Some(file) = file else { return };
     if names.ask(file).is_absent
         && let Err(errno) = names.note(file)
     {
-        tracing::debug!("'{}' gets no note of its names ({errno})", printable_path(top.name()));
+        tracing::debug!("'{}' gets no note of its names ({errno})", file.name());
     }
 }
 
@@ -93,20 +111,15 @@ async fn open_layer(
     state: &LayerState,
     fds: &mut impl Iterator<Item = OwnedFd>,
     options: &ImageOptions,
-    guarded: bool,
 ) -> Result<Layer, Error> {
     let misfit = || {
         let name = printable_path(&state.name);
         Error::new(ErrorKind::Invalid, format!("the files of '{name}' are not what was announced"))
     };
     let mut storages = Vec::with_capacity(state.files.len());
-    let mut is_unnoted = false;
     for ((identity, read_only), fd) in state.files.iter().zip(fds) {
         let name = if storages.is_empty() { Some(&state.name) } else { state.data_name.as_ref() };
         let name = name.unwrap_or(&state.name);
-        // The predecessor may be a version that kept no notes.
-        let is_raw = matches!(state.kind, Kind::Raw { .. }) && !guarded || !storages.is_empty();
-        is_unnoted |= is_raw && !*read_only && format_note::set_raw(&fd).is_err();
         let storage = adopt(fd, name, *read_only, options)?;
         if storage.identity() != Some(*identity) || !read_only && !storage.is_open_for_writing() {
             return Err(misfit());
@@ -141,9 +154,6 @@ async fn open_layer(
     layer.data_name.clone_from(&state.data_name);
     layer.full_backing_name.clone_from(&state.full_backing_name);
     layer.without_backing = state.without_backing;
-    if is_unnoted {
-        layer.protect();
-    }
     Ok(layer)
 }
 

@@ -216,3 +216,27 @@ fn a_disk_that_is_handed_over_has_its_note() {
         refused(&ring, &path, &guessed(false, true), "was used as raw").await;
     });
 }
+
+#[test]
+fn a_file_that_was_handed_over_wrongly_gets_no_note() {
+    let directory = directory();
+    let [path, other] = ["disk", "other"].map(|name| directory.path().join(name));
+    for path in [&path, &other] {
+        std::fs::write(path, vec![0; 1 << 20]).expect("an image");
+    }
+    run(async |ring| {
+        let old = open(&ring, &path, &raw(false)).await.expect("open");
+        let mut handed = old.hand_over(&ring).await.expect("handed over");
+        // A process that was taken over can only read this one.
+        let file = std::fs::File::open(&other).expect("open");
+        let id = |path: &Path| {
+            let meta = std::fs::metadata(path).expect("there");
+            std::os::unix::fs::MetadataExt::ino(&meta).to_string()
+        };
+        handed.description = handed.description.replace(&id(&path), &id(&other));
+        handed.fds = vec![file.into()];
+        let error = Disk::open_handed(&ring, handed, &raw(false)).await.expect_err("for reading");
+        assert_eq!(error.kind(), ErrorKind::PermissionDenied, "{error}");
+        assert!(!format_note::is_raw_at(&other));
+    });
+}

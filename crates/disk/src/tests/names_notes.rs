@@ -61,7 +61,9 @@ fn a_name_that_was_written_into_a_served_image_is_not_followed_until_the_user_sa
             for options in [serving(), reading(), ImageOptions::default()] {
                 let error = open(&ring, &top, &options).await.expect_err("it is another file");
                 assert_eq!(error.kind(), ErrorKind::NotAllowed, "{role}");
-                for part in ["your.img", "--allow-path"] {
+                // The right to write that file is not needed.
+                let remedy = if role == "data" { "--allow-path" } else { "ringdisk rebase -u -b" };
+                for part in ["your.img", remedy] {
                     assert!(error.message().contains(part), "{role}: {error}");
                 }
             }
@@ -215,5 +217,70 @@ fn a_file_that_was_used_as_raw_is_no_qcow2_below_another() {
         // By itself, as the user says, it is an image that names nothing.
         let error = open(&ring, &path("mine.img"), &serving()).await.expect_err("it named nothing");
         assert_eq!(error.kind(), ErrorKind::NotAllowed, "{error}");
+    });
+}
+
+#[test]
+fn what_a_server_may_write_by_allow_path_is_noted_before() {
+    let (directory, top) = served("backing", "mine.img", "your.img");
+    let path = |name: &str| directory.path().join(name);
+    for [name, base, format] in
+        [["new.qcow2", "mine.img", "raw"], ["over.qcow2", "new.qcow2", "qcow2"]]
+    {
+        qemu_img(
+            &directory,
+            &["create", "-q", "-f", "qcow2", "-b", base, "-F", format, name, "1M"],
+        );
+    }
+    run(async |ring| {
+        // Of no chain yet: a command may have the image on top name it.
+        let allowed = ImageOptions { allow_paths: vec![path("new.qcow2")], ..serving() };
+        drop(open(&ring, &top, &allowed).await.expect("open"));
+        drop(open(&ring, &path("over.qcow2"), &reading()).await.expect("as it was"));
+        forge(&path("new.qcow2"), "mine.img", "your.img");
+        let error = open(&ring, &path("over.qcow2"), &reading()).await.expect_err("another file");
+        assert_eq!(error.kind(), ErrorKind::NotAllowed, "{error}");
+        assert!(error.message().contains("did not name this file"), "{error}");
+    });
+}
+
+#[test]
+fn a_file_in_an_allowed_directory_names_only_what_is_allowed_too() {
+    let directory = directory();
+    let path = |name: &str| directory.path().join(name);
+    for name in ["images", "overlays"] {
+        std::fs::create_dir(path(name)).expect("mkdir");
+    }
+    qemu_img(&directory, &["create", "-q", "-f", "raw", "images/secret", "1M"]);
+    let secret = path("images/secret");
+    let named = |file: &str, base: &Path, format: &str| {
+        let base = base.to_str().expect("text");
+        qemu_img(
+            &directory,
+            &["create", "-q", "-f", "qcow2", "-b", base, "-F", format, file, "1M"],
+        );
+    };
+    // What an attacker who controls a server makes there, and writes into the image.
+    named("overlays/evil", &secret, "raw");
+    named("images/disk", &path("overlays/evil"), "qcow2");
+    run(async |ring| {
+        let allowed = |allow_paths: Vec<PathBuf>| ImageOptions { allow_paths, ..serving() };
+        let overlays = path("overlays");
+        for options in [serving(), reading()] {
+            let options = ImageOptions { allow_paths: vec![overlays.clone()], ..options };
+            let error = open(&ring, &path("images/disk"), &options).await.expect_err("a stranger");
+            assert_eq!(error.kind(), ErrorKind::NotAllowed, "{error}");
+            assert!(error.message().contains("--allow-path"), "{error}");
+        }
+        // The image of a kept mount, over which commands have put overlays there.
+        let known = ImageOptions {
+            allow_paths: vec![overlays.clone()],
+            known_paths: vec![path("images"), secret.clone()],
+            ..reading()
+        };
+        drop(open(&ring, &path("images/disk"), &known).await.expect("the user named it"));
+        let both = allowed(vec![overlays.clone(), secret.clone()]);
+        drop(open(&ring, &path("images/disk"), &both).await.expect("the user says so"));
+        drop(open(&ring, &path("images/disk"), &allowed(vec![overlays])).await.expect("noted"));
     });
 }

@@ -144,8 +144,12 @@ impl<'a> ImagePlan<'a> {
         if let Some((top, format)) = &self.top {
             // The images below may lie where those of the command line do.
             let known = [Some(image), options.overlay.as_ref()].into_iter().flatten();
-            let directories = known.filter_map(|path| path.parent().map(Path::to_owned));
-            options.known_paths.extend(directories.collect::<Vec<_>>());
+            let known: Vec<_> = known
+                .flat_map(|path| [path.parent(), path.exists().then_some(path.as_path())])
+                .flatten()
+                .map(Path::to_owned)
+                .collect();
+            options.known_paths.extend(known);
             options.overlay = None;
             options.format = Some(*format);
             image = top;

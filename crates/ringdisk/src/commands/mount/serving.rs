@@ -275,7 +275,11 @@ impl<'a> Serving<'a> {
             directories: self.plan.directories(&self.disk),
             maker: user.user(),
             mark: self.plan.mark.clone(),
-            images: confine::images_of(&self.disk, None),
+            images: [
+                confine::images_of(&self.disk, None),
+                confine::images_allowed(&self.args.disk.allow_path),
+            ]
+            .concat(),
             ..Tasks::default()
         };
         match helper::ours::start(&tasks) {

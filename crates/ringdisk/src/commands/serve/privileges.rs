@@ -61,6 +61,7 @@ pub(super) fn give_up(
             places.push(directory);
         }
         images.extend(confine::images_of(&disk.disk, told_within));
+        images.extend(confine::images_allowed(&disk.allowed));
         plan = confine::images(plan, word, &disk.disk, &disk.allowed, told_within);
     }
     files.extend(pidfile.and_then(Pidfile::identity));

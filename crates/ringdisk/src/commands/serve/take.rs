@@ -136,6 +136,7 @@ fn prepare(plan: Plan<'_>) -> Result<Waiting, Failure> {
     if plan.confines {
         check_top(prepared.disk(), &plan)?;
     }
+    prepared.disk().note_handed();
     let ready =
         format!("{} is served {}", plan.image.describe(prepared.disk()), plan.place.shown());
     let queues = vhost::queues(plan.args);
@@ -183,16 +184,38 @@ fn check_top(disk: &Disk, plan: &Plan<'_>) -> Result<(), Failure> {
         );
         return Err(Failure::new(Exit::Permission, what).hint(hint));
     }
-    let is_other_data = top.file().is_some_and(|file| Names::of_layer(top).ask(file).other_data);
-    let data = top.data_storage().and_then(|data| confine::by_descriptor(data));
-    if is_other_data && !data.is_some_and(|open| allowed.has_open(&open)) {
+    let has_other_data = |layer: &&Arc<Layer>| {
+        let data = layer.external_data().and_then(|data| confine::by_descriptor(data));
+        !has_its_data(layer, &images) && !data.is_some_and(|open| allowed.has_open(&open))
+    };
+    if let Some(layer) = layers.iter().find(has_other_data) {
         let what = format!(
             "the process that serves the disk hands over '{}', which names another data file than it did",
-            visible(&top.name().display().to_string())
+            visible(&layer.name().display().to_string())
         );
         return Err(Failure::new(Exit::Permission, what).hint(hint));
     }
     Ok(())
+}
+
+/// Whether an image names the data file that it did, and that one was handed over with it.
+///
+/// * `images`: of the command line, beside which it may be named.
+fn has_its_data(layer: &Layer, images: &[&Path]) -> bool {
+    let Some(file) = layer.file() else { return true };
+    let names = Names::of_layer(layer);
+    if names.ask(file).other_data {
+        return false;
+    }
+    let Some((data, name)) = layer.external_data().zip(names.data_path()) else { return true };
+    let real = confine::by_descriptor(file).and_then(|open| fs::read_link(open).ok());
+    let beside = real.as_deref().into_iter().chain(images.iter().copied());
+    let mut found = beside
+        .filter_map(|image| image.parent()?.join(&name).metadata().ok())
+        .map(|meta| Some(Storage::identity_of(&meta)) == data.identity())
+        .peekable();
+    // One that was removed or renamed while it was served leads nowhere.
+    found.peek().is_none() || found.any(|is_it| is_it)
 }
 
 /// Whether the image on top is one of these, or notes lead from it to one of them.

@@ -189,7 +189,8 @@ fn a_neighbour_that_is_named_in_the_header_is_not_followed_by_the_next_start() {
         ] {
             let ran = ringdisk(directory.path(), words);
             assert_ne!(ran.code, 0, "{role}: {words:?}");
-            assert!(ran.err.contains("--allow-path"), "{role}: {words:?}: {}", ran.err);
+            let remedy = if role == "data" { "--allow-path" } else { "ringdisk rebase -u" };
+            assert!(ran.err.contains(remedy), "{role}: {words:?}: {}", ran.err);
         }
         assert_eq!(fs::read(path("yours")).expect("read"), before, "{role}");
         // If the user has written it: one word, once.
@@ -286,4 +287,26 @@ fn a_file_that_the_process_may_write_is_noted_as_no_image_with_names() {
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     let ran = ringdisk(directory.path(), &words);
     assert_eq!(ran.code, 6, "{}", ran.err);
+}
+
+#[test]
+fn a_new_backing_file_that_the_user_allowed_is_followed_by_the_next_start() {
+    if !(needs_root() && needs("qemu-img", has("qemu-img"))) {
+        return;
+    }
+    let directory = shared();
+    let path = |name: &str| directory.path().join(name);
+    fs::copy(path("base"), path("copy")).expect("copy");
+    let top = path("mine.qcow2");
+    let copy = path("copy.qcow2");
+    fs::write(&copy, overlay_of(Path::new("copy"), &copy)).expect("an image");
+    let (allow, raw) = ("--allow-path", path("copy"));
+    let raw = text(&raw);
+    let words = ["--format", "qcow2", allow, raw, allow, text(&copy), text(&top)];
+    let disk = Mounted::start(&program(), &words);
+    ctl(&disk, &["backing", "--quiet", "-F", "qcow2", text(&copy)]).ok();
+    assert_eq!(disk.stop().code(), Some(0));
+    let disk = mounted(&top);
+    assert_eq!(piece(disk.path(), 4096, 4096), pattern(1, 4096, 4096));
+    assert_eq!(disk.stop().code(), Some(0));
 }

@@ -8,13 +8,14 @@ use std::io::{IoSlice, IoSliceMut};
 use std::io::{Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use ringdisk_testkit::limits::needs_root;
+use ringdisk_testkit::limits::{needs, needs_root};
 use ringdisk_testkit::mount::text;
-use ringdisk_testkit::process::{Finished, Process};
+use ringdisk_testkit::process::{Finished, Process, has};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, Mode, OFlags, memfd_create};
 use rustix::net::{
@@ -25,7 +26,7 @@ use serde_json::{Value, json};
 
 use crate::common::serving::{Daemon, Place, ctl, serve_command, stats, successor_of};
 use crate::takeover::agent::Agent;
-use crate::takeover::others::{Others, identity};
+use crate::takeover::others::{Others, identity, with_data_file};
 
 /// A successor gives up after the time that the slowest honest process may take: 40 s.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -154,8 +155,14 @@ struct Taken {
 
 impl Taken {
     fn new() -> (Taken, Parcel) {
-        let place = Place::new("raw");
+        Taken::after("raw", |_| ())
+    }
+
+    /// * `change`: what a user does before.
+    fn after(format: &'static str, change: impl FnOnce(&Place)) -> (Taken, Parcel) {
+        let place = Place::new(format);
         let daemon = place.start(&[]);
+        change(&place);
         let agent = Agent::over(daemon.process.pid());
         let (listener, path) = listener(&agent, &place.socket);
         agent.goes_on();
@@ -476,4 +483,36 @@ fn directories_that_are_named_are_not_the_successors() {
     assert!(fs::symlink_metadata(elsewhere.join("new")).is_err());
     new.stop(&[&place.socket]);
     others.assert_same();
+}
+
+#[test]
+fn another_data_file_of_an_image_below_the_top_is_not_served() {
+    if !(needs_root() && needs("qemu-img", has("qemu-img"))) {
+        return;
+    }
+    let (taken, _) = Taken::after("qcow2", |place| {
+        ctl(&place.socket, &["snapshot", text(&place.path("o.qcow2"))]).ok();
+    });
+    let [secret, evil, made] = ["secret", "evil", "made"].map(|name| taken.place.path(name));
+    for path in [&secret, &evil] {
+        fs::write(path, vec![7; 1 << 20]).expect("a file");
+    }
+    let mut parcel = fresh(&taken);
+    // It has its image open to write, from before the snapshot.
+    let forged = with_data_file(&secret, &made);
+    let image = File::options().write(true).open(&taken.place.image).expect("there");
+    image.write_all_at(&forged, 0).expect("write");
+    let (device, inode) = identity(&evil);
+    parcel.change_disk(|disk| {
+        let layer = &mut disk["layers"][1];
+        layer["data-name"] = layer["name"].clone();
+        layer["files"].as_array_mut().expect("files").push(json!([device, inode, 1]));
+    });
+    parcel.words["roles"].as_array_mut().expect("roles").push(json!("Image"));
+    parcel.fds.push(read_only(&evil));
+    let finished = taken.refuses("another data file", |stream| {
+        send(stream, parcel.words.to_string().as_bytes(), &parcel.fds);
+    });
+    assert!(finished.stderr.contains("another data file"), "{}", finished.output());
+    taken.end();
 }
