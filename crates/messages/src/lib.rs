@@ -37,7 +37,7 @@ use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-pub use peek::{begin_peeking, consume, peek, peek_bytes, peeked, rewind};
+pub use peek::{begin_peeking, consume, peek, peek_bytes, peeked};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,

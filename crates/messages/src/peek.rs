@@ -22,13 +22,6 @@ pub fn begin_peeking(socket: impl AsFd) -> Result<(), Errno> {
     set_offset(socket.as_fd(), 0)
 }
 
-/// The next [`peek`] begins with the first byte that was not taken.
-///
-/// Errors: those of setsockopt(2).
-pub fn rewind(socket: impl AsFd) -> Result<(), Errno> {
-    set_offset(socket.as_fd(), 0)
-}
-
 /// Bytes that were looked at and not taken. `None`: they are not counted.
 ///
 /// Errors: those of getsockopt(2).
@@ -36,20 +29,40 @@ pub fn peeked(socket: impl AsFd) -> Result<Option<usize>, Errno> {
     offset(socket.as_fd()).map(|offset| usize::try_from(offset).ok())
 }
 
-/// Looks at what comes after the bytes that were looked at before: as much as there is, up to the
-/// next descriptors. The descriptors are copies.
+/// Looks at bytes that were not taken, and at the descriptors that came with them: as much as there
+/// is, up to the end of the bytes that came with the first descriptors. The descriptors are copies.
+/// All up to the end of this counts as looked at.
+///
+/// * `from`: bytes to pass over.
+/// * `into`: not empty.
 ///
 /// Errors: those of recvmsg(2), such as `EAGAIN` when there is nothing more.
-pub fn peek(socket: impl AsFd, into: &mut [u8]) -> Result<Message, Errno> {
-    receive_as(socket, into, Wait::Never, RecvFlags::CMSG_CLOEXEC | RecvFlags::PEEK)
+pub fn peek(socket: impl AsFd, from: usize, into: &mut [u8]) -> Result<Message, Errno> {
+    begin_at(&socket, from)?;
+    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::PEEK;
+    let mut message = receive_as(&socket, into, Wait::Never, flags)?;
+    // The kernel goes on to the first descriptors that there are, also behind the last byte that it
+    // gives. Bytes without descriptors are read on to the next ones, others are not.
+    let is_whole = message.len == into.len() && !message.descriptors.is_empty();
+    if is_whole && peek_bytes(&socket, from, &mut vec![0; message.len + 1])? > message.len {
+        message.descriptors.clear();
+    }
+    begin_at(&socket, from + message.len)?;
+    Ok(message)
 }
 
 /// As [`peek`], without descriptors. Returns how many bytes there were.
 ///
 /// Errors: as there.
-pub fn peek_bytes(socket: impl AsFd, into: &mut [u8]) -> Result<usize, Errno> {
+pub fn peek_bytes(socket: impl AsFd, from: usize, into: &mut [u8]) -> Result<usize, Errno> {
+    begin_at(&socket, from)?;
     let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
     retry_on_intr(|| recv(&socket, &mut *into, flags)).map(|(_, bytes)| bytes)
+}
+
+/// The next look begins there.
+fn begin_at(socket: impl AsFd, from: usize) -> Result<(), Errno> {
+    set_offset(socket.as_fd(), libc::c_int::try_from(from).map_err(|_| Errno::OVERFLOW)?)
 }
 
 /// Takes bytes that were looked at, and drops them with their descriptors.
@@ -131,19 +144,50 @@ mod tests {
         .expect("room");
         send(&theirs, &[IoSlice::new(b"next")], &[], Wait::Never).expect("room");
         let mut bytes = [0; 8];
-        assert_eq!(peek_bytes(&ours, &mut bytes[..4]), Ok(4));
+        assert_eq!(peek_bytes(&ours, 0, &mut bytes[..4]), Ok(4));
         assert_eq!(peeked(&ours), Ok(Some(4)));
-        rewind(&ours).expect("it counts");
-        let message = peek(&ours, &mut bytes).expect("a message");
+        let message = peek(&ours, 0, &mut bytes).expect("a message");
         assert_eq!((message.len, message.descriptors.len(), &bytes), (8, 1, b"headtail"));
         assert_eq!(peeked(&ours), Ok(Some(8)));
         consume(&ours, 3).expect("they are there");
         assert_eq!(peeked(&ours), Ok(Some(5)));
         consume(&ours, 5).expect("they are there");
         assert_eq!(peeked(&ours), Ok(Some(0)));
-        let message = peek(&ours, &mut bytes[..4]).expect("a message");
+        let message = peek(&ours, 0, &mut bytes[..4]).expect("a message");
         assert_eq!((message.len, message.descriptors.len(), &bytes[..4]), (4, 0, &b"next"[..]));
-        assert_eq!(peek(&ours, &mut bytes).expect_err("no more"), Errno::AGAIN);
+        assert_eq!(peek(&ours, 4, &mut bytes).expect_err("no more"), Errno::AGAIN);
+    }
+
+    #[test]
+    fn descriptors_are_those_of_the_bytes_and_not_of_later_ones() {
+        let file = tempfile::tempfile().expect("a file");
+        // Pieces as they are sent, each with descriptors or without; how many the first 8 bytes have.
+        type Pieces = &'static [(&'static [u8], usize)];
+        let cases: [(Pieces, usize); 7] = [
+            (&[(b"headtail", 0), (b"next", 1)], 0),
+            (&[(b"headtail", 0), (b"next", 0), (b"more", 1)], 0),
+            (&[(b"headtail", 1), (b"next", 2)], 1),
+            (&[(b"head", 1), (b"tail", 0), (b"next", 2)], 1),
+            (&[(b"head", 0), (b"tail", 2), (b"next", 1)], 2),
+            (&[(b"head", 0), (b"tail", 0), (b"next", 1)], 0),
+            (&[(b"head", 1), (b"tail", 1)], 2),
+        ];
+        for (pieces, expected) in cases {
+            let (ours, theirs) = pair(SocketType::STREAM).expect("sockets");
+            begin_peeking(&ours).expect("a stream socket");
+            for (bytes, count) in pieces {
+                let fds = vec![file.as_fd(); *count];
+                send(&theirs, &[IoSlice::new(bytes)], &fds, Wait::Never).expect("room");
+            }
+            let (mut bytes, mut had, mut fds) = ([0; 8], 0, 0);
+            while had < 8 {
+                let message = peek(&ours, had, &mut bytes[had..]).expect("all is there");
+                had += message.len;
+                fds += message.descriptors.len();
+            }
+            assert_eq!((&bytes, fds), (b"headtail", expected), "{pieces:?}");
+            assert_eq!(peeked(&ours), Ok(Some(8)));
+        }
     }
 
     #[test]

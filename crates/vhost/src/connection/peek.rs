@@ -8,7 +8,7 @@
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
-use ringdisk_messages::{begin_peeking, consume, peek, peek_bytes, peeked, rewind};
+use ringdisk_messages::{begin_peeking, consume, peek, peek_bytes, peeked};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
@@ -82,13 +82,12 @@ impl Connection {
 
     /// Looks whether a message is here, whole, and gets a copy of it if so.
     fn look_at_all(&mut self) -> Result<Looked, Error> {
-        rewind(&self.socket).map_err(failed)?;
         // Without descriptors first: each look at those makes copies.
         let mut bytes = [0; HEADER_BYTES + PAYLOAD_BYTES_MAX];
         let mut had = 0;
         let mut need = HEADER_BYTES;
         while had < need {
-            match peek_bytes(&self.socket, &mut bytes[had..need]) {
+            match peek_bytes(&self.socket, had, &mut bytes[had..need]) {
                 Ok(0) if had == 0 => return Ok(Looked::Closed),
                 Ok(0) => {
                     self.bytes.extend_from_slice(&bytes[..had]);
@@ -109,11 +108,10 @@ impl Connection {
                 need = sized?;
             }
         }
-        rewind(&self.socket).map_err(failed)?;
         while self.bytes.len() < need {
             let had = self.bytes.len();
             self.bytes.resize(need, 0);
-            let message = peek(&self.socket, &mut self.bytes[had..]).map_err(failed)?;
+            let message = peek(&self.socket, had, &mut self.bytes[had..]).map_err(failed)?;
             self.bytes.truncate(had + message.len);
             let (mut foreign, count) = (None, message.descriptors.len() + self.fds.len());
             for fd in message.descriptors {
