@@ -70,6 +70,11 @@ impl NewFile {
         NewFile { path: path.to_owned(), id, keep: false, was_there: false, is_adopted: true }
     }
 
+    /// The file belongs to another process from now on.
+    pub fn leave(mut self) {
+        self.keep = true;
+    }
+
     /// Device and inode number.
     pub fn id(&self) -> (u64, u64) {
         self.id

@@ -1,4 +1,5 @@
-//! What every export can be asked for: its queue threads, their CPUs, and whether nodes matter.
+//! What every export can be asked for: its name, its queue threads, their CPUs, whether nodes
+//! matter, and what clients and rings may do.
 //!
 //! Plain values; control path.
 
@@ -67,6 +68,12 @@ pub struct ThreadOptions {
 }
 
 impl ThreadOptions {
+    /// So many threads, on the CPUs of this process.
+    #[must_use]
+    pub fn count_of(threads: usize) -> ThreadOptions {
+        ThreadOptions { threads: Threads::Count(threads), ..ThreadOptions::default() }
+    }
+
     /// The number of queue threads, at least one.
     ///
     /// * `auto`: what [`Threads::Auto`] stands for.
@@ -87,6 +94,38 @@ impl ThreadOptions {
             }
             Threads::Count(count) => count.max(1),
         }
+    }
+}
+
+/// Options of an export, the same whatever its protocol.
+#[derive(Clone, Debug)]
+pub struct CommonOptions {
+    /// What it is called in messages, in statistics and in the names of its threads.
+    pub name: String,
+    /// Its queue threads.
+    pub threads: ThreadOptions,
+    /// Refuse writes although the disk would take them.
+    pub read_only: bool,
+    /// Rings do nothing but what serving takes ([`ringdisk_ring::Config::restricted`]).
+    pub restricted: bool,
+}
+
+impl Default for CommonOptions {
+    fn default() -> CommonOptions {
+        CommonOptions {
+            name: String::from("ringdisk"),
+            threads: ThreadOptions::default(),
+            read_only: false,
+            restricted: true,
+        }
+    }
+}
+
+impl CommonOptions {
+    /// Defaults, with so many queue threads.
+    #[must_use]
+    pub fn with_threads(threads: usize) -> CommonOptions {
+        CommonOptions { threads: ThreadOptions::count_of(threads), ..CommonOptions::default() }
     }
 }
 

@@ -5,9 +5,11 @@
 
 use std::sync::mpsc::Sender;
 
+use ringdisk_export::HandOverRequest;
 use ringdisk_ring::Errno;
 
 use crate::request::ParseError;
+use crate::terms::HandedMount;
 
 /// Why a queue ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,6 +42,8 @@ pub(crate) enum Event {
     QueueEnded(usize, EndReason),
     /// The disk has a new size.
     Resized,
+    /// A successor process wants the mount.
+    HandOver(HandOverRequest<HandedMount>),
 }
 
 /// Sends events. Any thread.

@@ -4,6 +4,8 @@
 //! Promises: every end flushes the disk and removes the mount, within a limit. The thread serves no
 //! request, so it may touch the mount.
 
+mod hand_over;
+
 use std::fmt;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, OnceLock};
@@ -19,6 +21,7 @@ use crate::dev::Place;
 use crate::events::{EndReason, Event};
 use crate::file::FileServer;
 use crate::mount::{Mount, Unmount};
+use crate::negotiate::Negotiated;
 use crate::queue::Clock;
 use crate::reply::notify_inval_inode;
 use crate::thread::FuseThread;
@@ -94,6 +97,8 @@ enum End {
     /// With so many open files.
     Aborted(u64),
     Halted(HaltReason),
+    /// Another process serves the mount.
+    HandedOver,
 }
 
 /// A stop that waits until the last user of the mount has closed it.
@@ -109,6 +114,8 @@ pub(crate) struct Keeper {
     pub(crate) queues: Vec<FuseThread>,
     pub(crate) disk: Arc<Disk>,
     pub(crate) server: Arc<FileServer>,
+    /// The answer to INIT.
+    pub(crate) negotiated: Negotiated,
     pub(crate) place: Arc<Place>,
     pub(crate) clock: Clock,
     /// What the kernel has of ours, when requests travel in rings.
@@ -167,6 +174,11 @@ impl Keeper {
                 }
                 Ok(Event::Discard) => return End::Discarded,
                 Ok(Event::Resized) => self.tell_size(),
+                Ok(Event::HandOver(request)) => {
+                    if self.hand_over(request, draining.is_some()) {
+                        return End::HandedOver;
+                    }
+                }
                 Ok(Event::QueueEnded(_, EndReason::Unmounted | EndReason::Aborted)) => {
                     // "Unmounted" is also what `/dev/fuse` says after `umount -f` of a mount in
                     // use, which stays where it is. "Aborted" is what rings say when the last user
@@ -330,8 +342,12 @@ impl Keeper {
 
     fn finish(&mut self, end: End, runtime: Option<Runtime>) -> Result<(), HaltReason> {
         let mut result = Ok(());
-        let keeps_disk = matches!(end, End::Discarded);
+        let keeps_disk = matches!(end, End::Discarded | End::HandedOver);
         let drained = match end {
+            End::HandedOver => {
+                self.mount.leave();
+                true
+            }
             End::Discarded => {
                 self.mount.abort();
                 self.remove_mount();

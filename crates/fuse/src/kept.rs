@@ -10,51 +10,18 @@
 //! its `unique` marked by bit 63, which goes back in the reply. INIT does not come again.
 
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::abi::flags::INIT_HAS_RESEND;
 pub use crate::file::record::{FileRecord, FileState, RECORD_BYTES};
 use crate::mount::{Mount, Unmount, was_aborted};
 use crate::negotiate::{Negotiated, Profile};
 use crate::reply::notify_resend;
+pub use crate::terms::{HandedMount, Parked, TakenMount, Terms};
 use crate::transport::Transport;
 use crate::uring::ZeroCopy;
 use crate::{Error, ErrorKind};
-
-/// What a mount was made with; the same for all processes that serve it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Terms {
-    /// Absolute path of the file.
-    pub mountpoint: PathBuf,
-    /// Number of the connection.
-    pub connection: u32,
-    /// Sizes and caching.
-    pub profile: Profile,
-    /// The answer to INIT.
-    pub negotiated: Negotiated,
-    /// Queues; each has a descriptor of its own where cloning is allowed.
-    pub queues: usize,
-}
-
-impl Terms {
-    /// Whether the kernel sends unanswered requests again (Linux 6.9).
-    #[must_use]
-    pub fn can_resend(&self) -> bool {
-        self.negotiated.offered & INIT_HAS_RESEND != 0
-    }
-}
-
-/// A mount, ready to be kept by a helper process.
-#[derive(Debug)]
-pub struct Parked {
-    /// What it was made with.
-    pub terms: Terms,
-    /// Every descriptor of the connection, in the order of the queues; one if they share it.
-    pub devices: Vec<OwnedFd>,
-}
 
 /// How an export outlives its process.
 #[derive(Clone, Debug)]
@@ -123,6 +90,31 @@ pub fn refuse(transport: Transport, zero_copy: ZeroCopy, passthrough: bool) -> O
     })
 }
 
+/// What excludes going on with the mount of a live process; `None`: nothing does.
+#[must_use]
+pub fn refuse_successor(
+    transport: Transport,
+    zero_copy: ZeroCopy,
+    passthrough: bool,
+) -> Option<Error> {
+    let what = if passthrough {
+        "a mount with passthrough cannot be taken over: the kernel reads and writes its image itself"
+    } else if transport == Transport::Uring || zero_copy == ZeroCopy::On {
+        "a mount over io_uring cannot be taken over: the kernel ties its rings to the process that registered them"
+    } else {
+        return None;
+    };
+    Some(
+        Error::new(ErrorKind::Unsupported, what)
+            .hint("end it with `ringdisk umount`, and mount the image anew without `--upgrade`"),
+    )
+}
+
+/// Why the requests of a mount that was taken over do not travel in rings.
+pub(crate) fn why_dev_taken() -> String {
+    String::from("a mount that was taken over (--upgrade) stays on /dev/fuse")
+}
+
 /// Why requests do not travel in rings, for a mount that leaves the choice to us.
 pub(crate) fn why_dev() -> String {
     String::from("a mount that outlives its process (--keep-mount) cannot be served over io_uring")
@@ -136,7 +128,7 @@ fn no_rings() -> Error {
     .hint("use `--transport dev`, or `auto`, which takes it with --keep-mount; or leave --keep-mount away: after a crash the next mount replaces the dead one")
 }
 
-/// Takes the mount of a process that is gone; not yet responsible for it.
+/// Takes the mount of another process; not yet responsible for it.
 pub(crate) fn adopt(parked: &Parked) -> Result<Mount, Error> {
     let device = duplicate(parked.devices.first())?;
     Ok(Mount::adopt(device, parked.terms.mountpoint.clone(), parked.terms.connection))

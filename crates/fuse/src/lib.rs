@@ -15,7 +15,7 @@
 //! - `dev`: the transport over `/dev/fuse`: queues, entries, and where requests are served;
 //! - `queue`: what a queue is to every transport; `thread`: what joins them on its thread;
 //! - [`export`], `keeper`: an export from its mount to its end;
-//! - [`kept`]: what of it another process can go on with.
+//! - [`kept`], `terms`: what of it another process can go on with.
 
 #![deny(unsafe_code)]
 
@@ -33,14 +33,17 @@ mod queue;
 pub mod reply;
 pub mod request;
 mod serve;
+mod terms;
 mod thread;
 pub mod topology;
 mod transport;
 mod uring;
 
-pub use export::{Export, ExportOptions, StopHandle};
+pub use export::{Export, ExportOptions, HandOverHandle, Prepared, StopHandle};
 pub use ringdisk_export::stats::{Histogram, QueueStats, Stats};
-pub use ringdisk_export::{Error, ErrorKind, HaltReason, Numa, ThreadOptions, Threads};
+pub use ringdisk_export::{
+    CommonOptions, Error, ErrorKind, HaltReason, Numa, ThreadOptions, Threads,
+};
 pub use transport::Transport;
 #[doc(hidden)]
 pub use uring::{Refuse, RingEntries, Stay};

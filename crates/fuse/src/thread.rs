@@ -4,6 +4,7 @@
 //! ([`ringdisk_export::QueueThread`]); it serves nothing before it is given the mount; what the
 //! kernel knows the addresses of is let go of after its ring is closed.
 
+use std::cell::OnceCell;
 use std::os::fd::{OwnedFd, RawFd};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -11,14 +12,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Instant;
 
-use ringdisk_export::{EndThread, QueueThread, QueueWork, Running, ThreadSetup};
-use ringdisk_ring::{Config, Fd, SetupError};
+use ringdisk_export::{EndThread, Pending, QueueThread, QueueWork, Running, ThreadSetup};
+use ringdisk_ring::{Config, Fd, Ring, SetupError};
 
 use crate::dev::{DevQueue, Fetch, Place, announce, serve_entry};
 use crate::events::{EndReason, Event, EventSender};
 use crate::file::FileServer;
 use crate::placement::ThreadPlace;
-use crate::queue::{Buffers, Clock, InFlight, Queue, QueueParts, give_back};
+use crate::queue::{Buffers, Clock, InFlight, Queue, QueueParts};
 use crate::uring::{MESSAGE_ENTRY, RingQueue, Rings, Starting, register, take_over};
 
 /// Completions and submissions for each entry: a fetch is two entries (poll and read), a request of
@@ -52,6 +53,13 @@ pub(crate) struct Serve {
     pub(crate) server: Arc<FileServer>,
     /// The kernel has agreed to io_uring.
     pub(crate) starting: Option<Starting>,
+}
+
+/// What the thread has for the jobs of the control thread.
+#[derive(Default)]
+pub(crate) struct Local {
+    /// Empty: it serves nothing yet.
+    dev: OnceCell<Rc<DevQueue>>,
 }
 
 /// A running queue thread, as its export sees it.
@@ -108,6 +116,32 @@ impl FuseThread {
     }
 }
 
+impl FuseThread {
+    /// Waits until the thread, which fetches no longer, has answered all that it has fetched.
+    pub(crate) fn drained(&self) -> Pending<()> {
+        self.thread.ask_task(|local| async move {
+            if let Some(dev) = local.dev.get() {
+                dev.drained().await;
+            }
+        })
+    }
+
+    /// Does something on the ring of the thread. `None`: it serves nothing yet.
+    pub(crate) fn on_ring<T, F>(
+        &self,
+        job: impl FnOnce(Ring) -> F + Send + 'static,
+    ) -> Pending<Option<T>>
+    where
+        T: Send + 'static,
+        F: Future<Output = T> + 'static,
+    {
+        self.thread.ask_task(|local| async move {
+            let ring = local.dev.get()?.ring.clone();
+            Some(job(ring).await)
+        })
+    }
+}
+
 impl EndThread for FuseThread {
     fn ask_to_stop(&self) {
         self.thread.ask_to_stop();
@@ -145,13 +179,14 @@ pub(crate) struct FuseWork {
 
 impl QueueWork for FuseWork {
     type Shared = (RawFd, Arc<InFlight>);
-    type Local = ();
+    type Local = Local;
 
     fn run(&mut self, thread: &mut Running<FuseWork>) -> Result<(), SetupError> {
         let entries = self.setup.entries + self.setup.rings.as_ref().map_or(0, |r| r.entry_count());
         let in_flight = Arc::new(InFlight::new(entries));
         let shared = (thread.ring().raw_fd(), Arc::clone(&in_flight));
-        let is_awaited = thread.ready(shared, Rc::new(()));
+        let local = Rc::new(Local::default());
+        let is_awaited = thread.ready(shared, Rc::clone(&local));
         let Ok(Serve { device, server, starting }) = self.serve.recv() else { return Ok(()) };
         let device = &*self.device.insert(device);
         if !is_awaited || thread.is_stopped() {
@@ -173,13 +208,14 @@ impl QueueWork for FuseWork {
         };
         let queue = Rc::new(Queue::new(&ring, parts));
         let dev = self.dev_queue(&queue, &fetch);
+        let _ = local.dev.set(Rc::clone(&dev));
         let rings = self.ring_queue(&queue);
         for entry in 0..self.setup.entries {
             ring.spawn(serve_entry(Rc::clone(&dev), entry));
         }
         ring.spawn(receive(Rc::clone(&dev), rings.clone()));
         ring.spawn(announce(Rc::clone(&dev)));
-        ring.spawn(give_back(queue));
+        ring.spawn(async move { queue.memory.give_back(&queue.ring, &queue.cells).await });
         if let (Some(starting), Some(rings)) = (starting, rings) {
             ring.spawn(register(rings, starting));
         }

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use ringdisk_disk::{Disk, ImageOptions, NullOptions, Source};
-use ringdisk_fuse::{Export, ExportOptions, Threads};
+use ringdisk_fuse::{CommonOptions, Export, ExportOptions};
 use ringdisk_ring::{Config, Runtime};
 use ringdisk_testkit::process::until;
 
@@ -54,8 +54,10 @@ fn served<T>(disk: Arc<Disk>, threads: usize, client: impl FnOnce(&Export, &Path
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("disk");
     std::fs::write(&path, b"").unwrap();
-    let options =
-        ExportOptions { threads: Threads::Count(threads), ..ExportOptions::new(path.clone()) };
+    let options = ExportOptions {
+        common: CommonOptions::with_threads(threads),
+        ..ExportOptions::new(path.clone())
+    };
     let export = Export::start(disk, options).unwrap();
     let result = client(&export, &path);
     export.stop_handle().stop();

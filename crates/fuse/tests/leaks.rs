@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use ringdisk_disk::{Disk, NullOptions};
 use ringdisk_fuse::mount::table;
-use ringdisk_fuse::{Export, ExportOptions, Threads};
+use ringdisk_fuse::{CommonOptions, Export, ExportOptions};
 use ringdisk_testkit::process::until;
 
 fn entries(directory: &str) -> usize {
@@ -22,8 +22,10 @@ fn two_hundred_exports_leave_no_descriptor_thread_or_mount_behind() {
     for round in 0..201 {
         let disk =
             Disk::null(&NullOptions { size: 1 << 20, read_zeroes: true, ..NullOptions::default() });
-        let options =
-            ExportOptions { threads: Threads::Count(2), ..ExportOptions::new(path.clone()) };
+        let options = ExportOptions {
+            common: CommonOptions::with_threads(2),
+            ..ExportOptions::new(path.clone())
+        };
         let export = Export::start(disk, options).unwrap();
         let file = std::fs::File::open(&path).unwrap();
         file.read_exact_at(&mut [1; 512], 4096).unwrap();

@@ -13,12 +13,13 @@ use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::stats::Report;
 use ringdisk_daemon::topology;
 use ringdisk_disk::Disk;
-use ringdisk_export::{Numa, ThreadOptions};
-use ringdisk_fuse::kept::{Keep, Parked, refuse};
+use ringdisk_export::{CommonOptions, Numa, ThreadOptions};
+use ringdisk_fuse::kept::{Keep, Parked, TakenMount, refuse, refuse_successor};
 use ringdisk_fuse::mount::Remover;
 use ringdisk_fuse::topology::{MountTopology, preview};
 use ringdisk_fuse::{
-    Export, ExportOptions, HaltReason, RingMode, Stats, Stay, StopHandle, Transport, ZeroCopy,
+    Export, ExportOptions, HaltReason, HandOverHandle, Prepared, RingMode, Stats, Stay, StopHandle,
+    Transport, ZeroCopy,
 };
 use ringdisk_ring::Topology;
 use serde_json::Value;
@@ -70,6 +71,26 @@ fn zero_copy(word: ZeroCopyWord) -> ZeroCopy {
 ///
 /// Errors: `Unsupported` with the option that excludes it.
 pub(crate) fn check_keeps(args: &MountArgs) -> Result<(), Failure> {
+    check(args, refuse)
+}
+
+/// Whether a mount with these options can be taken over from a live process.
+///
+/// Errors: `Unsupported` with the option that excludes it.
+pub(crate) fn check_upgrades(args: &MountArgs) -> Result<(), Failure> {
+    if args.keep_mount {
+        let what = "a mount with --keep-mount cannot be taken over: the process that keeps it starts each process that serves it";
+        return Err(Failure::new(Exit::Unsupported, what).hint(
+            "with a service manager that keeps it, `systemctl restart` goes on with it in the new version (docs/lifecycle.md); else end it with `ringdisk umount` and mount the image anew",
+        ));
+    }
+    check(args, refuse_successor)
+}
+
+fn check(
+    args: &MountArgs,
+    refuse: fn(Transport, ZeroCopy, bool) -> Option<ringdisk_fuse::Error>,
+) -> Result<(), Failure> {
     let wanted = transport(args.placement.transport);
     let Some(why) = refuse(wanted, zero_copy(args.zero_copy), args.passthrough) else {
         return Ok(());
@@ -98,6 +119,36 @@ pub(crate) fn foresee(args: &PlacementArgs, machine: &Topology) -> Result<MountT
     Ok(preview(machine, &thread_options(args), transport(args.transport), args.queue_depth)?)
 }
 
+fn export_options(options: Options) -> ExportOptions {
+    ExportOptions {
+        common: CommonOptions {
+            name: options.name,
+            threads: thread_options(&options.placement),
+            read_only: options.read_only,
+            restricted: options.restricted,
+        },
+        transport: transport(options.placement.transport),
+        zero_copy: zero_copy(options.zero_copy),
+        passthrough: options.passthrough,
+        ring_mode_max: if options.no_pools { RingMode::Entries } else { RingMode::ZeroCopy },
+        stay: options.stay.map(|stay| match stay {
+            StayWord::Home => Stay::Home,
+            StayWord::Away => Stay::Away,
+            StayWord::Split => Stay::Split,
+            StayWord::Free => Stay::Free,
+        }),
+        queue_depth: options.placement.queue_depth,
+        growable: options.growable,
+        resizable: options.resizable,
+        allow_other: options.allow_other,
+        kernel_cache: options.kernel_cache,
+        io_timeout: options.io_timeout,
+        stop_timeout: options.stop_timeout,
+        keep: options.keep,
+        ..ExportOptions::new(options.mountpoint)
+    }
+}
+
 /// A mount that answers; dropping it ends it.
 #[derive(Debug)]
 pub(crate) struct Served {
@@ -121,44 +172,32 @@ impl Served {
     ///
     /// Errors: those of the mount and of the rings.
     pub(crate) fn start(disk: Arc<Disk>, options: Options) -> Result<Served, Failure> {
-        let zero_copy = zero_copy(options.zero_copy);
         let name = options.name.clone();
-        let wanted = thread_options(&options.placement);
-        let export = Export::start(
-            disk,
-            ExportOptions {
-                transport: transport(options.placement.transport),
-                zero_copy,
-                passthrough: options.passthrough,
-                ring_mode_max: if options.no_pools {
-                    RingMode::Entries
-                } else {
-                    RingMode::ZeroCopy
-                },
-                stay: options.stay.map(|stay| match stay {
-                    StayWord::Home => Stay::Home,
-                    StayWord::Away => Stay::Away,
-                    StayWord::Split => Stay::Split,
-                    StayWord::Free => Stay::Free,
-                }),
-                threads: wanted.threads,
-                cpus: wanted.cpus,
-                numa: wanted.numa,
-                queue_depth: options.placement.queue_depth,
-                growable: options.growable,
-                resizable: options.resizable,
-                read_only: options.read_only,
-                allow_other: options.allow_other,
-                kernel_cache: options.kernel_cache,
-                io_timeout: options.io_timeout,
-                stop_timeout: options.stop_timeout,
-                restricted: options.restricted,
-                name: options.name,
-                keep: options.keep,
-                ..ExportOptions::new(options.mountpoint)
-            },
-        )?;
+        let export = Export::start(disk, export_options(options))?;
         Ok(Served { export, name, since: Instant::now() })
+    }
+
+    /// Prepares to go on with a mount that another process hands over.
+    ///
+    /// Errors: those of [`Export::take_over`].
+    pub(crate) fn prepare(
+        disk: Arc<Disk>,
+        options: Options,
+        mount: TakenMount,
+    ) -> Result<Prepared, Failure> {
+        Ok(Export::take_over(disk, export_options(options), mount)?)
+    }
+
+    /// Goes on with it.
+    ///
+    /// Errors: those of [`Prepared::go`].
+    pub(crate) fn go(prepared: Prepared, name: String) -> Result<Served, Failure> {
+        Ok(Served { export: prepared.go()?, name, since: Instant::now() })
+    }
+
+    /// Hands the mount over.
+    pub(crate) fn hand_over_handle(&self) -> HandOverHandle {
+        self.export.hand_over_handle()
     }
 
     /// How requests travel.

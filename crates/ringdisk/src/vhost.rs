@@ -13,8 +13,8 @@ use ringdisk_daemon::helper;
 use ringdisk_daemon::stats::Report;
 use ringdisk_daemon::topology;
 use ringdisk_disk::Disk;
-use ringdisk_export::Numa;
 use ringdisk_export::stats::Stats;
+use ringdisk_export::{CommonOptions, Numa, ThreadOptions};
 use ringdisk_ring::Topology;
 use ringdisk_vhost::export::{
     AccelHandle, AccelOptions, Acceleration, Connector, Engine, HandOverHandle, Health, OnError,
@@ -46,19 +46,25 @@ pub(crate) fn options(
 ) -> ExportOptions {
     let device = &args.device;
     ExportOptions {
-        name,
+        common: CommonOptions {
+            name,
+            threads: ThreadOptions {
+                threads: device.threads,
+                cpus: device.cpus.clone(),
+                numa: match device.numa {
+                    NumaWord::Auto => Numa::Auto,
+                    NumaWord::Off => Numa::Off,
+                },
+            },
+            read_only: args.source.read_only || read_only,
+            restricted,
+        },
         second: match args.place.second_front_end {
             SecondWord::Wait => Second::Wait,
             SecondWord::Refuse => Second::Refuse,
         },
         queues: queues(args),
         queue_size_max: device.queue_size,
-        threads: device.threads,
-        cpus: device.cpus.clone(),
-        numa: match device.numa {
-            NumaWord::Auto => Numa::Auto,
-            NumaWord::Off => Numa::Off,
-        },
         serial: device.serial.clone(),
         logical_block_size: device.logical_block_size,
         physical_block_size: device.physical_block_size,
@@ -75,8 +81,6 @@ pub(crate) fn options(
             OnErrorWord::Report => OnError::Report,
             OnErrorWord::Stop => OnError::Stop,
         },
-        read_only: args.source.read_only || read_only,
-        restricted,
         connector: Connector::new(helper::connect),
         ..ExportOptions::new(listen)
     }
@@ -125,7 +129,7 @@ impl Served {
     ///
     /// Errors: options that cannot be, those of the socket and of the rings.
     pub(crate) fn start(disk: Arc<Disk>, options: ExportOptions) -> Result<Served, Failure> {
-        let name = options.name.clone();
+        let name = options.common.name.clone();
         Ok(Served { export: Export::start(disk, options)?, name, since: Instant::now() })
     }
 

@@ -2,6 +2,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use ringdisk_export::HandOverState;
 use serde::{Deserialize, Serialize};
 
 use crate::closing::Held;
@@ -14,16 +15,6 @@ use crate::{Error, ErrorKind};
 const VERSION: u32 = 1;
 /// Descriptors of one export at most: memory, virtqueues (three each), images of a long chain.
 const FDS_MAX: usize = 2048;
-
-/// All that another process needs to go on with an export: to be sent as it is, the descriptors in
-/// this order.
-#[derive(Debug)]
-pub struct HandOverState {
-    /// JSON in a form of its own.
-    pub description: String,
-    /// Descriptors; the description says what each is.
-    pub fds: Vec<OwnedFd>,
-}
 
 /// The description.
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -239,13 +230,13 @@ pub(crate) struct Unpacked {
     fds: Vec<(Role, OwnedFd)>,
 }
 
-impl HandOverState {
-    /// Errors: it is of another version, or damaged.
-    pub(crate) fn open(self) -> Result<Unpacked, Error> {
+impl Unpacked {
+    /// Errors: the state is of another version, or damaged.
+    pub(crate) fn open(state: HandOverState) -> Result<Unpacked, Error> {
         let refuse = |what: String| {
             Err(Error::new(ErrorKind::Refused, format!("the hand-over is not understood: {what}")))
         };
-        let words: Words = match serde_json::from_str(&self.description) {
+        let words: Words = match serde_json::from_str(&state.description) {
             Ok(words) => words,
             Err(error) => return refuse(error.to_string()),
         };
@@ -253,12 +244,12 @@ impl HandOverState {
             let version = words.version;
             return refuse(format!("its version is {version}, this program knows {VERSION}"));
         }
-        let (roles, fds) = (words.roles.len(), self.fds.len());
+        let (roles, fds) = (words.roles.len(), state.fds.len());
         if roles != fds || fds > FDS_MAX {
             return refuse(format!("{fds} descriptors came, it names {roles}"));
         }
         let mut all = Vec::with_capacity(fds);
-        for (role, fd) in words.roles.iter().copied().zip(self.fds) {
+        for (role, fd) in words.roles.iter().copied().zip(state.fds) {
             // An image is judged as one; all else is of a kind that this process may touch without
             // waiting, whatever the sender says.
             let fd = match role {
@@ -340,14 +331,14 @@ mod tests {
         packing.add(Role::Image, &file).unwrap();
         let state = packing.finish().unwrap();
         let words = state.description.clone();
-        let mut open = state.open().unwrap();
+        let mut open = Unpacked::open(state).unwrap();
         assert_eq!(open.words.log, Some((1, u64::MAX)));
         assert_eq!((open.all(Role::Image).len(), open.all(Role::Image).len()), (2, 0));
         assert!(open.one(Role::Call(2)).is_none() && open.one(Role::Call(3)).is_some());
         for description in
             [words.clone(), words.replace("\"version\":1", "\"version\":2"), String::from("{}")]
         {
-            assert!(HandOverState { description, fds: Vec::new() }.open().is_err());
+            assert!(Unpacked::open(HandOverState { description, fds: Vec::new() }).is_err());
         }
     }
 
@@ -365,7 +356,7 @@ mod tests {
             let mut packing = Packing::<Copies>::default();
             let network = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
             packing.add(role, &network).unwrap();
-            let error = packing.finish().unwrap().open().expect_err("refused");
+            let error = Unpacked::open(packing.finish().unwrap()).expect_err("refused");
             assert!(error.to_string().contains("is a network socket"), "{error}");
         }
     }

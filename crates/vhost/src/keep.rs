@@ -12,7 +12,9 @@ use std::fmt;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-use crate::hand_over_state::{HandOverState, Unpacked, Words};
+use ringdisk_export::HandOverState;
+
+use crate::hand_over_state::{Unpacked, Words};
 use crate::{Error, ErrorKind};
 
 /// Keeps the state of one export, outside of the process that serves it.
@@ -68,6 +70,6 @@ impl KeptState {
         let named = kept.numbers.iter().map(|number| parked.remove(number));
         let fds = named.collect::<Option<Vec<_>>>();
         let fds = fds.ok_or_else(|| refused("a descriptor is missing"))?;
-        HandOverState { description: self.words, fds }.open()
+        Unpacked::open(HandOverState { description: self.words, fds })
     }
 }

@@ -31,4 +31,6 @@ mod worker;
 pub use back_channel::BackChannel;
 pub use connection::{Connection, Received};
 pub use export::{Export, ExportOptions, Listen, StopHandle};
-pub use ringdisk_export::{Error, ErrorKind, Numa, Threads};
+pub use ringdisk_export::{
+    CommonOptions, Error, ErrorKind, HaltReason, Numa, ThreadOptions, Threads,
+};

@@ -5,13 +5,13 @@
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender};
+use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ringdisk_disk::Change;
+use ringdisk_export::{HandOverRequest, HandOverState};
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::hand_over_state::HandOverState;
 use crate::{Error, ErrorKind};
 
 /// Flags and the eventfd that says that one was set. Any thread.
@@ -43,14 +43,7 @@ struct Requests {
 }
 
 /// A request to hand an export over.
-#[derive(Debug)]
-pub(crate) struct Request {
-    /// Something comes when the guest begins to stand still.
-    pub(crate) stands: SyncSender<()>,
-    pub(crate) answer: SyncSender<Result<HandOverState, Error>>,
-    /// Something comes: the other process has it. The sender goes: it has not.
-    pub(crate) verdict: Receiver<()>,
-}
+pub(crate) type Request = HandOverRequest<HandOverState>;
 
 /// A request to switch acceleration.
 #[derive(Debug)]

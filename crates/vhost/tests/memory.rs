@@ -18,7 +18,7 @@ fn a_queue_thread_without_requests_takes_little() {
         let before = resident_bytes(std::process::id());
         let served = serve(disk, |options| {
             options.queues = 64;
-            options.threads = Threads::Count(threads);
+            options.common.threads.threads = Threads::Count(threads);
         });
         let taken = resident_bytes(std::process::id()).saturating_sub(before);
         drop(served);

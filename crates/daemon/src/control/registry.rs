@@ -204,6 +204,11 @@ pub fn name_for_successor(path: &Path) -> String {
     format!("{UPGRADE}{}", name_of_disk(path))
 }
 
+/// The name of the socket for the process that takes such a mount over.
+pub fn name_for_successor_of_mount(device: (u32, u32)) -> String {
+    format!("{UPGRADE}{}", name_of_mount(device))
+}
+
 /// A path without links and dots in its directory, whether there is such a file or not.
 ///
 /// Errors: there is no such directory.

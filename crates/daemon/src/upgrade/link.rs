@@ -1,12 +1,12 @@
-//! Parcels over a stream socket: a line with numbers, the descriptors in lots, then the words.
+//! HandOverStates over a stream socket: a line with numbers, the descriptors in lots, then the words.
 
 use std::io::{self, IoSlice, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+use ringdisk_export::{Error, ErrorKind, HandOverState};
 use ringdisk_messages::{DESCRIPTORS_MAX, Wait};
-use ringdisk_vhost::export::Parcel;
 
 use super::Shown;
 
@@ -16,18 +16,40 @@ const WORDS_MAX: u32 = 4 << 20;
 const FDS_MAX: u32 = 4096;
 /// Longest words of a command line, bytes: two paths and some options.
 const SHOWN_MAX: u32 = 64 << 10;
-/// In place of a number of descriptors: there is no parcel, the words say why.
+/// In place of a number of descriptors: there is no state, the words say why.
 const REFUSED: u32 = u32::MAX;
 /// The same, and the reason is in the words of the process that asked.
 const UNLIKE: u32 = u32::MAX - 1;
+/// The same, and a later attempt would end as this one: the words are the reason and, on the next
+/// line, what the user can do.
+const NEVER: u32 = u32::MAX - 2;
 
-/// Why there is no parcel.
+/// Why there is no state.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Refusal {
     /// It cannot be had now.
     Now(String),
     /// The guest would see another device.
     Unlike(String),
+    /// It cannot be handed over.
+    Never {
+        /// The reason.
+        why: String,
+        /// What the user can do.
+        hint: String,
+    },
+}
+
+impl Refusal {
+    /// Why an export is not handed over.
+    pub(crate) fn of(error: &Error) -> Refusal {
+        match (error.kind(), error.hint_text()) {
+            (ErrorKind::Unsupported, Some(hint)) => {
+                Refusal::Never { why: error.to_string(), hint: hint.to_owned() }
+            }
+            _ => Refusal::Now(error.to_string()),
+        }
+    }
 }
 
 /// Says what the guest would be shown.
@@ -70,26 +92,27 @@ pub(crate) fn receive_shown(mut stream: &UnixStream) -> io::Result<Shown> {
     Ok(serde_json::from_slice(&words)?)
 }
 
-/// Sends a parcel.
+/// Sends a state.
 ///
 /// Errors: those of the socket.
-pub(crate) fn send(mut stream: &UnixStream, parcel: &Parcel) -> io::Result<()> {
+pub(crate) fn send(mut stream: &UnixStream, state: &HandOverState) -> io::Result<()> {
     let count = |len: usize| u32::try_from(len).map_err(|_| io::ErrorKind::InvalidInput);
-    let (words, fds) = (count(parcel.description.len())?, count(parcel.fds.len())?);
+    let (words, fds) = (count(state.description.len())?, count(state.fds.len())?);
     stream.write_all(&[words.to_le_bytes(), fds.to_le_bytes()].concat())?;
-    for lot in parcel.fds.chunks(DESCRIPTORS_MAX) {
+    for lot in state.fds.chunks(DESCRIPTORS_MAX) {
         let lot: Vec<BorrowedFd<'_>> = lot.iter().map(AsFd::as_fd).collect();
         // Descriptors travel with at least one byte.
         ringdisk_messages::send(stream, &[IoSlice::new(&[0])], &lot, Wait::Forever)?;
     }
-    stream.write_all(parcel.description.as_bytes())
+    stream.write_all(state.description.as_bytes())
 }
 
-/// Says why there is no parcel.
+/// Says why there is no state.
 pub(crate) fn send_refusal(mut stream: &UnixStream, refusal: &Refusal) -> io::Result<()> {
     let (why, mark) = match refusal {
-        Refusal::Now(why) => (why, REFUSED),
-        Refusal::Unlike(why) => (why, UNLIKE),
+        Refusal::Now(why) => (why.clone(), REFUSED),
+        Refusal::Unlike(why) => (why.clone(), UNLIKE),
+        Refusal::Never { why, hint } => (format!("{}\n{hint}", why.replace('\n', " ")), NEVER),
     };
     let len = u32::try_from(why.len()).unwrap_or(0);
     stream.write_all(&[len.to_le_bytes(), mark.to_le_bytes()].concat())?;
@@ -122,19 +145,19 @@ impl Read for Until<'_> {
     }
 }
 
-/// Receives a parcel, or why there is none.
+/// Receives a state, or why there is none.
 ///
 /// * `limit`: for all of it. The other process may send byte for byte, and a guest stands still
 ///   meanwhile.
 ///
 /// Errors: those of the socket; numbers that make no sense; it takes too long.
-pub fn receive(stream: &UnixStream, limit: Duration) -> io::Result<Result<Parcel, Refusal>> {
+pub fn receive(stream: &UnixStream, limit: Duration) -> io::Result<Result<HandOverState, Refusal>> {
     let mut stream = Until { stream, end: Instant::now() + limit };
     let mut numbers = [0; 8];
     stream.read_exact(&mut numbers)?;
     let [a, b, c, d, e, f, g, h] = numbers;
     let (words, count) = (u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes([e, f, g, h]));
-    let is_refusal = matches!(count, REFUSED | UNLIKE);
+    let is_refusal = matches!(count, REFUSED | UNLIKE | NEVER);
     if words > WORDS_MAX || count > FDS_MAX && !is_refusal {
         return Err(io::ErrorKind::InvalidData.into());
     }
@@ -149,7 +172,11 @@ pub fn receive(stream: &UnixStream, limit: Duration) -> io::Result<Result<Parcel
     Ok(match count {
         REFUSED => Err(Refusal::Now(description)),
         UNLIKE => Err(Refusal::Unlike(description)),
-        _ => Ok(Parcel { description, fds }),
+        NEVER => {
+            let (why, hint) = description.split_once('\n').unwrap_or((&description, ""));
+            Err(Refusal::Never { why: why.to_owned(), hint: hint.to_owned() })
+        }
+        _ => Ok(HandOverState { description, fds }),
     })
 }
 

@@ -1,44 +1,114 @@
-//! `ringdisk serve --upgrade`: a disk goes to a new process while a virtual machine uses it.
+//! `--upgrade`: an export goes to a successor process while clients use it, a disk of a virtual
+//! machine (`ringdisk serve`) or a mount (`ringdisk mount`).
 //!
-//! Promises: at every moment exactly one of the two processes serves, or none; the old one goes on
-//! as long as the new one has not said that everything is ready, and never again after that. The
-//! guest sees a pause, nothing else. If the old one is killed when the new one has everything, the
-//! new one serves; a kill at any other moment of the one whose turn it is leaves nobody, as a kill
-//! always does, and requests in flight are in the memory of the front end then
-//! (`ringdisk_guest::inflight`). Beside the control socket of a disk the old process listens on one
-//! for its successor, open to our user and to root only; the new one takes a disk from these only,
-//! since directories of sockets may be in /tmp, where anybody makes names.
+//! Promises: at every moment exactly one of the two processes serves, or none; the predecessor goes
+//! on as long as the successor has not said that everything is ready, and never again after that.
+//! Clients see a pause, nothing else. If the predecessor is killed when the successor has
+//! everything, the successor serves; a kill at any other moment of the one whose turn it is leaves
+//! nobody, as a kill always does. Beside the control socket of a disk the predecessor listens on one
+//! for its successor, open to our user and to root only; the successor takes a disk from these only,
+//! since directories of sockets may be in /tmp, where all users make names.
 //!
-//! What is said: the new process connects and says [`ASK`] and what it would show to the guest
-//! ([`Shown`]); the old one refuses if that is not what it shows itself, or else stands still and
-//! sends the parcel; the new one prepares everything and says [`READY`]; the old one says [`GO`];
-//! the new one serves. The old one removes its names and closes the socket: one that serves other
-//! disks at once, one that has none left by its end, so that its pid file is free, too.
+//! What is said: the successor connects and says [`ASK`] and what it would show to clients
+//! ([`Shown`]); the predecessor refuses if that is not what it shows itself, or else stands still
+//! and sends the state; the successor prepares everything and says [`READY`]; the predecessor says
+//! [`GO`]; the successor serves. The predecessor removes its names and closes the socket: one that
+//! serves other disks at once, one that has none left by its end, so that its pid file is free, too.
 
 mod device;
 pub mod link;
+pub mod mount;
 mod predecessor;
 mod successor;
 
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::time::Duration;
 
 pub use device::Shown;
 pub use predecessor::SuccessorSocket;
+use ringdisk_export::{Error, HandOverState, HandedOver};
+use ringdisk_vhost::export::HandOverHandle;
 use rustix::net::sockopt::socket_peercred;
 pub use successor::{Lingering, Offer, Predecessor, ask};
 
 use crate::control::registry::user;
+use crate::failure::{Exit, Failure};
 
-/// The new process wants the disk. Who connects and says nothing only looks whether somebody is
-/// there.
+/// The successor wants the disk. A process that connects and says nothing only looks whether it is
+/// served.
 const ASK: u8 = b'A';
-/// The new process has everything.
+/// The successor has everything.
 const READY: u8 = b'R';
-/// The old process serves no longer.
+/// The predecessor serves no longer.
 const GO: u8 = b'G';
-/// Each step takes so long at most; the guest stands still meanwhile.
+/// Each step takes so long at most; clients wait meanwhile.
 const STEP: Duration = Duration::from_secs(8);
+
+/// What is handed over, for messages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A disk of a virtual machine.
+    Disk,
+    /// A mount.
+    Mount,
+}
+
+impl Kind {
+    fn clients(self) -> &'static str {
+        match self {
+            Kind::Disk => "the guest",
+            Kind::Mount => "its users",
+        }
+    }
+
+    fn what_clients_see(self) -> &'static str {
+        match self {
+            Kind::Disk => "what the guest sees",
+            Kind::Mount => "what its users see",
+        }
+    }
+
+    /// No process of ours hands over what is served there.
+    fn no_predecessor(self, path: &Path) -> Failure {
+        let name = path.display();
+        match self {
+            Kind::Disk => {
+                Failure::new(Exit::Mountpoint, format!("no ringdisk serves a disk at '{name}'"))
+                    .hint("start without --upgrade")
+            }
+            Kind::Mount => {
+                let text =
+                    format!("no process of this user that serves '{name}' waits for a successor");
+                Failure::new(Exit::Mountpoint, text).hint(
+                    "it may be another user's, or of a version that cannot be upgraded: end it with `ringdisk umount` and mount the image anew",
+                )
+            }
+        }
+    }
+}
+
+/// An export that can be handed over.
+pub trait HandsOver: Send + 'static {
+    /// Makes it stand still and packs it. It goes on when the second value is dropped, and ends
+    /// when that is committed.
+    ///
+    /// Errors: why that cannot be; it goes on.
+    fn hand_over(&self) -> Result<(HandOverState, HandedOver), Error>;
+
+    /// What it is.
+    fn kind(&self) -> Kind;
+}
+
+impl HandsOver for HandOverHandle {
+    fn hand_over(&self) -> Result<(HandOverState, HandedOver), Error> {
+        HandOverHandle::hand_over(self)
+    }
+
+    fn kind(&self) -> Kind {
+        Kind::Disk
+    }
+}
 
 /// Whether a disk may be given to the process on the other side of a socket, or be taken from it.
 fn is_trusted(stream: &UnixStream) -> bool {

@@ -1,52 +1,54 @@
-//! The old process: waits for a successor, and gives it the disk.
+//! The predecessor: waits for a successor, and hands its export over.
+//!
+//! Promises: a process of another user is sent away; what the successor would serve is compared
+//! before anything stands still; the export goes on here until the successor has said that it has
+//! everything. One thread for each export.
 
 use std::io::{self, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use ringdisk_disk::Disk;
-use ringdisk_vhost::export::HandOverHandle;
-
 use super::link::{self, Refusal};
-use super::{ASK, GO, READY, STEP, Shown, is_trusted};
+use super::{ASK, GO, HandsOver, READY, STEP, Shown, is_trusted};
 use crate::control::registry::{self, Listening};
 use crate::helper;
+use ringdisk_disk::Disk;
 
 /// After a connection that could not be accepted.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
-/// The socket for the successor of one disk; dropping it removes its name.
+/// The socket for the successor of one export; dropping it removes its name.
 #[derive(Debug)]
 pub struct SuccessorSocket {
     listening: Listening,
     was_given: Arc<AtomicBool>,
-    /// Gives the stream to the process that has the disk.
+    /// Gives the stream to the successor.
     thread: Option<JoinHandle<Option<UnixStream>>>,
 }
 
 impl SuccessorSocket {
     /// Waits for a successor from now on.
     ///
-    /// * `path`: of the vhost-user socket, as [`registry::real_path`] gives it.
-    /// * `shown`: what the guest has been shown of the disk.
+    /// * `name`: of the socket, as [`registry::name_for_successor`] and
+    ///   [`registry::name_for_successor_of_mount`] give it.
+    /// * `shown`: what clients have been shown of the disk.
     ///
     /// Errors: no socket, no thread.
     pub fn start(
-        path: &Path,
-        handle: HandOverHandle,
+        name: &str,
+        export: impl HandsOver,
         shown: Shown,
         disk: &Arc<Disk>,
     ) -> io::Result<SuccessorSocket> {
-        let listening = registry::listen(&registry::name_for_successor(path))?;
+        let listening = registry::listen(name)?;
         let listener = listening.listener.try_clone()?;
         listener.set_nonblocking(false)?;
         let was_given = Arc::new(AtomicBool::new(false));
         let given = Arc::clone(&was_given);
-        let ours = Ours { handle, shown, disk: Arc::downgrade(disk) };
+        let ours = Ours { export: Box::new(export), shown, disk: Arc::downgrade(disk) };
         let thread = std::thread::Builder::new()
             .name(String::from("upgrade"))
             .spawn(move || wait(&listener, &ours, &given))?;
@@ -58,14 +60,14 @@ impl SuccessorSocket {
         self.listening.named()
     }
 
-    /// Says whether another process serves the disk now.
+    /// Says whether the successor serves the disk now.
     pub fn was_given(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.was_given)
     }
 
-    /// Ends: no successor finds this disk here any more. Gives what tells the one that has taken
-    /// it, when it is closed, that no name of the disk is in use here any longer; `None`: nobody
-    /// has taken it.
+    /// Ends: no successor finds this disk here any more. Gives the stream to the successor, which
+    /// is told by its end that no name of the disk is in use here any longer; `None`: there is no
+    /// successor.
     pub fn end(mut self) -> Option<UnixStream> {
         self.join()
     }
@@ -88,7 +90,7 @@ impl Drop for SuccessorSocket {
 
 /// What there is to give.
 struct Ours {
-    handle: HandOverHandle,
+    export: Box<dyn HandsOver>,
     shown: Shown,
     /// Weak: its image is let go of as soon as it is served no longer.
     disk: Weak<Disk>,
@@ -99,7 +101,7 @@ struct Ours {
 fn wait(listener: &UnixListener, ours: &Ours, given: &AtomicBool) -> Option<UnixStream> {
     while let Some(stream) = next(listener) {
         if !is_trusted(&stream) {
-            tracing::debug!("a stranger wanted the disk and was sent away");
+            tracing::debug!("a process of another user wanted the disk and was sent away");
             continue;
         }
         match give(&stream, ours, given) {
@@ -140,20 +142,21 @@ fn give(mut stream: &UnixStream, ours: &Ours, given: &AtomicBool) -> io::Result<
     if let Some(disk) = ours.disk.upgrade()
         && let Err(why) = ours.shown.check(&wanted, &disk)
     {
-        tracing::warn!("the disk is not handed over: the guest would find another one: {why}");
+        let who = ours.export.kind().clients();
+        tracing::warn!("the disk is not handed over: {who} would find another one: {why}");
         link::send_refusal(stream, &Refusal::Unlike(why))?;
         return Ok(false);
     }
-    let (parcel, still) = match ours.handle.hand_over() {
+    let (state, still) = match ours.export.hand_over() {
         Ok(packed) => packed,
         Err(error) => {
             tracing::warn!("the disk is not handed over: {error}");
-            link::send_refusal(stream, &Refusal::Now(error.to_string()))?;
+            link::send_refusal(stream, &Refusal::of(&error))?;
             return Ok(false);
         }
     };
-    link::send(stream, &parcel)?;
-    drop(parcel);
+    link::send(stream, &state)?;
+    drop(state);
     if link::receive_word(stream)? != Some(READY) {
         return Err(io::ErrorKind::InvalidData.into());
     }

@@ -1,4 +1,7 @@
-//! The new process: asks for the disk, and takes it.
+//! The successor: asks for an export, and takes it.
+//!
+//! Promises: only a process of our user or of root is asked; whatever goes wrong before it has given
+//! the export up leaves it there.
 
 use std::fs;
 use std::io::{self, Read, Write};
@@ -7,16 +10,16 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use ringdisk_export::HandOverState;
 use ringdisk_storage::Storage;
-use ringdisk_vhost::export::Parcel;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
 use rustix::process::{PidfdFlags, pidfd_open};
 
 use super::link::Refusal;
-use super::{ASK, GO, READY, STEP, Shown, is_trusted, link};
-use crate::control::registry::{candidates, connect_now, name_for_successor, user};
+use super::{ASK, GO, Kind, READY, STEP, Shown, is_trusted, link};
+use crate::control::registry::{candidates, connect_now, user};
 use crate::failure::{Exit, Failure};
 
 /// The old process flushes its disk while the guest still works, and then stands still for as long
@@ -67,20 +70,24 @@ impl Lingering {
     }
 }
 
-/// Asks the process that serves a disk for it. Its guest stands still from now on.
+/// Asks the process that serves a disk for it. Its clients wait from now on.
 ///
-/// * `path`: of the vhost-user socket, as [`crate::control::registry::real_path`] gives it.
-/// * `shown`: what this process would show to the guest.
+/// * `kind`: what is asked for.
+/// * `path`: of the vhost-user socket or the mountpoint, for messages.
+/// * `socket`: name of the socket for the successor.
+/// * `shown`: what this process would show to the clients.
 ///
-/// Errors: nobody serves there; it cannot be had now; the guest has been shown something else.
-pub fn ask(path: &Path, shown: &Shown) -> Result<(Parcel, Offer), Failure> {
+/// Errors: no process serves there; it cannot be had now, or never; clients have been shown
+/// something else.
+pub fn ask(
+    kind: Kind,
+    path: &Path,
+    socket: &str,
+    shown: &Shown,
+) -> Result<(HandOverState, Offer), Failure> {
     let name = path.display();
-    let nobody = || {
-        Failure::new(Exit::Mountpoint, format!("no ringdisk serves a disk at '{name}'"))
-            .hint("start without --upgrade")
-    };
-    let found = candidates(&name_for_successor(path), user());
-    let stream = connect(&found, is_trusted).ok_or_else(nobody)?;
+    let found = candidates(socket, user());
+    let stream = connect(&found, is_trusted).ok_or_else(|| kind.no_predecessor(path))?;
     let process = Old::of(&stream);
     let doing = || format!("the process that serves '{name}' did not hand it over");
     let failed = |error: io::Error| match is_end(&error) {
@@ -92,18 +99,23 @@ pub fn ask(path: &Path, shown: &Shown) -> Result<(Parcel, Offer), Failure> {
     (&stream).write_all(&[ASK]).map_err(failed)?;
     link::send_shown(&stream, shown).map_err(failed)?;
     match link::receive(&stream, PARCEL).map_err(failed)? {
-        Ok(parcel) => {
+        Ok(state) => {
             stream.set_read_timeout(Some(STEP)).map_err(failed)?;
-            Ok((parcel, Offer { stream, process }))
+            Ok((state, Offer { stream, process }))
         }
         Err(Refusal::Now(why)) => Err(Failure::new(Exit::General, format!("{}: {why}", doing()))
             .hint("it goes on as before; try again later")),
         Err(Refusal::Unlike(why)) => {
-            let text = format!("{}: the guest would find another disk: {why}", doing());
-            Err(Failure::new(Exit::Usage, text).hint(
-                "it goes on as before; --upgrade takes the words that it was started with, and what the guest sees \
+            let (who, sees) = (kind.clients(), kind.what_clients_see());
+            let text = format!("{}: {who} would find another disk: {why}", doing());
+            Err(Failure::new(Exit::Usage, text).hint(format!(
+                "it goes on as before; --upgrade takes the words that it was started with, and {sees} \
                  changes only when it is stopped and started anew",
-            ))
+            )))
+        }
+        Err(Refusal::Never { why, hint }) => {
+            let failure = Failure::new(Exit::Unsupported, format!("{}: {why}", doing()));
+            Err(failure.hint(format!("it goes on as before; {hint}")))
         }
     }
 }
@@ -111,12 +123,12 @@ pub fn ask(path: &Path, shown: &Shown) -> Result<(Parcel, Offer), Failure> {
 /// Connects to the first process that listens and is to be believed.
 fn connect(places: &[PathBuf], is_trusted: fn(&UnixStream) -> bool) -> Option<UnixStream> {
     places.iter().find_map(|place| {
-        // Without waiting: somebody else may have a name that is looked at, and listen to nobody.
+        // Without waiting: a process of another user may have a name that is looked at.
         let stream = connect_now(place).ok()?;
         if is_trusted(&stream) {
             return Some(stream);
         }
-        // Whoever plants the name would get our guest, and we its image.
+        // A process that plants the name would get our clients, and we its image.
         tracing::warn!("'{}' belongs to another user and is passed over", place.display());
         None
     })

@@ -13,7 +13,6 @@ use ringdisk_ring::{Errno, IoBuf};
 
 use crate::abi::{OUT_HEADER_BYTES, REQUEST_HEAD_BYTES, WRITE_DATA_OFFSET};
 use crate::events::EndReason;
-use crate::queue::note;
 use crate::reply::{ReplyBuf, data_header, error_frame};
 use crate::request::{ParseError, Request, opcode_expects_reply};
 use crate::serve::{Answer, answer};
@@ -141,7 +140,7 @@ async fn serve(
         Err(_) => return Reply::None,
     };
     let unique = request.header.unique;
-    note(queue, entry, &request);
+    queue.will_use(entry, &request);
     match answer(&queue.ring, &queue.server, &queue.cells, &request, data).await {
         Answer::None => Reply::None,
         Answer::Data(len) => {

@@ -146,6 +146,12 @@ impl Fetch {
         !self.enabled.get() && self.armed.get() == 0
     }
 
+    /// Whether this queue was stopped, and every entry has nothing to do: each request that was
+    /// fetched has its reply.
+    pub(super) fn is_still(&self) -> bool {
+        self.is_quiet() && self.idle.borrow().len() == self.parkers.len()
+    }
+
     /// Whether every entry carries a request: the queue cannot take more.
     pub(super) fn is_exhausted(&self) -> bool {
         self.armed.get() == 0 && self.idle.borrow().is_empty()

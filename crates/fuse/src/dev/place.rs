@@ -86,6 +86,16 @@ impl Place {
         self.draining.store(true, Ordering::Release);
     }
 
+    /// Queues fetch again as before [`Place::drain`]; those that run must be woken to see it.
+    pub(crate) fn resume(&self) {
+        self.draining.store(false, Ordering::Release);
+    }
+
+    /// Whether no queue fetches any more.
+    pub(super) fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::Acquire)
+    }
+
     /// From now on the first queue fetches, all may poll for storage, and nothing is measured;
     /// those that run must be woken to see it.
     pub(crate) fn settle(&self) {
@@ -94,7 +104,7 @@ impl Place {
     }
 
     pub(super) fn fetches(&self, queue: usize) -> bool {
-        if self.draining.load(Ordering::Acquire) {
+        if self.is_draining() {
             return false;
         }
         if self.is_settled() {

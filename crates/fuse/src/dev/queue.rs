@@ -15,6 +15,9 @@ use super::fetch::Fetch;
 use super::place::{MESSAGE_LOOK_AGAIN, MESSAGE_UPDATE, Place};
 use crate::queue::{Buffers, PollsFor, Queue};
 
+/// How often a queue that is being drained looks whether it is.
+const STILL_LOOK: Duration = Duration::from_micros(100);
+
 /// A queue and how it fetches from `/dev/fuse`.
 pub(crate) struct DevQueue {
     queue: Rc<Queue>,
@@ -128,6 +131,16 @@ impl DevQueue {
     pub(crate) fn look_again(&self) {
         if self.fetch.is_enabled() {
             self.fetch.look_again(&self.ring);
+        }
+    }
+
+    /// Waits until this queue, which fetches no longer, has answered all that it has fetched, or
+    /// until queues fetch again.
+    pub(crate) async fn drained(&self) {
+        while self.place.is_draining() && !self.has_ended() && !self.fetch.is_still() {
+            // Also fetches that were not in the ring yet when they were cancelled.
+            self.fetch.stop(&self.ring);
+            self.ring.sleep(STILL_LOOK).await;
         }
     }
 

@@ -25,7 +25,7 @@ use crate::dev::{Place, answer_init};
 use crate::events::{Event, EventSender};
 use crate::file::{FileOptions, FileServer};
 use crate::keeper::{InUseSlot, Keeper};
-use crate::kept::{self, Parked};
+use crate::kept::{self, Parked, TakenMount};
 use crate::mount::{AnswerCheck, Method, Mount, MountOptions, mount, open_backing};
 use crate::negotiate::{Negotiated, Profile};
 use crate::placement::{self, Placement};
@@ -49,6 +49,8 @@ pub(super) struct Attempt<'a> {
     pub(super) options: &'a ExportOptions,
     /// The most that rings shall do; `None`: no rings.
     pub(super) mode: Option<RingMode>,
+    /// The mount of a live process; `None`: it is made, or was left by a process that is gone.
+    pub(super) taken: Option<&'a TakenMount>,
 }
 
 /// What came of an attempt.
@@ -61,7 +63,7 @@ pub(super) enum Outcome {
 }
 
 /// Why an attempt stops.
-enum Stop {
+pub(super) enum Stop {
     /// The export cannot be started.
     Error(Error),
     /// Another attempt may do.
@@ -75,7 +77,7 @@ impl From<Error> for Stop {
 }
 
 /// Where everything will be.
-struct Layout {
+pub(super) struct Layout {
     placement: Placement,
     plan: Option<Plan>,
     /// Entries of each thread over `/dev/fuse`.
@@ -85,10 +87,10 @@ struct Layout {
 }
 
 /// The threads of the export. Dropped, they end.
-struct Threads {
+pub(super) struct Threads {
     queues: Vec<FuseThread>,
     /// How many of them serve the mount; the others serve injected devices.
-    count: usize,
+    pub(super) count: usize,
     place: Arc<Place>,
     rings: Option<Arc<Rings>>,
     clock: Clock,
@@ -97,7 +99,7 @@ struct Threads {
 }
 
 /// A mount that has agreed on the protocol. Dropped, it goes, if this attempt has made it.
-struct Connection {
+pub(super) struct Connection {
     mount: Mount,
     negotiated: Negotiated,
     /// Number of the image for the kernel, with passthrough; 0: none.
@@ -166,7 +168,13 @@ impl Attempt<'_> {
     }
 
     /// The mount that another process has made, with which this one goes on.
-    fn resumed(&self) -> Option<&Parked> {
+    fn found(&self) -> Option<&Parked> {
+        let taken = self.taken.map(|taken| &taken.parked);
+        taken.or_else(|| self.left())
+    }
+
+    /// Such a mount of a process that is gone.
+    fn left(&self) -> Option<&Parked> {
         self.options.keep.as_ref()?.resume.as_deref()
     }
 
@@ -186,17 +194,17 @@ impl Attempt<'_> {
     /// Phase 1: decides where threads, queues and buffers will be.
     ///
     /// Errors: CPUs that cannot be used.
-    fn lay_out(&self) -> Result<Layout, Error> {
+    pub(super) fn lay_out(&self) -> Result<Layout, Error> {
         let (options, with_rings) = (self.options, self.mode.is_some());
-        let mut profile = match self.resumed() {
+        let mut profile = match self.found() {
             Some(parked) => parked.terms.profile,
             None => Profile::detect(options.kernel_cache),
         };
         profile.over_io_uring = with_rings;
         profile.passthrough = options.passthrough;
         let machine = Topology::read();
-        let wanted = options.thread_options();
-        let mut placement = match self.resumed() {
+        let wanted = options.common.threads.clone();
+        let mut placement = match self.left() {
             Some(parked) => placement::place_again(&machine, &wanted, parked.terms.queues),
             None => placement::place(&machine, &wanted, with_rings)?,
         };
@@ -208,7 +216,7 @@ impl Attempt<'_> {
         let payload_bytes = profile.transfer_bytes() as usize;
         let plan = with_rings.then(|| Plan::new(&placement, depth, payload_bytes));
         let sizes = Sizes { entries, plan: plan.as_ref(), payload_bytes };
-        let topology = describe(&placement, options.numa, sizes);
+        let topology = describe(&placement, options.common.threads.numa, sizes);
         Ok(Layout { placement, plan, entries, profile, topology })
     }
 
@@ -217,7 +225,11 @@ impl Attempt<'_> {
     /// * `injected`: queues beside those of the mount.
     ///
     /// Errors: a thread or its ring cannot be made.
-    fn start_threads(&self, layout: &mut Layout, injected: usize) -> Result<Threads, Stop> {
+    pub(super) fn start_threads(
+        &self,
+        layout: &mut Layout,
+        injected: usize,
+    ) -> Result<Threads, Stop> {
         let (options, placement) = (self.options, &layout.placement);
         let count = placement.threads.len();
         let place = if options.restless { Place::restless(count) } else { Place::new(count) };
@@ -242,7 +254,7 @@ impl Attempt<'_> {
                 clock,
                 events: events.clone(),
                 rings: rings.clone().filter(|_| !is_injected),
-                restricted: options.restricted,
+                restricted: options.common.restricted,
             });
             match (started.map_err(Error::of_ring), &rings) {
                 (Ok(queue), _) => queues.push(queue),
@@ -267,7 +279,7 @@ impl Attempt<'_> {
 
     /// Whether clients cannot write.
     fn is_read_only(&self) -> bool {
-        self.options.read_only || self.disk.is_read_only()
+        self.options.common.read_only || self.disk.is_read_only()
     }
 
     /// Phase 3: mounts, or takes the mount of another process, and agrees on the protocol.
@@ -275,14 +287,18 @@ impl Attempt<'_> {
     /// * `lent`: the image, for passthrough.
     ///
     /// Errors: those of mounting; no passthrough.
-    fn connect(&self, layout: &mut Layout, lent: Option<OwnedFd>) -> Result<Connection, Error> {
+    pub(super) fn connect(
+        &self,
+        layout: &mut Layout,
+        lent: Option<OwnedFd>,
+    ) -> Result<Connection, Error> {
         let (options, profile) = (self.options, &layout.profile);
         let switch = self.mode.map(|_| SwitchWatch::new());
-        let (mount, negotiated) = match self.resumed() {
+        let (mount, negotiated) = match self.found() {
             Some(parked) => (kept::adopt(parked)?, parked.terms.negotiated),
             None => {
                 let wanted = MountOptions {
-                    source: options.name.clone().into(),
+                    source: options.common.name.clone().into(),
                     read_only: self.is_read_only(),
                     allow_other: options.allow_other,
                     max_read: profile.transfer_bytes(),
@@ -375,7 +391,7 @@ impl Attempt<'_> {
     }
 
     /// Phase 5: what each operation does on the disk.
-    fn file_server(&self, layout: &Layout, connection: &Connection) -> FileServer {
+    pub(super) fn file_server(&self, layout: &Layout, connection: &Connection) -> FileServer {
         let options = self.options;
         let wanted = FileOptions {
             growable: options.growable,
@@ -388,7 +404,13 @@ impl Attempt<'_> {
             gid: rustix::process::getgid().as_raw(),
         };
         let errors = ClientErrors::start(&options.mountpoint.to_string_lossy());
-        let server = FileServer::new(Arc::clone(self.disk), &wanted).logging(errors);
+        let mut server = FileServer::new(Arc::clone(self.disk), &wanted).logging(errors);
+        if let Some(taken) = self.taken {
+            server = server.continuing(&taken.file);
+            if let Some(keep) = &options.keep {
+                keep.record.restore(&taken.file);
+            }
+        }
         match &options.keep {
             Some(keep) => server.recording(Arc::clone(&keep.record)),
             None => server,
@@ -398,13 +420,13 @@ impl Attempt<'_> {
     /// The descriptors of the queues of the mount.
     ///
     /// Errors: no descriptor is left.
-    fn queue_devices(
+    pub(super) fn queue_devices(
         &self,
         threads: &Threads,
         connection: &Connection,
         notes: &mut Vec<String>,
     ) -> Result<Vec<Arc<OwnedFd>>, Error> {
-        match self.resumed() {
+        match self.left() {
             Some(parked) => kept::devices(parked),
             None => queue_devices(&connection.mount, threads.count, notes),
         }
@@ -413,7 +435,7 @@ impl Attempt<'_> {
     /// What another process can go on with, and the requests that the one before has left.
     ///
     /// Errors: the kernel cannot hand the mount over.
-    fn park(
+    pub(super) fn park(
         &self,
         connection: &Connection,
         devices: &[Arc<OwnedFd>],
@@ -424,7 +446,7 @@ impl Attempt<'_> {
             Some(_) => Some(kept::park(mount, devices, layout.profile, *negotiated)?),
             None => None,
         };
-        if self.resumed().is_some() {
+        if self.left().is_some() {
             kept::ask_again(mount)?;
         }
         Ok(parked)
@@ -433,7 +455,7 @@ impl Attempt<'_> {
     /// Phase 7: starts the control thread, which sees to the end of the export.
     ///
     /// Errors: there is no thread for it.
-    fn look_after(
+    pub(super) fn look_after(
         &self,
         layout: Layout,
         threads: Threads,
@@ -447,17 +469,19 @@ impl Attempt<'_> {
         let mut topology = layout.topology;
         topology.ring_mode = rings.as_ref().map(|rings| rings.mode());
         let mountpoint = connection.mount.mountpoint().to_owned();
+        let negotiated = connection.negotiated;
         // Until now a mount that another process has made stays when this start fails: its helper
         // process keeps it, and the next process may do better.
         let mount = connection.mount.take_over();
         let (remover, connection) = (mount.remover(), mount.connection());
         let in_use = InUseSlot::default();
-        let is_resumed = self.resumed().is_some();
+        let is_resumed = self.left().is_some();
         let keeper = Keeper {
             mount,
             queues,
             disk: Arc::clone(self.disk),
             server,
+            negotiated,
             place,
             clock,
             rings,
@@ -467,7 +491,7 @@ impl Attempt<'_> {
             in_use: in_use.clone(),
             kernel_cache: self.options.kernel_cache,
             is_kept: self.options.keep.is_some(),
-            restricted: self.options.restricted,
+            restricted: self.options.common.restricted,
             look_until: is_resumed.then(|| Instant::now() + LOOK_AFTER_DEATH),
         };
         let keeper = Some(spawn_keeper(keeper)?);
@@ -493,7 +517,7 @@ impl Threads {
     ///
     /// * `own`: descriptors of the mount, one for each of its threads.
     /// * `injected`: one for each other thread.
-    fn serve(
+    pub(super) fn serve(
         &self,
         own: Vec<Arc<OwnedFd>>,
         injected: Vec<OwnedFd>,

@@ -8,6 +8,7 @@ mod attempt;
 mod fallback;
 mod options;
 mod start;
+mod take_over;
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -15,11 +16,11 @@ use std::thread::JoinHandle;
 
 use ringdisk_disk::{Disk, SizeWatch};
 use ringdisk_export::stats::{QueueView, Stats};
-use ringdisk_export::{Error, HaltReason};
+use ringdisk_export::{Error, HaltReason, HandedOver, ask_hand_over};
 
 use crate::events::{Event, EventSender};
 use crate::keeper::InUseSlot;
-use crate::kept::Parked;
+use crate::kept::{HandedMount, Parked, TakenMount};
 use crate::mount::{Remover, RemoverSlot};
 use crate::topology::{Live, MountTopology, watch};
 use crate::transport::Transport;
@@ -27,6 +28,7 @@ use crate::uring::RingMode;
 
 pub use crate::queue::{QUEUE_DEPTH_DEFAULT, QUEUE_DEPTH_MAX};
 pub use options::ExportOptions;
+pub use take_over::Prepared;
 
 /// Asks an export to stop. Any thread.
 #[derive(Clone, Debug)]
@@ -44,6 +46,21 @@ impl StopHandle {
     /// flushed. Returns at once.
     pub fn force(&self) {
         self.0.send(Event::Force);
+    }
+}
+
+/// Hands a mount over to another process, from any thread; also after its end.
+#[derive(Clone, Debug)]
+pub struct HandOverHandle(EventSender);
+
+impl HandOverHandle {
+    /// Makes the mount stand still and gives its state. It goes on when [`HandedOver`] is dropped,
+    /// or when the other process takes too long; it ends when that is committed.
+    ///
+    /// Errors: why that cannot be at the moment, or never ([`crate::ErrorKind::Unsupported`]: over
+    /// io_uring, with passthrough); the mount goes on.
+    pub fn hand_over(&self) -> Result<(HandedMount, HandedOver), Error> {
+        ask_hand_over(|request| self.0.send(Event::HandOver(request)))
     }
 }
 
@@ -70,6 +87,22 @@ impl Export {
     /// can be made.
     pub fn start(disk: Arc<Disk>, options: ExportOptions) -> Result<Export, Error> {
         start::start(disk, options, Vec::new())
+    }
+
+    /// Prepares to go on with a mount that another process hands over
+    /// ([`HandOverHandle::hand_over`]). Nothing is served before [`Prepared::go`], which is for when
+    /// the other process will never go on.
+    ///
+    /// * `disk`: what the other process hands over.
+    /// * `options`: as the other process was given; the transport is `/dev/fuse`.
+    ///
+    /// Errors: as [`Export::start`], but for those of mounting; the other process goes on then.
+    pub fn take_over(
+        disk: Arc<Disk>,
+        options: ExportOptions,
+        mount: TakenMount,
+    ) -> Result<Prepared, Error> {
+        take_over::prepare(disk, options, mount)
     }
 
     /// As [`Export::start`], with one queue more for each of `devices`, whose messages it takes for
@@ -149,6 +182,12 @@ impl Export {
     #[must_use]
     pub fn stop_handle(&self) -> StopHandle {
         StopHandle(self.events.clone())
+    }
+
+    /// Hands the mount over, from any thread.
+    #[must_use]
+    pub fn hand_over_handle(&self) -> HandOverHandle {
+        HandOverHandle(self.events.clone())
     }
 
     /// Makes a queue thread panic.

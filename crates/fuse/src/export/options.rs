@@ -5,8 +5,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use ringdisk_export::{Numa, ThreadOptions, Threads};
-use ringdisk_ring::CpuList;
+use ringdisk_export::CommonOptions;
 
 use crate::kept::Keep;
 use crate::transport::Transport;
@@ -15,6 +14,8 @@ use crate::uring::{Refuse, RingMode, Stay, ZeroCopy};
 /// How to serve a disk as a file.
 #[derive(Clone, Debug)]
 pub struct ExportOptions {
+    /// Name (the source in the mount table), queue threads, whether writes are refused.
+    pub common: CommonOptions,
     /// An existing regular file.
     pub mountpoint: PathBuf,
     /// How requests travel.
@@ -23,12 +24,6 @@ pub struct ExportOptions {
     pub zero_copy: ZeroCopy,
     /// The kernel reads and writes the image itself.
     pub passthrough: bool,
-    /// Queue threads.
-    pub threads: Threads,
-    /// CPUs for them; `None`: all that this process may use.
-    pub cpus: Option<CpuList>,
-    /// Whether queues are served, and buffers kept, on the node of their callers.
-    pub numa: Numa,
     /// Requests that each queue serves at once, 1..=4096; `None`:
     /// [`QUEUE_DEPTH_DEFAULT`](super::QUEUE_DEPTH_DEFAULT), and what memory allows on rings.
     pub queue_depth: Option<u32>,
@@ -36,8 +31,6 @@ pub struct ExportOptions {
     pub growable: bool,
     /// Clients may make the disk larger and smaller.
     pub resizable: bool,
-    /// Refuse writes although the disk would take them.
-    pub read_only: bool,
     /// Let other users in.
     pub allow_other: bool,
     /// Let the kernel cache pages.
@@ -46,12 +39,8 @@ pub struct ExportOptions {
     pub io_timeout: Option<Duration>,
     /// How long a stop waits until clients have closed the file; `None`: as long as they take.
     pub stop_timeout: Option<Duration>,
-    /// Source in the mount table.
-    pub name: String,
     /// The mount outlives this process; over `/dev/fuse` only.
     pub keep: Option<Keep>,
-    /// Rings do nothing but what serving takes ([`ringdisk_ring::Config::restricted`]).
-    pub restricted: bool,
     /// Moves the fetching between queues all the time. For tests of just that.
     #[doc(hidden)]
     pub restless: bool,
@@ -72,33 +61,23 @@ impl ExportOptions {
     #[must_use]
     pub fn new(mountpoint: impl Into<PathBuf>) -> ExportOptions {
         ExportOptions {
+            common: CommonOptions::default(),
             mountpoint: mountpoint.into(),
             transport: Transport::Auto,
             zero_copy: ZeroCopy::Auto,
             passthrough: false,
-            threads: Threads::Auto,
-            cpus: None,
-            numa: Numa::Auto,
             queue_depth: None,
             growable: false,
             resizable: false,
-            read_only: false,
             allow_other: false,
             kernel_cache: false,
             io_timeout: None,
             stop_timeout: None,
-            name: String::from("ringdisk"),
             keep: None,
-            restricted: true,
             restless: false,
             stay: None,
             ring_mode_max: RingMode::ZeroCopy,
             refuse: None,
         }
-    }
-
-    /// For the placement of the threads.
-    pub(super) fn thread_options(&self) -> ThreadOptions {
-        ThreadOptions { threads: self.threads, cpus: self.cpus.clone(), numa: self.numa }
     }
 }

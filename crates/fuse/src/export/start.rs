@@ -40,10 +40,11 @@ pub(super) fn start(
     let mut devices = Some(devices);
     loop {
         let devices = devices.take().unwrap_or_default();
-        let attempt = Attempt { disk: &disk, options: &options, mode: choice.mode };
+        let (disk, options, mode) = (&disk, &options, choice.mode);
+        let attempt = Attempt { disk, options, mode, taken: None };
         match attempt.run(devices, &mut choice.notes)? {
             Outcome::Serves(export) => return Ok(choice.report(*export)),
-            refused => choice.next(&options, refused)?,
+            refused => choice.next(options, refused)?,
         }
     }
 }
@@ -124,10 +125,15 @@ impl Choice {
     }
 
     /// Says where everything is.
-    fn report(self, mut export: Export) -> Export {
-        export.topology.reason = self.reason;
-        tracing::info!("{}", export.topology.summary());
-        export.topology.remarks.iter().for_each(|remark| tracing::info!("{remark}"));
-        export
+    fn report(self, export: Export) -> Export {
+        report(export, self.reason)
     }
+}
+
+/// Says where everything is, and why not in rings.
+pub(super) fn report(mut export: Export, reason: Option<String>) -> Export {
+    export.topology.reason = reason;
+    tracing::info!("{}", export.topology.summary());
+    export.topology.remarks.iter().for_each(|remark| tracing::info!("{remark}"));
+    export
 }

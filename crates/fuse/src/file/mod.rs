@@ -35,7 +35,7 @@ use crate::abi::{OpenIn, OpenOut, StatfsOut, WriteIn};
 use crate::negotiate::Profile;
 use crate::reply::ReplyBuf;
 use crate::request::{Operation, Request};
-use record::FileRecord;
+use record::{FileRecord, FileState, since_shown};
 
 mod allocate;
 mod attributes;
@@ -83,14 +83,38 @@ impl FileServer {
     #[must_use]
     pub fn recording(mut self, record: Arc<FileRecord>) -> FileServer {
         if let Some(state) = record.state() {
-            self.mode = AtomicU32::new(state.mode);
-            self.uid = AtomicU32::new(state.uid);
-            self.gid = AtomicU32::new(state.gid);
-            self.started = SystemTime::UNIX_EPOCH + state.since;
+            self = self.continuing(&state);
         }
         self.record = Some(record);
         self.record_attributes();
         self
+    }
+
+    /// Goes on with the state that another process had. Before any request is served.
+    #[must_use]
+    pub fn continuing(mut self, state: &FileState) -> FileServer {
+        self.mode = AtomicU32::new(state.mode);
+        self.uid = AtomicU32::new(state.uid);
+        self.gid = AtomicU32::new(state.gid);
+        self.open_files = AtomicU64::new(state.open_files);
+        self.started = SystemTime::UNIX_EPOCH + since_shown(state.since);
+        self
+    }
+
+    /// What another process needs to go on with the file. No request is in flight.
+    pub(crate) fn state(&self) -> FileState {
+        if let Some(state) = self.record.as_ref().and_then(|record| record.state()) {
+            return state;
+        }
+        let load = |value: &AtomicU32| value.load(Ordering::Relaxed);
+        FileState {
+            mode: load(&self.mode),
+            uid: load(&self.uid),
+            gid: load(&self.gid),
+            open_files: self.open_files.load(Ordering::SeqCst),
+            writable_files: 0,
+            since: self.started.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default(),
+        }
     }
 
     /// Whether another process may go on with the mount.

@@ -29,6 +29,8 @@ pub struct FileState {
     pub gid: u32,
     /// Open files of all clients.
     pub open_files: u64,
+    /// Of these, the ones that can be written; 0 where no record counts them.
+    pub writable_files: u64,
     /// The time that a read-only file shows, after 1970.
     pub since: Duration,
 }
@@ -86,8 +88,19 @@ impl FileRecord {
             uid: raw.uid,
             gid: raw.gid,
             open_files: raw.open_files,
+            writable_files: raw.writable_files,
             since,
         })
+    }
+
+    /// Takes the state over that another process hands over.
+    pub(crate) fn restore(&self, state: &FileState) {
+        self.change(|raw| {
+            (raw.is_there, raw.mode, raw.uid, raw.gid) = (1, state.mode, state.uid, state.gid);
+            (raw.open_files, raw.writable_files) = (state.open_files, state.writable_files);
+            (raw.since_s, raw.since_ns) =
+                (state.since.as_secs(), state.since.subsec_nanos().into());
+        });
     }
 
     /// Records mode, owner and time.
@@ -139,7 +152,15 @@ impl FileRecord {
 /// A time after 1970; one that the clock cannot show is 1970.
 fn since_of(seconds: u64, nanoseconds: u64) -> Duration {
     let since = Duration::from_secs(seconds).checked_add(Duration::from_nanos(nanoseconds));
-    since.filter(|since| SystemTime::UNIX_EPOCH.checked_add(*since).is_some()).unwrap_or_default()
+    since_shown(since.unwrap_or_default())
+}
+
+/// A time after 1970; one that the clock cannot show is 1970.
+pub(super) fn since_shown(since: Duration) -> Duration {
+    match SystemTime::UNIX_EPOCH.checked_add(since) {
+        Some(_) => since,
+        None => Duration::ZERO,
+    }
 }
 
 #[cfg(test)]
@@ -166,8 +187,13 @@ mod tests {
         first.count(14, false, true);
         let state = record(&file).state().expect("recorded");
         let since = Duration::new(1000, 7);
-        assert_eq!(state, FileState { mode: 0o640, uid: 3, gid: 4, open_files: 1, since });
+        let (mode, uid, gid, open_files, writable_files) = (0o640, 3, 4, 1, 0);
+        let expected = FileState { mode, uid, gid, open_files, writable_files, since };
+        assert_eq!(state, expected);
         assert_eq!(record(&file).writable_files(), 0);
+        let other = tempfile::tempfile().expect("file");
+        record(&other).restore(&state);
+        assert_eq!(record(&other).state(), Some(expected), "handed over");
     }
 
     #[test]

@@ -5,7 +5,7 @@
 
 use std::os::fd::OwnedFd;
 
-use rustix::fs::{Mode, OFlags, open};
+use rustix::fs::{FileType, Mode, OFlags, fcntl_getfl, fcntl_setfl, fstat, major, minor, open};
 use rustix::io::Errno;
 
 use crate::{Error, ErrorKind};
@@ -16,6 +16,26 @@ pub const DEVICE_PATH: &str = "/dev/fuse";
 /// Opens the device; errors are those of `open(2)`.
 pub(crate) fn open_raw() -> Result<OwnedFd, Errno> {
     open(DEVICE_PATH, OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty())
+}
+
+/// Number of the device: that of misc devices, and FUSE's among them (Documentation/admin-guide,
+/// devices.txt).
+const DEVICE_NUMBER: (u32, u32) = (10, 229);
+
+/// Whether a descriptor is one of this device.
+#[must_use]
+pub fn is_device(descriptor: &OwnedFd) -> bool {
+    fstat(descriptor).is_ok_and(|stat| {
+        FileType::from_raw_mode(stat.st_mode) == FileType::CharacterDevice
+            && (major(stat.st_rdev), minor(stat.st_rdev)) == DEVICE_NUMBER
+    })
+}
+
+/// Makes reads of a descriptor return when there is no request.
+///
+/// Errors: those of fcntl(2).
+pub fn set_nonblocking(descriptor: &OwnedFd) -> Result<(), Errno> {
+    fcntl_setfl(descriptor, fcntl_getfl(descriptor)? | OFlags::NONBLOCK)
 }
 
 /// Opens the device for a mount of our own.

@@ -14,10 +14,10 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use ringdisk_messages::{Wait, pair, receive};
-use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::Errno;
 use rustix::net::SocketType;
 
+use super::device::set_nonblocking;
 use super::table::SUBTYPE;
 use super::{MountOptions, busy};
 use crate::{Error, ErrorKind};
@@ -53,8 +53,7 @@ pub(super) fn mount(mountpoint: &Path, options: &MountOptions) -> Result<OwnedFd
     let said = finish(&mut child);
     match (device?.into_one(), said) {
         (Some(device), Ok(())) => {
-            let flags = fcntl_getfl(&device).map_err(system)?;
-            fcntl_setfl(&device, flags | OFlags::NONBLOCK).map_err(system)?;
+            set_nonblocking(&device).map_err(system)?;
             Ok(device)
         }
         (_, Err(text)) => Err(explain(mountpoint, &text)),

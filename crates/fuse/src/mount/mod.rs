@@ -296,6 +296,11 @@ impl Mount {
         }
     }
 
+    /// Another process is responsible for the mount from now on: dropping this leaves it.
+    pub(crate) fn leave(&mut self) {
+        self.is_active = false;
+    }
+
     /// Keeps the mount and gives up responsibility for it. For tests and for a process that hands
     /// its descriptors to another.
     pub fn into_device(mut self) -> Result<OwnedFd, Error> {
@@ -408,10 +413,17 @@ pub fn remove(mountpoint: &Path, connection: u32, how: Unmount) -> Result<(), Er
     }
 }
 
+/// Number of the connection that a `/dev/fuse` descriptor belongs to, as the kernel says it; `None`:
+/// it does not say, or there is none.
+#[must_use]
+pub fn connection_of(device: &OwnedFd) -> Option<u32> {
+    abort::connection_of(device.as_fd())
+}
+
 /// Whether the kernel says which connection a `/dev/fuse` descriptor belongs to.
 #[must_use]
 pub fn knows_its_connection(device: &OwnedFd) -> bool {
-    abort::connection_of(device.as_fd()).is_some()
+    connection_of(device).is_some()
 }
 
 /// What aborts the connection of a mount, of any process. `None`: that mount is not there, or its

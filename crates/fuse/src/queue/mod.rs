@@ -5,21 +5,21 @@
 //! [`crate::dev::DevQueue`] and [`crate::uring::RingQueue`]; the thread is in [`crate::thread`].
 
 mod buffers;
-mod idle;
 mod in_flight;
 
 use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Instant;
 
+use ringdisk_export::IdleMemory;
 use ringdisk_export::stats::QueueCells;
 use ringdisk_ring::{Fd, Ring};
 
 use crate::events::{EndReason, Event, EventSender};
 use crate::file::FileServer;
+use crate::request::{Operation, Request};
 
 pub(crate) use buffers::Buffers;
-pub(crate) use idle::{IdleMemory, give_back, note};
 pub(crate) use in_flight::{Clock, InFlight};
 
 /// Requests that one queue serves at once unless the user says otherwise. The memory is 1 MiB each,
@@ -98,6 +98,17 @@ impl Queue {
         self.cells.begin();
         self.hold_polling();
         nanos
+    }
+
+    /// A request is about to use the buffer of its entry. The data of a WRITE are there already; for
+    /// a READ the kernel looks up each page that it copies from.
+    pub(crate) fn will_use(&self, entry: usize, request: &Request) {
+        let bytes = match &request.operation {
+            Operation::Read(argument) => argument.size,
+            Operation::Write(argument) => argument.size,
+            _ => 0,
+        };
+        self.memory.will_use(&self.ring, entry, bytes);
     }
 
     /// Its reply is ready, and whether the request waited for something meanwhile is not known.

@@ -17,7 +17,6 @@ use crate::abi::uring::{
     register_with_slot,
 };
 use crate::events::EndReason;
-use crate::queue::note;
 use crate::reply::ReplyBuf;
 use crate::serve::{Answer, answer};
 
@@ -200,7 +199,7 @@ async fn serve_incoming(queue: &RingQueue, place: usize, frame: &Frame, incoming
     }
     let answer = match &incoming.request {
         Ok(request) => {
-            note(queue, place, request);
+            queue.will_use(place, request);
             answer(&queue.ring, &queue.server, &queue.cells, request, data).await
         }
         Err(_) => Answer::error(number, Errno::INVAL),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ringdisk_disk::{Disk, ImageOptions, NullOptions};
-use ringdisk_fuse::{Export, ExportOptions, Threads};
+use ringdisk_fuse::{CommonOptions, Export, ExportOptions};
 use ringdisk_testkit::process::{command, run};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 
@@ -23,7 +23,7 @@ fn served_at_depth<T>(
     let path = directory.path().join("disk");
     std::fs::write(&path, b"").unwrap();
     let options = ExportOptions {
-        threads: Threads::Count(threads),
+        common: CommonOptions::with_threads(threads),
         queue_depth,
         ..ExportOptions::new(path.clone())
     };

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use ringdisk_disk::{Disk, ImageOptions};
-use ringdisk_fuse::{Export, ExportOptions, Threads, Transport};
+use ringdisk_fuse::{CommonOptions, Export, ExportOptions, Transport};
 use ringdisk_ring::pin_to_cpus;
 use ringdisk_testkit::limits::{UringParameter, needs_root};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
@@ -63,7 +63,7 @@ fn overtaken(transport: Transport) -> Vec<u64> {
     File::create(&path).expect("a mountpoint");
     let options = ExportOptions {
         transport,
-        threads: Threads::Count(1),
+        common: CommonOptions::with_threads(1),
         queue_depth: Some(ENTRIES),
         ..ExportOptions::new(path.clone())
     };

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ringdisk_disk::{Disk, ImageOptions, NullOptions};
 use ringdisk_fuse::mount::{Abort, Unmount, table, unmount};
-use ringdisk_fuse::{Export, ExportOptions, HaltReason, Threads};
+use ringdisk_fuse::{CommonOptions, Export, ExportOptions, HaltReason};
 use ringdisk_ring::{Config, Errno, Runtime};
 use ringdisk_testkit::process::{Process, command, patient, run, until};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
@@ -34,7 +34,7 @@ fn place() -> Place {
 }
 
 fn options(place: &Place) -> ExportOptions {
-    ExportOptions { threads: Threads::Count(2), ..ExportOptions::new(&place.path) }
+    ExportOptions { common: CommonOptions::with_threads(2), ..ExportOptions::new(&place.path) }
 }
 
 fn is_mounted(place: &Place) -> bool {
@@ -289,9 +289,11 @@ fn a_shared_mapping_that_finds_the_storage_full_fails_its_msync() {
 #[test]
 fn a_queue_thread_that_panics_halts_its_export() {
     let place = place();
-    let export =
-        Export::start(null(), ExportOptions { threads: Threads::Count(1), ..options(&place) })
-            .unwrap();
+    let export = Export::start(
+        null(),
+        ExportOptions { common: CommonOptions::with_threads(1), ..options(&place) },
+    )
+    .unwrap();
     export.panic_for_test();
     assert_eq!(export.wait().unwrap_err(), HaltReason::Panicked);
     assert!(!is_mounted(&place));

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use ringdisk_disk::{Disk, NullOptions};
-use ringdisk_fuse::{Export, ExportOptions, Threads, Transport};
+use ringdisk_fuse::{CommonOptions, Export, ExportOptions, Transport};
 use ringdisk_testkit::process::{command, run};
 
 /// Runs fio for a while on an export whose place changes every 50 µs. A request that nobody fetches
@@ -21,7 +21,7 @@ fn restless_at_depth(threads: usize, queue_depth: Option<u32>, arguments: &[&str
         Disk::null(&NullOptions { size: 1 << 30, read_zeroes: false, latency: Duration::ZERO });
     let options = ExportOptions {
         transport: Transport::Dev,
-        threads: Threads::Count(threads),
+        common: CommonOptions::with_threads(threads),
         restless: true,
         queue_depth,
         ..ExportOptions::new(path.clone())

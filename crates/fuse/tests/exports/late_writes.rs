@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use ringdisk_disk::{Disk, ImageOptions};
-use ringdisk_fuse::{Export, ExportOptions, Threads, Transport};
+use ringdisk_fuse::{CommonOptions, Export, ExportOptions, Transport};
 use ringdisk_ring::{Config, IoBuf, Ring, Runtime};
 use ringdisk_storage::{ErrorKind, Lock, OpenOptions, Storage};
 use ringdisk_testkit::mount::scratch;
@@ -72,7 +72,7 @@ fn late_write(mode: &str) {
     std::fs::write(&path, "").expect("a mountpoint");
     let disk = Disk::from_storage(sim.storage(), &ImageOptions::default());
     let options = ExportOptions {
-        threads: Threads::Count(1),
+        common: CommonOptions::with_threads(1),
         transport: Transport::Dev,
         ..ExportOptions::new(path.clone())
     };
@@ -137,7 +137,7 @@ fn an_open_that_waits_comes_after_the_last_write_of_the_dead() {
     std::fs::write(&path, "").expect("a mountpoint");
     let disk = Disk::from_storage(sim.storage(), &ImageOptions::default());
     let options = ExportOptions {
-        threads: Threads::Count(1),
+        common: CommonOptions::with_threads(1),
         transport: Transport::Dev,
         ..ExportOptions::new(path.clone())
     };

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use ringdisk_disk::{Disk, NullOptions};
 use ringdisk_fuse::mount::table;
-use ringdisk_fuse::{Export, ExportOptions, Refuse, RingMode, Threads, Transport, ZeroCopy};
+use ringdisk_fuse::{CommonOptions, Export, ExportOptions, Refuse, RingMode, Transport, ZeroCopy};
 use ringdisk_ring::Topology;
 use ringdisk_testkit::limits::{UringParameter, needs, needs_root};
 
@@ -37,7 +37,8 @@ fn start(place: &Place, options: ExportOptions) -> Result<Export, ringdisk_fuse:
     let disk =
         Disk::null(&NullOptions { size: 1 << 20, read_zeroes: true, ..NullOptions::default() });
     let depth = u32::try_from(DEPTH).ok();
-    let options = ExportOptions { threads: Threads::Count(2), queue_depth: depth, ..options };
+    let options =
+        ExportOptions { common: CommonOptions::with_threads(2), queue_depth: depth, ..options };
     Export::start(disk, ExportOptions { mountpoint: place.path.clone(), ..options })
 }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use ringdisk_disk::{Disk, ImageOptions, NullOptions, Source};
 use ringdisk_fuse::mount::{self, Unmount, table};
-use ringdisk_fuse::{Export, ExportOptions, HaltReason, Refuse, Threads, Transport};
+use ringdisk_fuse::{CommonOptions, Export, ExportOptions, HaltReason, Refuse, Transport};
 use ringdisk_ring::{Config, Runtime};
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::{UringParameter, needs_root};
@@ -172,8 +172,8 @@ fn a_queue_thread_that_panics_under_load_ends_its_clients_with_errors() {
     let Some(place) = place() else { return };
     let disk =
         Disk::null(&NullOptions { size: 1 << 20, read_zeroes: true, ..NullOptions::default() });
-    let threads = Threads::Count(2);
-    let options = ExportOptions { threads, ..options(&place, Transport::Uring) };
+    let common = CommonOptions::with_threads(2);
+    let options = ExportOptions { common, ..options(&place, Transport::Uring) };
     let export = Export::start(disk, options).expect("rings");
     let mut clients = readers(&place);
     until(SOON, || (export.stats().total().requests > 500).then_some(())).expect("they read");
@@ -189,8 +189,8 @@ fn a_queue_thread_that_panics_under_load_ends_its_clients_with_errors() {
 fn a_reply_that_is_refused_under_load_ends_clients_with_errors_and_keeps_what_was_flushed() {
     let Some(place) = place() else { return };
     let refuse = Some(Refuse::ReplyAfter(200));
-    let threads = Threads::Count(2);
-    let options = ExportOptions { threads, refuse, ..options(&place, Transport::Uring) };
+    let common = CommonOptions::with_threads(2);
+    let options = ExportOptions { common, refuse, ..options(&place, Transport::Uring) };
     let export = Export::start(open(&place), options).expect("rings");
     assert_eq!(export.transport(), Transport::Uring);
     serves(&place);

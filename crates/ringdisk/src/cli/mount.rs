@@ -40,6 +40,8 @@ Examples:
       with queue threads on four CPUs; `ringdisk topology disk` shows them
   ringdisk mount --daemonize --pidfile /run/disk.pid disk.img /srv/disk
       in the background; the command returns when the mount answers
+  ringdisk mount --upgrade disk.img /srv/disk
+      go on with it in a new process of this version, while it is in use
   ringdisk mount --null 1T --latency 100us /tmp/null
       a disk that keeps nothing, to measure everything but storage";
 
@@ -163,6 +165,17 @@ pub(crate) struct MountArgs {
     /// answered.
     #[arg(long, conflicts_with = "snapshot", help_heading = "Serving options")]
     pub(crate) keep_mount: bool,
+
+    /// Take the mount over from the process that serves it now, while it is in use: its users see a
+    /// pause
+    ///
+    /// For a new version of ringdisk. The words are those that the mount was started with: what its
+    /// users see must stay as it is, threads, CPUs, the depth and the sandbox may change. The
+    /// process before serves until everything is prepared here, and goes on if it cannot be taken
+    /// over. Over /dev/fuse only, not with
+    /// --passthrough and not with --keep-mount; by the same user or root.
+    #[arg(long, help_heading = "Serving options")]
+    pub(crate) upgrade: bool,
 
     /// Write the pid to FILE when the mount answers; locked, and removed at the end
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Serving options")]

@@ -22,6 +22,7 @@ pub(crate) mod rebase;
 pub(crate) mod reopen;
 pub(crate) mod resize;
 pub(crate) mod serve;
+mod shown;
 pub(crate) mod snapshot;
 pub(crate) mod topology;
 pub(crate) mod umount;

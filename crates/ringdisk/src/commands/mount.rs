@@ -14,6 +14,7 @@ mod plan;
 mod serving;
 mod signals;
 mod start;
+mod take;
 mod users;
 
 use std::path::Path;
@@ -31,6 +32,7 @@ use crate::cli::{MountArgs, MountPaths};
 use crate::serve;
 
 use start::{Opened, Start};
+use take::Taken;
 
 /// Starts the background process. If it was killed before it was ready, nobody else removes what it
 /// had made so far.
@@ -46,6 +48,9 @@ fn run_child(path: &Path) -> Result<u8, Failure> {
 /// Errors: everything that can go wrong; see [`Exit`].
 pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
     let user = Wanted::of(&args.user.word)?;
+    if args.upgrade {
+        serve::check_upgrades(args)?;
+    }
     if args.keep_mount {
         // Before a process is started that would find it out.
         serve::check_keeps(args)?;
@@ -88,6 +93,9 @@ fn serve(
     kept: Option<Kept>,
     user: Wanted,
 ) -> Result<u8, Failure> {
+    if args.upgrade && kept.as_ref().is_none_or(|kept| kept.resumed().is_none()) {
+        return upgrade(args, paths, background, kept, user);
+    }
     let mut start = Start::plan(args, paths, kept)?;
     let disk = match start.open()? {
         Opened::Disk(disk) => disk,
@@ -103,6 +111,27 @@ fn serve(
         Opened::Ended(code) => return Ok(code),
     };
     serving.park()?;
+    serving.make_pidfile()?;
+    let control = serving.attend()?;
+    serving.confine(user, &control)?;
+    serving.announce(background)?;
+    serving.wait(control)
+}
+
+/// Takes the mount over from the process that serves it, and serves it until the end.
+///
+/// Errors: it cannot be had, and is served there on; why it ended here.
+fn upgrade(
+    args: &MountArgs,
+    paths: MountPaths,
+    background: Option<Background>,
+    kept: Option<Kept>,
+    user: Wanted,
+) -> Result<u8, Failure> {
+    let Taken { mut serving, user, predecessor } = take::take_over(args, paths, kept, user)?;
+    serving.park()?;
+    // Names, the pid file and the control socket are free when the process before lets go of them.
+    serving.succeed(predecessor);
     serving.make_pidfile()?;
     let control = serving.attend()?;
     serving.confine(user, &control)?;

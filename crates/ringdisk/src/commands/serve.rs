@@ -8,9 +8,8 @@
 mod greet;
 mod kept;
 mod privileges;
-mod take;
+pub(super) mod take;
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -36,8 +35,9 @@ use ringdisk_daemon::upgrade::{Shown, SuccessorSocket};
 use ringdisk_disk::Disk;
 use ringdisk_vhost::{ExportOptions, Listen};
 
-use crate::cli::{DISCARD, DiskArgs, ServeArgs, ServedDisk, word_of};
+use crate::cli::{DiskArgs, ServeArgs, ServedDisk};
 use crate::commands::open::{ImagePlan, new_image, reach};
+use crate::commands::shown::ShownWords;
 use crate::new_image::NewImage;
 use crate::vhost::{self, Handle, Served};
 
@@ -304,32 +304,15 @@ fn plan<'a>(args: &ServeArgs, disk: &'a ServedDisk, place: Place) -> Result<Plan
 
 /// What the guest is shown, as the words of a disk say it now.
 fn shown(disk: &ServedDisk) -> Shown {
-    let (source, device) = (&disk.args.source, &disk.args.device);
-    let mut options = BTreeMap::new();
-    let mut say = |name: &str, value: Option<String>| {
-        options.insert(name.to_owned(), value.unwrap_or_default());
-    };
-    let switch = |is_on: bool| Some(String::from(if is_on { "on" } else { "off" }));
-    let number = |number: Option<u64>| number.map(|number| number.to_string());
-    say("--queues", Some(vhost::queues(&disk.args).to_string()));
-    say("--queue-size", Some(device.queue_size.to_string()));
-    say("--serial", Some(device.serial.clone()));
-    say("--logical-block-size", Some(device.logical_block_size.to_string()));
-    say("--physical-block-size", number(device.physical_block_size.map(u64::from)));
-    say("--packed", Some(device.packed.name().to_owned()));
-    say("--read-only", switch(source.read_only));
-    say("--discard", Some(word_of(DISCARD, source.discard).to_owned()));
-    say("--snapshot", switch(source.snapshot));
-    say("--offset", number(source.offset));
-    say("--size", number(source.size));
-    say("--partition", number(source.partition.map(u64::from)));
-    say("--null", number(source.null));
-    if let Some(format) = source.format {
-        // Who does not say it leaves it to the image.
-        say("--format", Some(format.name().to_owned()));
-    }
-    let image = source.overlay.as_deref().or(disk.image.as_deref());
-    Shown::new(image, options)
+    let device = &disk.args.device;
+    let mut words = ShownWords::of_source(&disk.args.source);
+    words.say("--queues", Some(vhost::queues(&disk.args).to_string()));
+    words.say("--queue-size", Some(device.queue_size.to_string()));
+    words.say("--serial", Some(device.serial.clone()));
+    words.say("--logical-block-size", Some(device.logical_block_size.to_string()));
+    words.number("--physical-block-size", device.physical_block_size.map(u64::from));
+    words.say("--packed", Some(device.packed.name().to_owned()));
+    words.shown(&disk.args.source, disk.image.as_deref())
 }
 
 /// Serves one disk.
@@ -400,7 +383,9 @@ impl Placed {
         let commands = Arc::new(commands.confined_later(restricted));
         let control = control(path.as_ref(), &commands, restricted);
         let successor = path.as_ref().and_then(|path| {
-            let successor = SuccessorSocket::start(path, served.hand_over_handle(), shown, &disk);
+            let socket = registry::name_for_successor(path);
+            let handle = served.hand_over_handle();
+            let successor = SuccessorSocket::start(&socket, handle, shown, &disk);
             successor.inspect_err(|e| tracing::warn!("`--upgrade` cannot be used: {e}")).ok()
         });
         Running {

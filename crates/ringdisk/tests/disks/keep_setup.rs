@@ -107,8 +107,8 @@ fn survive(packed: bool, seed: u64) {
                 let mut killed = 0;
                 while killed < KILLS && !over.load(Ordering::Acquire) {
                     let call = match full() {
-                            true => 1 + (round * KILLS + killed) % CALLS,
-                            false => 1 + prng.below(CALLS / KILLS),
+                        true => 1 + (round * KILLS + killed) % CALLS,
+                        false => 1 + prng.below(CALLS / KILLS),
                     };
                     let Some((pid, mut tracer)) = kill_at(holder, call) else { break };
                     while lives(pid) && !over.load(Ordering::Acquire) {

@@ -11,5 +11,6 @@ mod keep;
 mod passthrough;
 mod refused;
 mod stopped_server;
+mod upgrade;
 mod uring;
 mod windows;

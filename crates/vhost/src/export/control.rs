@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::accel::{KERNEL_LOOK, Occasion};
 use super::backend::Control;
-use super::hand_over::{FrontEnd, Outcome};
+use super::hand_over::{self, FrontEnd, Outcome};
 use super::kept::Left;
 use super::options::Second;
 use super::record::{Pending, Record};
@@ -180,7 +180,7 @@ impl Host {
                 return Ok(Next::Stopped);
             }
             if let Some(request) = self.next_request() {
-                match request.serve(&mut self.control, &self.door, None) {
+                match hand_over::serve(request, &mut self.control, &self.door, None) {
                     Outcome::Taken => return Ok(Next::HandedOver),
                     Outcome::GoesOn | Outcome::LetGo => continue,
                 }
@@ -305,7 +305,7 @@ impl Host {
                 && let Some(request) = self.next_request()
             {
                 let front_end = Some((&mut *session, &*connection));
-                match request.serve(&mut self.control, &self.door, front_end) {
+                match hand_over::serve(request, &mut self.control, &self.door, front_end) {
                     Outcome::Taken => return End::HandedOver,
                     // It would wait for ever.
                     Outcome::LetGo => return End::Gone,

@@ -3,10 +3,9 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::mpsc::{RecvTimeoutError, SyncSender, TryRecvError, sync_channel};
-use std::time::Duration;
 
 use ringdisk_disk::{Disk, HandOver, ImageOptions};
+use ringdisk_export::HandOverState;
 use ringdisk_guest::inflight::InflightArea;
 use ringdisk_guest::{Layout, Log, Memory, Region};
 use ringdisk_ring::Ring;
@@ -15,72 +14,11 @@ use super::backend::Control;
 use super::sockets::Door;
 use crate::closing::Held;
 use crate::hand_over_state::{
-    Copies, Descriptors, HandOverState, InflightWords, Packing, Ran, RegionWords, Role, Unpacked,
+    Copies, Descriptors, InflightWords, Packing, Ran, RegionWords, Role, Unpacked,
 };
 use crate::session::Session;
-use crate::signals::{Request, Signals};
+use crate::signals::Request;
 use crate::{BackChannel, Connection, Error, ErrorKind};
-
-/// The other process has so long to take everything; the guest stands still meanwhile.
-const TIMEOUT: Duration = Duration::from_secs(10);
-/// How long what the guest has written may take to reach the storage before that; the guest still
-/// works.
-const FLUSHING: Duration = Duration::from_secs(20);
-/// An export has so long to stand still and to be packed.
-const STANDING: Duration = Duration::from_secs(10);
-
-/// An export that stands still because it is being handed over. Dropping it lets the export go on
-/// here.
-#[derive(Debug)]
-#[must_use = "the guest stands still"]
-pub struct HandedOver {
-    verdict: SyncSender<()>,
-}
-
-impl HandedOver {
-    /// The other process goes on: this export ends, and touches nothing any more. `false` when it
-    /// came too late: this export goes on.
-    #[must_use]
-    pub fn commit(self) -> bool {
-        // A channel without room: it is taken, or not given.
-        self.verdict.send(()).is_ok()
-    }
-}
-
-/// Asks the control thread for everything; waits until requests in flight are done, but not for
-/// ever.
-///
-/// Errors: why it cannot be handed over at the moment; it goes on then.
-pub(super) fn ask(signals: &Signals) -> Result<(HandOverState, HandedOver), Error> {
-    ask_within(signals, FLUSHING, STANDING)
-}
-
-fn ask_within(
-    signals: &Signals,
-    flushing: Duration,
-    limit: Duration,
-) -> Result<(HandOverState, HandedOver), Error> {
-    let (stands, stood) = sync_channel(1);
-    let (answer, answered) = sync_channel(1);
-    let (verdict, verdict_receiver) = sync_channel(0);
-    signals.request(Request { stands, answer, verdict: verdict_receiver });
-    // Whatever is answered later finds that no thread waits, and the export goes on. One that does
-    // not get so far says why below.
-    if stood.recv_timeout(flushing) == Err(RecvTimeoutError::Timeout) {
-        let text = format!("the disk is not flushed after {} s", flushing.as_secs());
-        return Err(Error::new(ErrorKind::Refused, text));
-    }
-    let state = answered.recv_timeout(limit).map_err(|error| match error {
-        RecvTimeoutError::Disconnected => {
-            Error::new(ErrorKind::Halted, "the disk is served no longer")
-        }
-        RecvTimeoutError::Timeout => {
-            let text = format!("requests in flight are not done after {} s", limit.as_secs());
-            Error::new(ErrorKind::Refused, text)
-        }
-    })??;
-    Ok((state, HandedOver { verdict }))
-}
 
 /// What came of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,46 +31,42 @@ pub(super) enum Outcome {
     LetGo,
 }
 
-impl Request {
-    /// Carries it out, on the control thread.
-    ///
-    /// * `front_end`: the session and its socket, between two messages, if one is connected.
-    pub(super) fn serve(
-        self,
-        control: &mut Control,
-        door: &Door,
-        mut front_end: Option<(&mut Session, &Connection)>,
-    ) -> Outcome {
-        if matches!(self.verdict.try_recv(), Err(TryRecvError::Disconnected)) {
-            // No thread waits for it any more: the guest need not stand still.
-            return Outcome::GoesOn;
-        }
-        if control.is_migrating() {
-            let why = "the guest is being migrated; try again after that";
-            let _ = self.answer.send(Err(Error::new(ErrorKind::Refused, why)));
-            return Outcome::GoesOn;
-        }
-        // A change of the disk may come, for which a flush waits, and which waits for what is in
-        // the kernel.
-        control.take_back_all();
-        // Most of what has to reach the storage does so while the guest still works. A failure
-        // comes again below.
-        let _ = control.flush();
-        if self.stands.send(()).is_err() {
-            // It took too long.
-            return Outcome::GoesOn;
-        }
-        if let Some((session, _)) = &mut front_end {
-            session.suspend(control);
-        }
-        let packed = pack_still(control, door, &mut front_end);
-        let is_packed = packed.is_ok();
-        let told = self.answer.send(packed).is_ok();
-        if is_packed && told && self.verdict.recv_timeout(TIMEOUT).is_ok() {
-            return Outcome::Taken;
-        }
-        if go_on(control, &mut front_end) { Outcome::GoesOn } else { Outcome::LetGo }
+/// Carries a request out, on the control thread.
+///
+/// * `front_end`: the session and its socket, between two messages, if one is connected.
+pub(super) fn serve(
+    request: Request,
+    control: &mut Control,
+    door: &Door,
+    mut front_end: Option<(&mut Session, &Connection)>,
+) -> Outcome {
+    if !request.is_awaited() {
+        // No thread waits for it any more: the guest need not stand still.
+        return Outcome::GoesOn;
     }
+    if control.is_migrating() {
+        let why = "the guest is being migrated; try again after that";
+        request.refuse(Error::new(ErrorKind::Refused, why));
+        return Outcome::GoesOn;
+    }
+    // A change of the disk may come, for which a flush waits, and which waits for what is in
+    // the kernel.
+    control.take_back_all();
+    // Most of what has to reach the storage does so while the guest still works. A failure
+    // comes again below.
+    let _ = control.flush();
+    if !request.stands() {
+        // It took too long.
+        return Outcome::GoesOn;
+    }
+    if let Some((session, _)) = &mut front_end {
+        session.suspend(control);
+    }
+    let packed = pack_still(control, door, &mut front_end);
+    if request.offer(packed) {
+        return Outcome::Taken;
+    }
+    if go_on(control, &mut front_end) { Outcome::GoesOn } else { Outcome::LetGo }
 }
 
 fn pack_still(
@@ -341,12 +275,20 @@ pub(super) type FrontEnd = (Session, Held);
 
 #[cfg(test)]
 mod tests {
-    use std::time::Instant;
+    use std::time::{Duration, Instant};
+
+    use ringdisk_export::ask_hand_over;
 
     use super::*;
+    use crate::signals::Signals;
 
     fn signals() -> Arc<Signals> {
         Arc::new(Signals::new(false).expect("an eventfd"))
+    }
+
+    fn ask(signals: &Signals) -> Error {
+        let asked = ask_hand_over(|request| signals.request(request));
+        asked.expect_err("nothing is handed over")
     }
 
     /// A control thread that does this with the first request.
@@ -360,10 +302,10 @@ mod tests {
             serve(request.expect("one comes"));
         });
         let begun = Instant::now();
-        let error = ask(&signals).expect_err("nothing is handed over");
-        assert!(begun.elapsed() < STANDING / 2);
+        let error = ask(&signals);
+        assert!(begun.elapsed() < Duration::from_secs(5));
         let _ = control.join();
-        assert_eq!(ask(&signals).expect_err("it has ended").kind(), ErrorKind::Halted);
+        assert_eq!(ask(&signals).kind(), ErrorKind::Halted);
         assert!(signals.take_request().is_none());
         error
     }
@@ -377,20 +319,9 @@ mod tests {
         let signals = signals();
         let attended = signals.attended();
         let theirs = Arc::clone(&signals);
-        let asks = std::thread::spawn(move || ask(&theirs).expect_err("it has ended"));
+        let asks = std::thread::spawn(move || ask(&theirs));
         std::thread::sleep(Duration::from_millis(5));
         drop(attended);
         assert_eq!(asks.join().expect("it asked").kind(), ErrorKind::Halted);
-    }
-
-    #[test]
-    fn who_gets_no_answer_gives_up_and_the_request_is_nobodys() {
-        let signals = signals();
-        let error =
-            ask_within(&signals, Duration::from_millis(5), STANDING).expect_err("no answer");
-        assert_eq!(error.kind(), ErrorKind::Refused);
-        let request = signals.take_request().expect("it waits");
-        assert!(matches!(request.verdict.try_recv(), Err(TryRecvError::Disconnected)));
-        assert!(request.answer.send(Err(error)).is_err());
     }
 }

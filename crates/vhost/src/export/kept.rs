@@ -298,7 +298,7 @@ impl Host {
             return Some(request);
         }
         let text = "a process keeps it (--keep), and starts the next one with its own program: stop it, or leave --keep away";
-        let _ = request.answer.send(Err(Error::new(ErrorKind::Refused, text)));
+        request.refuse(Error::new(ErrorKind::Refused, text));
         None
     }
 

@@ -24,20 +24,18 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use ringdisk_disk::{Disk, ImageOptions, SizeWatch};
+use ringdisk_export::ask_hand_over;
 use ringdisk_export::stats::Stats;
+pub use ringdisk_export::{HandOverState, HandedOver};
 use ringdisk_ring::Ring;
 
 use crate::device::Device;
-use crate::hand_over_state::Role;
+use crate::hand_over_state::{Role, Unpacked};
 use crate::keep::KeptState;
 use crate::signals::{Signals, Switch};
 use crate::{Error, ErrorKind};
 
 pub use crate::device::{Health, OnError};
-pub use crate::hand_over_state::HandOverState;
-#[doc(hidden)]
-pub use crate::hand_over_state::HandOverState as Parcel;
-pub use hand_over::HandedOver;
 pub use options::{
     BLOCK_SIZE_MAX, BLOCK_SIZE_MIN, Connector, ExportOptions, Listen, Packed, QUEUE_SIZE_MAX,
     QUEUES_MAX, SERIAL_BYTES_MAX, Second, check_block_size, check_serial, queues_default,
@@ -75,7 +73,7 @@ impl HandOverHandle {
     ///
     /// Errors: why that cannot be at the moment; the export goes on.
     pub fn hand_over(&self) -> Result<(HandOverState, HandedOver), Error> {
-        hand_over::ask(&self.0)
+        ask_hand_over(|request| self.0.request(request))
     }
 }
 
@@ -187,7 +185,7 @@ impl Export {
         image: &ImageOptions,
         mut options: ExportOptions,
     ) -> Result<Prepared, Error> {
-        let mut state = state.open()?;
+        let mut state = Unpacked::open(state)?;
         let disk = hand_over::open_disk(ring, &mut state, image).await.map_err(|error| {
             Error::new(ErrorKind::Refused, "the disk cannot be taken over").source(error)
         })?;

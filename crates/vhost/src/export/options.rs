@@ -9,8 +9,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ringdisk_export::{Numa, THREADS_MAX, Threads};
-use ringdisk_ring::CpuList;
+use ringdisk_export::{CommonOptions, THREADS_MAX, Threads};
 
 use super::accel::AccelOptions;
 use crate::device::OnError;
@@ -98,8 +97,10 @@ pub enum Second {
 /// How to serve a disk as a vhost-user-blk device.
 #[derive(Debug)]
 pub struct ExportOptions {
-    /// KernelStatus in messages and statistics, and the name of threads.
-    pub name: String,
+    /// Name, queue threads, whether writes are refused. Each of several threads gets one of the
+    /// named CPUs; where none are named the scheduler chooses, within a node where there are
+    /// several.
+    pub common: CommonOptions,
     /// Where front ends come from.
     pub listen: Listen,
     /// For [`Listen::Connect`].
@@ -113,13 +114,6 @@ pub struct ExportOptions {
     pub queues: u16,
     /// Largest virtqueue that a front end may ask for, descriptors, 2..=[`QUEUE_SIZE_MAX`].
     pub queue_size_max: u16,
-    /// Queue threads.
-    pub threads: Threads,
-    /// CPUs for them, of which each of several threads gets one; `None`: all that this process may
-    /// use, and the scheduler chooses, within a node where there are several.
-    pub cpus: Option<CpuList>,
-    /// Whether queues are served, and buffers kept, on the node of their memory.
-    pub numa: Numa,
     /// What the guest reads as the serial number, at most [`SERIAL_BYTES_MAX`] bytes of printable
     /// ASCII; may be empty.
     pub serial: String,
@@ -137,14 +131,10 @@ pub struct ExportOptions {
     pub pin_guest_memory: bool,
     /// For I/O errors of the image.
     pub on_error: OnError,
-    /// Refuse writes although the disk would take them.
-    pub read_only: bool,
     /// Keeps the export's state outside of this process: when that is killed, another one goes on
     /// ([`Export::go_on`](super::Export::go_on)), and the front end notices a pause. Not with
     /// `accel`.
     pub keep: Option<Box<dyn Keeper>>,
-    /// Rings do nothing but what serving takes ([`ringdisk_ring::Config::restricted`]).
-    pub restricted: bool,
 }
 
 impl ExportOptions {
@@ -152,16 +142,13 @@ impl ExportOptions {
     #[must_use]
     pub fn new(listen: Listen) -> ExportOptions {
         ExportOptions {
-            name: String::from("ringdisk"),
+            common: CommonOptions::default(),
             listen,
             connector: Connector::default(),
             held: false,
             second: Second::Wait,
             queues: queues_default(),
             queue_size_max: QUEUE_SIZE_MAX,
-            threads: Threads::Auto,
-            cpus: None,
-            numa: Numa::Auto,
             serial: String::new(),
             logical_block_size: BLOCK_SIZE_MIN,
             physical_block_size: None,
@@ -170,9 +157,7 @@ impl ExportOptions {
             accel: None,
             pin_guest_memory: false,
             on_error: OnError::Report,
-            read_only: false,
             keep: None,
-            restricted: true,
         }
     }
 
@@ -191,7 +176,7 @@ impl ExportOptions {
                 "virtqueues of {size} descriptors; they have 2 to {QUEUE_SIZE_MAX}"
             ));
         }
-        if let Threads::Count(count) = self.threads
+        if let Threads::Count(count) = self.common.threads.threads
             && !(1..=THREADS_MAX).contains(&count)
         {
             return usage(format!("{count} queue threads; there are 1 to {THREADS_MAX}"));
@@ -268,7 +253,7 @@ mod tests {
             (ExportOptions { queues: 65, ..options() }, "1 to 64"),
             (ExportOptions { queue_size_max: 1, ..options() }, "2 to 1024"),
             (ExportOptions { queue_size_max: 1025, ..options() }, "2 to 1024"),
-            (ExportOptions { threads: Threads::Count(0), ..options() }, "1 to 64"),
+            (ExportOptions { common: CommonOptions::with_threads(0), ..options() }, "1 to 64"),
             (ExportOptions { serial: "x".repeat(21), ..options() }, "20 is the most"),
             (ExportOptions { serial: String::from("a\tb"), ..options() }, "printable"),
             (ExportOptions { logical_block_size: 256, ..options() }, "power of two"),

@@ -6,7 +6,7 @@
 
 use std::sync::atomic::AtomicUsize;
 
-use ringdisk_export::{PlacementRule, ThreadOptions, ThreadPlaces, place_threads};
+use ringdisk_export::{PlacementRule, ThreadPlaces, place_threads};
 use ringdisk_ring::Topology;
 
 use super::options::ExportOptions;
@@ -26,8 +26,6 @@ pub(super) fn place(
     placed: &AtomicUsize,
     notes: &mut Vec<String>,
 ) -> Result<ThreadPlaces, Error> {
-    let ExportOptions { threads, cpus, numa, .. } = options;
-    let wanted = ThreadOptions { threads: *threads, cpus: cpus.clone(), numa: *numa };
     let queues = usize::from(options.queues);
     let rule = PlacementRule {
         auto_max: queues,
@@ -36,7 +34,7 @@ pub(super) fn place(
         placed: Some(placed),
         ..PlacementRule::default()
     };
-    place_threads(topology, &wanted, &rule, notes)
+    place_threads(topology, &options.common.threads, &rule, notes)
 }
 
 #[cfg(test)]
@@ -69,7 +67,9 @@ mod tests {
 
     fn options(queues: u16, named: Option<&str>) -> ExportOptions {
         let listen = Listen::Connect(PathBuf::from("socket"));
-        ExportOptions { queues, cpus: named.map(cpus), ..ExportOptions::new(listen) }
+        let mut options = ExportOptions { queues, ..ExportOptions::new(listen) };
+        options.common.threads.cpus = named.map(cpus);
+        options
     }
 
     /// The CPUs of the threads of one disk after another.
@@ -91,7 +91,10 @@ mod tests {
         let topology = topology(2);
         let disks = || [options(3, None), options(2, None)];
         assert_eq!(placed(&topology, disks()), ["0-3", "4-7", "0-3", "4-7", "0-3"]);
-        let off = disks().map(|options| ExportOptions { numa: Numa::Off, ..options });
+        let off = disks().map(|mut options| {
+            options.common.threads.numa = Numa::Off;
+            options
+        });
         assert_eq!(placed(&topology, off), ["none"; 5]);
     }
 
@@ -107,7 +110,8 @@ mod tests {
     fn automatic_threads_are_as_many_as_virtqueues_or_cpus() {
         assert_eq!(placed(&topology(1), [options(9, None)]).len(), 4);
         assert_eq!(placed(&topology(1), [options(9, Some("0-1"))]), ["0", "1"]);
-        let more = ExportOptions { threads: Threads::Count(3), ..options(9, Some("0-1")) };
+        let mut more = options(9, Some("0-1"));
+        more.common.threads.threads = Threads::Count(3);
         assert_eq!(placed(&topology(1), [more]), ["0", "1", "0"]);
     }
 

@@ -81,7 +81,7 @@ pub(super) fn prepare(
         session,
         second: options.second,
         signals: Arc::clone(&signals),
-        name: options.name,
+        name: options.common.name,
         front_end,
         is_deaf: false,
         record,
@@ -103,13 +103,13 @@ pub(super) fn prepare(
 
 /// Whether the guest cannot write.
 fn is_read_only(disk: &Disk, options: &ExportOptions) -> bool {
-    options.read_only || disk.is_read_only()
+    options.common.read_only || disk.is_read_only()
 }
 
 /// What all threads of the device share.
 fn device(disk: &Disk, options: &ExportOptions, signals: &Arc<Signals>) -> Arc<Device> {
     Arc::new(Device::new(
-        &options.name,
+        &options.common.name,
         &options.serial,
         options.logical_block_size,
         is_read_only(disk, options),
@@ -147,7 +147,7 @@ impl Threads {
                 disk: Arc::clone(disk),
                 device: Arc::clone(device),
                 pins: pins.clone(),
-                restricted: options.restricted,
+                restricted: options.common.restricted,
             });
             let thread = thread.map_err(Error::of_ring)?;
             notes.extend(thread.thread.pin_error.clone());
@@ -155,7 +155,13 @@ impl Threads {
         }
         let views = threads.iter().map(|thread| thread.thread.view.clone()).collect();
         let views: Views = Arc::new(Mutex::new(views));
-        let ring_nodes = RingNodes::new(topology, usable, options.numa, placed, Arc::clone(&views));
+        let ring_nodes = RingNodes::new(
+            topology,
+            usable,
+            options.common.threads.numa,
+            placed,
+            Arc::clone(&views),
+        );
         Ok(Threads { threads, ring_nodes, views, notes })
     }
 }

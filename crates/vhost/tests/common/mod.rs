@@ -16,8 +16,7 @@ use ringdisk_ring::{Config, Runtime};
 use ringdisk_testkit::model::{Discards, FrontEnd, LoadOptions, Vm, VmOptions};
 use ringdisk_testkit::mount::scratch;
 use ringdisk_testkit::sim::SimStorage;
-use ringdisk_vhost::Threads;
-use ringdisk_vhost::{Export, ExportOptions, Listen};
+use ringdisk_vhost::{CommonOptions, Export, ExportOptions, Listen};
 use tempfile::TempDir;
 
 /// One mebibyte.
@@ -61,7 +60,7 @@ pub(crate) fn serve(disk: Arc<Disk>, change: impl FnOnce(&mut ExportOptions)) ->
     let listener = UnixListener::bind(&path).expect("a socket");
     let mut options = ExportOptions {
         queues: 8,
-        threads: Threads::Count(2),
+        common: CommonOptions::with_threads(2),
         serial: String::from("model"),
         ..ExportOptions::new(Listen::Listener(listener.into()))
     };

@@ -122,7 +122,7 @@ fn a_request_has_up_to_1024_segments_of_data() {
 fn a_read_only_disk_is_read_and_not_changed() {
     let (sim, disk) = simulated(MIB);
     sim.put(512, &[5; 512]);
-    let served = serve(disk, |options| options.read_only = true);
+    let served = serve(disk, |options| options.common.read_only = true);
     let mut vm = served.vm(options());
     assert!(vm.has(bits::READ_ONLY));
     assert!(!vm.has(bits::DISCARD | bits::WRITE_ZEROES | bits::CONFIG_WCE));

@@ -10,8 +10,7 @@ use ringdisk_ring::{Config, Runtime};
 use ringdisk_testkit::images;
 use ringdisk_testkit::model::{FrontEnd, Load, Vm, VmOptions, ask, bits};
 use ringdisk_testkit::mount::scratch;
-use ringdisk_vhost::Threads;
-use ringdisk_vhost::{Export, ExportOptions, Listen};
+use ringdisk_vhost::{CommonOptions, Export, ExportOptions, Listen};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use crate::common::{MIB, Served, close, load, open, serve};
@@ -39,7 +38,7 @@ fn taken_over(served: Served) -> (Export, std::sync::Arc<Disk>) {
     let (state, still) = served.export.hand_over_handle().hand_over().expect("a state");
     let options = ExportOptions {
         queues: 8,
-        threads: Threads::Count(2),
+        common: CommonOptions::with_threads(2),
         serial: String::from("model"),
         ..ExportOptions::new(Listen::Connect(served.path.clone()))
     };

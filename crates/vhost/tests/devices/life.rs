@@ -190,7 +190,7 @@ fn what_a_process_before_had_taken_is_carried_out_once_by_one_that_is_stopped_at
     for (packed, memory_goes) in [(false, false), (true, false), (false, true), (true, true)] {
         let (before, disk) = simulated(MIB);
         before.on(When::kind(OpKind::Read), Fault::Hold);
-        let killed = serve(disk, |options| options.threads = Threads::Count(4));
+        let killed = serve(disk, |options| options.common.threads.threads = Threads::Count(4));
         let options = VmOptions {
             queues: 4,
             size: 512,
@@ -212,7 +212,7 @@ fn what_a_process_before_had_taken_is_carried_out_once_by_one_that_is_stopped_at
 
         let (sim, disk) = simulated(MIB);
         sim.on(When::kind(OpKind::Read), Fault::Delay(std::time::Duration::from_millis(10)));
-        let served = serve(disk, |options| options.threads = Threads::Count(1));
+        let served = serve(disk, |options| options.common.threads.threads = Threads::Count(1));
         // The first one is stopped by this, too, and waits for requests that are never answered.
         vm.resume(served.front(), BaseRule::Used).expect("it goes on");
         if memory_goes {

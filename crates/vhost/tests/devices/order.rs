@@ -22,7 +22,7 @@ use ringdisk_testkit::mount::scratch;
 use ringdisk_testkit::process::until;
 use ringdisk_testkit::sim::Prng;
 use ringdisk_vhost::Threads;
-use ringdisk_vhost::{Export, ExportOptions, Listen};
+use ringdisk_vhost::{CommonOptions, Export, ExportOptions, Listen};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
@@ -107,7 +107,7 @@ fn content(sector: u64) -> Vec<u8> {
 }
 
 fn start(disk: Arc<Disk>, threads: u16) -> Served {
-    serve(disk, |options| options.threads = Threads::Count(threads.into()))
+    serve(disk, |options| options.common.threads.threads = Threads::Count(threads.into()))
 }
 
 impl World {
@@ -474,7 +474,7 @@ impl World {
         }
         let options = ExportOptions {
             queues: 8,
-            threads: Threads::Count(self.threads.into()),
+            common: CommonOptions::with_threads(self.threads.into()),
             serial: String::from("model"),
             ..ExportOptions::new(Listen::Connect(served.path.clone()))
         };

@@ -158,7 +158,7 @@ impl Scene<'_> {
 
 fn races(packed: bool, requests: u64, seed: u64) {
     let ledger = Ledger::of_bytes(DISK, 32);
-    let export = serve(ledger.disk(), |options| options.threads = Threads::Count(1));
+    let export = serve(ledger.disk(), |options| options.common.threads.threads = Threads::Count(1));
     let (ram, file) = memory();
     let vm = Vm::start_in(ram, export.front(), options(packed)).expect("a device");
     assert!(vm.ram.taken() < PLACE - GUEST_BASE && room(PLACE).end - GUEST_BASE < RAM);

@@ -3,13 +3,13 @@ use super::*;
 const LIMIT: Duration = Duration::from_secs(60);
 
 #[test]
-fn a_parcel_with_many_descriptors_arrives_whole() {
+fn a_state_with_many_descriptors_arrives_whole() {
     let (ours, theirs) = UnixStream::pair().expect("sockets");
     let file = tempfile::tempfile().expect("file");
     let fds = (0..600).map(|_| OwnedFd::from(file.try_clone().expect("copy"))).collect();
-    let parcel = Parcel { description: "x".repeat(100_000), fds };
-    let sender = std::thread::spawn(move || send(&ours, &parcel));
-    let received = receive(&theirs, LIMIT).expect("received").expect("a parcel");
+    let state = HandOverState { description: "x".repeat(100_000), fds };
+    let sender = std::thread::spawn(move || send(&ours, &state));
+    let received = receive(&theirs, LIMIT).expect("received").expect("a state");
     assert_eq!((received.description.len(), received.fds.len()), (100_000, 600));
     sender.join().expect("sender").expect("sent");
 }
@@ -17,7 +17,13 @@ fn a_parcel_with_many_descriptors_arrives_whole() {
 #[test]
 fn refusals_and_rubbish_are_told_apart() {
     let (ours, theirs) = UnixStream::pair().expect("sockets");
-    for refusal in [Refusal::Now(String::from("not now")), Refusal::Unlike(String::from("b"))] {
+    let [why, hint] = ["why", "what to do"].map(String::from);
+    let refusals = [
+        Refusal::Now(String::from("not now")),
+        Refusal::Unlike(String::from("b")),
+        Refusal::Never { why, hint },
+    ];
+    for refusal in refusals {
         send_refusal(&ours, &refusal).expect("sent");
         assert_eq!(receive(&theirs, LIMIT).expect("received").expect_err("refused"), refusal);
     }
@@ -34,7 +40,7 @@ fn refusals_and_rubbish_are_told_apart() {
 }
 
 #[test]
-fn a_parcel_that_comes_byte_for_byte_is_not_waited_for_longer_than_any() {
+fn a_state_that_comes_byte_for_byte_is_not_waited_for_longer_than_any() {
     let (mut ours, theirs) = UnixStream::pair().expect("sockets");
     let begun = Instant::now();
     let drips = std::thread::spawn(move || {

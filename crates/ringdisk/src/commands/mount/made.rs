@@ -41,6 +41,12 @@ impl Made {
         files.mountpoint = id.map(|id| NewFile::adopt(path, id));
     }
 
+    /// All of it belongs to another process from now on.
+    pub(super) fn leave(&self) {
+        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        files.mountpoint.take().into_iter().for_each(NewFile::leave);
+    }
+
     /// Device and inode number of the mountpoint, if we made it.
     pub(super) fn mountpoint_id(&self) -> Option<(u64, u64)> {
         let files = self.files.lock().unwrap_or_else(PoisonError::into_inner);

@@ -18,12 +18,14 @@ use ringdisk_daemon::keep::{self, State};
 use ringdisk_daemon::new_file::NewFiles;
 use ringdisk_daemon::signals::Watcher;
 use ringdisk_daemon::terminal::{self, shell_word, visible};
+use ringdisk_daemon::upgrade::Shown;
 use ringdisk_disk::{Disk, Format, Layer};
-use ringdisk_fuse::mount::{Unmount, mountpoint, table, unmount};
+use ringdisk_fuse::mount::{MountEntry, Unmount, mountpoint, table, unmount};
 use ringdisk_storage::Kind;
 
 use crate::cli::{MountArgs, MountPaths, StopTimeout};
 use crate::commands::open::{ImagePlan, reach};
+use crate::commands::shown::ShownWords;
 use crate::new_image::NewImage;
 use crate::serve::Options;
 
@@ -56,6 +58,25 @@ pub(super) struct Plan<'a> {
     first: Option<State>,
     /// What new overlays are marked with; empty: nothing.
     pub(super) mark: String,
+    /// The mount was another process's, which hands it over.
+    pub(super) is_taken: bool,
+}
+
+/// Errors: the directory of this process is gone.
+fn absolute_pidfile(args: &MountArgs) -> Result<Option<PathBuf>, Failure> {
+    let pidfile = args.pidfile.as_deref().map(std::path::absolute).transpose();
+    pidfile.map_err(|error| Failure::system("the name of the pid file", &error, Exit::General))
+}
+
+/// What new overlays are marked with.
+///
+/// Errors: the system has no random bytes.
+fn new_mark(args: &MountArgs) -> Result<String, Failure> {
+    if !args.keep_mount {
+        return Ok(String::new());
+    }
+    mark::new()
+        .map_err(|error| Failure::system("no random bytes for the mount", &error, Exit::General))
 }
 
 /// The image of a mount.
@@ -84,18 +105,65 @@ impl<'a> Plan<'a> {
         if !is_new {
             mountpoint = free_mountpoint(&mountpoint)?;
         }
-        let pidfile = args.pidfile.as_deref().map(std::path::absolute).transpose();
-        let pidfile = pidfile
-            .map_err(|error| Failure::system("the name of the pid file", &error, Exit::General))?;
+        let pidfile = absolute_pidfile(args)?;
         let image = image_plan(args, paths.image);
-        let mark = match args.keep_mount {
-            true => mark::new().map_err(|error| {
-                Failure::system("no random bytes for the mount", &error, Exit::General)
-            })?,
-            false => String::new(),
+        let mark = new_mark(args)?;
+        let (kept, first, is_taken) = (None, None, false);
+        Ok(Plan { args, image, mountpoint_shown, mountpoint, pidfile, kept, first, mark, is_taken })
+    }
+
+    /// For a mount of a live process, which is to be taken over. Gives the number of its connection,
+    /// too.
+    ///
+    /// Errors: there is no mount of ours.
+    pub(super) fn taken(
+        args: &'a MountArgs,
+        paths: MountPaths,
+    ) -> Result<(Plan<'a>, u32), Failure> {
+        let mountpoint_shown = paths.mountpoint.display().to_string();
+        let mountpoint = mountpoint::resolve(&paths.mountpoint)?;
+        let entry = table::at(&mountpoint)?.filter(MountEntry::is_ours);
+        let connection = entry.and_then(|entry| entry.connection()).ok_or_else(|| {
+            let text = format!(
+                "no ringdisk serves '{mountpoint_shown}', so there is nothing to take over"
+            );
+            Failure::new(Exit::Mountpoint, text).hint("start without --upgrade")
+        })?;
+        let pidfile = absolute_pidfile(args)?;
+        let (image, mark) = (image_plan(args, paths.image), new_mark(args)?);
+        let (kept, first, is_taken) = (None, None, true);
+        let plan = Plan {
+            args,
+            image,
+            mountpoint_shown,
+            mountpoint,
+            pidfile,
+            kept,
+            first,
+            mark,
+            is_taken,
         };
-        let (kept, first) = (None, None);
-        Ok(Plan { args, image, mountpoint_shown, mountpoint, pidfile, kept, first, mark })
+        Ok((plan, connection))
+    }
+
+    /// What its users are shown.
+    pub(super) fn shown(&self) -> Shown {
+        let args = self.args;
+        let mut words = ShownWords::of_source(&args.disk);
+        words.switch("--growable", args.growable);
+        words.switch("--resizable", args.resizable);
+        words.switch("--allow-other", args.allow_other);
+        words.switch("--kernel-cache", args.kernel_cache);
+        words.switch("--passthrough", args.passthrough);
+        words.switch("--keep-mount", args.keep_mount);
+        words.shown(&args.disk, self.image.image.as_deref())
+    }
+
+    /// Where the images of a disk that another process has handed over count by their names; `None`:
+    /// this process has opened them itself.
+    fn told_within(&self) -> Option<Reach> {
+        let image = self.image.image.as_deref();
+        self.is_taken.then(|| reach(&self.args.disk, image))
     }
 
     /// For a mount that is there: of a process that is gone.
@@ -121,9 +189,7 @@ impl<'a> Plan<'a> {
             )
             .hint("stop the service, then start it with the new command"));
         }
-        let pidfile = args.pidfile.as_deref().map(std::path::absolute).transpose();
-        let pidfile = pidfile
-            .map_err(|error| Failure::system("the name of the pid file", &error, Exit::General))?;
+        let pidfile = absolute_pidfile(args)?;
         let overlay = args.disk.overlay.as_deref().filter(|_| state.top().is_none());
         // It would be made anew, empty.
         if let Some(gone) = overlay.filter(|overlay| !overlay.exists()) {
@@ -145,6 +211,7 @@ impl<'a> Plan<'a> {
             kept: Some(state.clone()),
             first: first.cloned(),
             mark: first.map(|first| first.mark.clone()).unwrap_or_default(),
+            is_taken: false,
         })
     }
 
@@ -280,18 +347,26 @@ impl<'a> Plan<'a> {
     pub(super) fn confinement(&self, disk: &Disk) -> ringdisk_sandbox::Plan {
         let args = self.args;
         let plan = confine::plan(args.sandbox.word);
-        confine::images(plan, args.sandbox.word, disk, &args.disk.allow_path, None)
+        let told_within = self.told_within();
+        let allowed = &args.disk.allow_path;
+        confine::images(plan, args.sandbox.word, disk, allowed, told_within.as_ref())
     }
 
     /// Where new overlays may be made.
     pub(super) fn directories(&self, disk: &Disk) -> Vec<helper::Named> {
         let args = self.args;
-        let top = confine::directory_for(args.sandbox.word, disk, None);
+        let told_within = self.told_within();
+        let top = confine::directory_for(args.sandbox.word, disk, told_within.as_ref());
         // As in the process that was there before a command put that one on top of its own.
         let first = args.disk.overlay.as_ref().or(self.image.image.as_ref());
         let first = first.filter(|_| self.image.top.is_some() && top.is_some());
         let first = first.and_then(|image| helper::named(confine::directory_of(image)?));
         top.into_iter().chain(first).collect()
+    }
+
+    /// The images for the helper process.
+    pub(super) fn images(&self, disk: &Disk) -> Vec<helper::chain::Image> {
+        confine::images_of(disk, self.told_within().as_ref())
     }
 
     /// Whether clients were to change the size of what has a fixed one: a partition, or a part of

@@ -5,8 +5,9 @@
 //! Main thread.
 
 use std::fs::File;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ringdisk_daemon::background::{self, Background};
 use ringdisk_daemon::confine;
@@ -23,6 +24,8 @@ use ringdisk_daemon::run_as::Decision;
 use ringdisk_daemon::signals::{Phase, Watcher};
 use ringdisk_daemon::stopping::{Insist, Stopping};
 use ringdisk_daemon::terminal::{self, bold, shell_word};
+use ringdisk_daemon::upgrade::mount::MountToHandOver;
+use ringdisk_daemon::upgrade::{Predecessor, SuccessorSocket};
 use ringdisk_disk::{Disk, Format};
 use ringdisk_sandbox::{Calls, CapabilitySet, Keep};
 
@@ -30,6 +33,7 @@ use super::made::Made;
 use super::plan::Plan;
 use super::{signals, users};
 use crate::cli::MountArgs;
+use crate::commands::serve::take::complain_of;
 use crate::serve::{Handle, Served};
 
 /// A mount that ends when this is dropped, whoever uses it.
@@ -76,6 +80,8 @@ pub(super) struct Control {
     server: Option<Server>,
     /// Its names, which go at the end.
     names: Vec<helper::Named>,
+    /// For the process that takes the mount over.
+    successor: Option<SuccessorSocket>,
 }
 
 /// A mount that answers.
@@ -172,11 +178,21 @@ impl<'a> Serving<'a> {
         kept.park(&parked, state, self.lock.as_deref())
     }
 
+    /// Waits until the process before this one has let go of the mount.
+    pub(super) fn succeed(&self, predecessor: Predecessor) {
+        if let Some(lingering) = predecessor.wait(Instant::now()) {
+            complain_of(&lingering, &self.disk, &self.plan.image.name());
+        }
+    }
+
     /// Makes the pid file.
     ///
     /// Errors: as [`Pidfile::create`].
     pub(super) fn make_pidfile(&mut self) -> Result<(), Failure> {
-        self.pidfile = self.plan.pidfile.as_deref().map(Pidfile::create).transpose()?;
+        match self.plan.pidfile.as_deref().map(Pidfile::create).transpose() {
+            Ok(pidfile) => self.pidfile = pidfile,
+            Err(failure) => self.complain_if_taken(Err(failure))?,
+        }
         Ok(())
     }
 
@@ -200,7 +216,7 @@ impl<'a> Serving<'a> {
         let commands = commands.in_stages(Arc::clone(&self.stopping));
         let is_confined_later = confine::is_wanted(self.args.sandbox.word);
         let commands = Arc::new(commands.confined_later(is_confined_later));
-        let (server, names) = match self.listen(connection, &commands) {
+        let (server, mut names) = match self.listen(connection, &commands) {
             Ok((server, names)) => (Some(server), names),
             Err(failure) => {
                 // The mount serves all the same.
@@ -208,7 +224,24 @@ impl<'a> Serving<'a> {
                 (None, Vec::new())
             }
         };
-        Ok(Control { commands, server, names })
+        let successor = connection.and_then(|number| self.wait_for_successor(number));
+        names.extend(successor.as_ref().map(SuccessorSocket::named));
+        Ok(Control { commands, server, names, successor })
+    }
+
+    /// Waits for a process that takes the mount over (`--upgrade`).
+    ///
+    /// * `connection`: number of the connection.
+    fn wait_for_successor(&self, connection: u32) -> Option<SuccessorSocket> {
+        let mount = MountToHandOver {
+            handle: self.answering.served.as_ref()?.hand_over_handle(),
+            made: self.made.mountpoint_id(),
+            created: self.created,
+            lock: self.lock.clone(),
+        };
+        let name = registry::name_for_successor_of_mount((0, connection));
+        let socket = SuccessorSocket::start(&name, mount, self.plan.shown(), &self.disk);
+        socket.inspect_err(|error| tracing::warn!("`--upgrade` cannot be used: {error}")).ok()
     }
 
     /// Makes the control socket; gives its names.
@@ -243,7 +276,8 @@ impl<'a> Serving<'a> {
         }
         let mut user = user;
         let confinement = self.get_helper(&mut user, &control.names)?;
-        if let Some(in_force) = user.enter(self.plan.sandbox_word(), confinement, false)? {
+        let is_taken = self.plan.is_taken;
+        if let Some(in_force) = user.enter(self.plan.sandbox_word(), confinement, is_taken)? {
             control.commands.confined(in_force);
         }
         if let Some(user) = user.name() {
@@ -276,7 +310,7 @@ impl<'a> Serving<'a> {
             maker: user.user(),
             mark: self.plan.mark.clone(),
             images: [
-                confine::images_of(&self.disk, None),
+                self.plan.images(&self.disk),
                 confine::images_allowed(&self.args.disk.allow_path),
             ]
             .concat(),
@@ -289,12 +323,27 @@ impl<'a> Serving<'a> {
                 Ok(confinement)
             }
             Err(error) => {
-                user.stay(&format!("nobody outside could remove the mount: {error}"))?;
+                let stays = user.stay(&format!("nobody outside could remove the mount: {error}"));
+                self.complain_if_taken(stays)?;
                 let keep = Keep(Keep::default().0 | CapabilitySet::SYS_ADMIN);
                 let why =
                     format!("no landlock, since nobody outside could remove the mount: {error}");
                 Ok(confinement.without_files(why).calls(Calls::unmounting()).keep(keep))
             }
+        }
+    }
+
+    /// Users of a mount that was taken over have this process only: a failure is complained of, and
+    /// nothing more.
+    ///
+    /// Errors: that failure, of another mount.
+    fn complain_if_taken(&self, result: Result<(), Failure>) -> Result<(), Failure> {
+        match result {
+            Err(failure) if self.plan.is_taken => {
+                terminal::complain(&failure.context("the mount is served all the same"));
+                Ok(())
+            }
+            result => result,
         }
     }
 
@@ -342,7 +391,7 @@ impl<'a> Serving<'a> {
     pub(super) fn wait(mut self, control: Control) -> Result<u8, Failure> {
         let has_holder = self.kept.as_ref().is_some_and(Kept::has_holder);
         let insist = Arc::new(Insist::default());
-        let Control { commands, server, names: _ } = control;
+        let Control { commands, server, names: _, successor } = control;
         let actions = signals::actions(
             &self.handle,
             &self.disk,
@@ -362,13 +411,20 @@ impl<'a> Serving<'a> {
         drop(commands);
         self.stopping.end();
         self.watcher.enter(Phase::Ending);
-        self.say_why(&result);
+        let is_taken = |it: &SuccessorSocket| it.was_given().load(Ordering::Acquire);
+        let is_handed_over = successor.as_ref().is_some_and(is_taken);
+        if !is_handed_over {
+            self.say_why(&result);
+        }
         if self.args.stats {
             let stats = self.handle.stats();
             let fault = self.disk.fault();
             terminal::say_error(stats.with_layers(&self.disk.layers(), fault.as_deref()));
         }
-        self.let_go(server);
+        match successor.filter(|_| is_handed_over) {
+            Some(successor) => self.leave(server, successor),
+            None => self.let_go(server),
+        }
         result.map(|()| Exit::Clean.code())
     }
 
@@ -383,6 +439,22 @@ impl<'a> Serving<'a> {
             Some(_) => self.notify.status(&why),
             None => self.notify.stopping(&why),
         }
+    }
+
+    /// Leaves everything to the process that serves the mount now.
+    fn leave(self, server: Option<Server>, successor: SuccessorSocket) {
+        let Serving { answering, disk, made, pidfile, .. } = self;
+        made.leave();
+        drop(server);
+        drop(answering);
+        drop(disk);
+        if let Some(pidfile) = pidfile {
+            pidfile.leave();
+        }
+        terminal::note("handed over to another process");
+        helper::leave();
+        // It gets the pid file, too, which is free when this process has ended.
+        std::mem::forget(successor.end());
     }
 
     /// Lets go of everything, in the order in which others rely on it.

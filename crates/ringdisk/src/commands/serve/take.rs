@@ -7,13 +7,13 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use ringdisk_daemon::confine::{self, Reach};
-use ringdisk_daemon::control::registry::real_path;
+use ringdisk_daemon::control::registry::{name_for_successor, real_path};
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::io_flusher;
 use ringdisk_daemon::signals::{Phase, Watcher};
 use ringdisk_daemon::sockets::{MadeSocket, Place};
 use ringdisk_daemon::terminal::{self, visible};
-use ringdisk_daemon::upgrade::{Lingering, Offer, Predecessor, ask};
+use ringdisk_daemon::upgrade::{Kind, Lingering, Offer, Predecessor, ask};
 use ringdisk_disk::names_note::Names;
 use ringdisk_disk::{Disk, LAYERS_MAX, Layer};
 use ringdisk_storage::Storage;
@@ -21,6 +21,7 @@ use ringdisk_vhost::Listen;
 use ringdisk_vhost::export::{Export, Prepared};
 
 use super::{Placed, Plan, Running};
+use crate::cli::ImageArgs;
 use crate::commands::look;
 use crate::commands::open::reach;
 use crate::vhost::{self, Served};
@@ -89,7 +90,7 @@ pub(super) fn take_over(plans: Vec<Plan<'_>>, watcher: &Watcher) -> Result<Vec<R
 
 /// Says that the process before this one goes on, and with what: if it was taken over, it has that
 /// as long as it lives.
-fn complain_of(lingering: &Lingering, disk: &Disk, name: &str) {
+pub(in crate::commands) fn complain_of(lingering: &Lingering, disk: &Disk, name: &str) {
     let layers = disk.layers();
     let files = layers.iter().flat_map(|layer| [layer.file(), layer.data_storage()]).flatten();
     let files: Vec<_> = files.filter_map(|file| file.identity()).collect();
@@ -126,15 +127,15 @@ fn prepare(plan: Plan<'_>) -> Result<Waiting, Failure> {
     let ring = runtime.ring().clone();
     let image = plan.image.options(plan.image.args.format);
     let listen = Listen::Connect(path.clone());
-    let (parcel, offer) = ask(&path, &plan.shown)?;
+    let (state, offer) = ask(Kind::Disk, &path, &name_for_successor(&path), &plan.shown)?;
     // Before there are threads that shall have it too.
-    io_flusher::become_one_if(parcel.fds.iter().any(io_flusher::is_device));
+    io_flusher::become_one_if(state.fds.iter().any(io_flusher::is_device));
     let restricted = plan.restricted;
     let reach = reach(&plan.args.source, plan.image.image.as_deref());
     let options = vhost::options(plan.args, false, restricted, listen, name.clone());
-    let prepared = runtime.block_on(Export::take_over(&ring, parcel, &image, options))?;
+    let prepared = runtime.block_on(Export::take_over(&ring, state, &image, options))?;
     if plan.confines {
-        check_top(prepared.disk(), &plan)?;
+        check_top(prepared.disk(), &plan.args.source, plan.image.image.as_deref())?;
     }
     prepared.disk().note_handed();
     let ready =
@@ -152,12 +153,18 @@ fn prepare(plan: Plan<'_>) -> Result<Waiting, Failure> {
 /// as what it has written into headers, and the notes of the files that they name count
 /// ([`ringdisk_disk::names_note`]).
 ///
+/// * `source`, `image`: the command line's.
+///
 /// Errors: it is another one.
-fn check_top(disk: &Disk, plan: &Plan<'_>) -> Result<(), Failure> {
+pub(in crate::commands) fn check_top(
+    disk: &Disk,
+    source: &ImageArgs,
+    image: Option<&Path>,
+) -> Result<(), Failure> {
     let layers = disk.layers();
     let Some(top) = layers.first() else { return Ok(()) };
-    let allowed = Reach::of(std::iter::empty(), &plan.args.source.allow_path);
-    let images = [plan.image.image.as_deref(), plan.args.source.overlay.as_deref()];
+    let allowed = Reach::of(std::iter::empty(), &source.allow_path);
+    let images = [image, source.overlay.as_deref()];
     let images: Vec<_> = images.into_iter().flatten().collect();
     let told: Vec<_> = images
         .iter()
@@ -165,7 +172,7 @@ fn check_top(disk: &Disk, plan: &Plan<'_>) -> Result<(), Failure> {
         .map(|meta| Storage::identity_of(&meta))
         .collect();
     let is_led_to = match top.file() {
-        None => plan.image.image.is_none(),
+        None => image.is_none(),
         Some(file) => confine::by_descriptor(file).is_some_and(|open| {
             allowed.has_open(&open)
                 // Without a name it is an overlay that goes with its process, or an image that was

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use ringdisk_disk::{Disk, ImageOptions};
-use ringdisk_fuse::{Export, ExportOptions, Threads};
+use ringdisk_fuse::{CommonOptions, Export, ExportOptions};
 use ringdisk_qcow2::{CheckVerdict, ImageBytes, check_bytes};
 use ringdisk_testkit::fio::Verify;
 use ringdisk_testkit::layout::{Guest, Layout, Shape};
@@ -39,7 +39,7 @@ impl Recorded {
         let options = ExportOptions {
             growable: true,
             resizable: true,
-            threads: Threads::Count(1),
+            common: CommonOptions::with_threads(1),
             ..ExportOptions::new(path)
         };
         let export = Export::start(disk, options).expect("an export of the test itself");

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use ringdisk_disk::{Disk, ImageOptions};
-use ringdisk_fuse::{Export, ExportOptions, Threads, Transport};
+use ringdisk_fuse::{CommonOptions, Export, ExportOptions, Transport};
 use ringdisk_testkit::images::pattern;
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::{STOP, scratch, text};
@@ -35,7 +35,7 @@ impl Device {
         std::fs::write(&path, "").expect("a mountpoint");
         let disk = Disk::from_storage(sim.storage(), &ImageOptions::default());
         let options = ExportOptions {
-            threads: Threads::Count(1),
+            common: CommonOptions::with_threads(1),
             transport: Transport::Dev,
             ..ExportOptions::new(path)
         };

@@ -1,6 +1,6 @@
 //! `--keep-mount`: the serving process is killed again and again, and its clients notice nothing.
 
-mod client;
+pub(crate) mod client;
 mod device;
 mod ends;
 mod kept;

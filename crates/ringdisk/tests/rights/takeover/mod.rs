@@ -7,6 +7,10 @@ mod helper;
 #[path = "../../mounts/keep/kept.rs"]
 #[allow(dead_code)]
 mod kept;
+#[path = "../../mounts/upgrade/taken.rs"]
+#[allow(dead_code)]
+mod mounted;
+mod mounts;
 mod others;
 mod state;
 mod successor;

@@ -29,17 +29,17 @@ use crate::takeover::agent::Agent;
 use crate::takeover::others::{Others, identity, with_data_file};
 
 /// A successor gives up after the time that the slowest honest process may take: 40 s.
-const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Words and descriptors.
-struct Parcel {
-    words: Value,
-    fds: Vec<OwnedFd>,
+pub(crate) struct Parcel {
+    pub(crate) words: Value,
+    pub(crate) fds: Vec<OwnedFd>,
 }
 
 /// The role of each descriptor.
 impl Parcel {
-    fn place(&self, role: &str) -> usize {
+    pub(crate) fn place(&self, role: &str) -> usize {
         let roles = self.words["roles"].as_array().expect("roles");
         roles.iter().position(|one| one == role || one.get(role).is_some()).expect("a descriptor")
     }
@@ -55,7 +55,7 @@ impl Parcel {
     }
 
     /// Another file as the image.
-    fn with_image(&mut self, file: OwnedFd, id: (u64, u64), read_only: bool) {
+    pub(crate) fn with_image(&mut self, file: OwnedFd, id: (u64, u64), read_only: bool) {
         let place = self.place("Image");
         self.fds[place] = file;
         self.change_disk(|disk| {
@@ -71,8 +71,7 @@ impl Parcel {
 /// The socket on which a process waits for its successor, and its name. The kernel knows it by the
 /// name that it had before it listened, so it is told from the others by a connection that comes
 /// there. Its flags are the process's, and stay as they are.
-fn listener(agent: &Agent, socket: &Path) -> (UnixListener, PathBuf) {
-    let path = successor_of(socket);
+pub(crate) fn listener(agent: &Agent, path: PathBuf) -> (UnixListener, PathBuf) {
     let listens = |socket: &OwnedFd| {
         sockopt::socket_acceptconn(socket) == Ok(true)
             && sockopt::socket_type(socket) == Ok(SocketType::STREAM)
@@ -98,7 +97,7 @@ fn is_ready(socket: &UnixListener) -> bool {
 }
 
 /// Asks for the disk as a successor does, and lets it go on.
-fn parcel_of(path: &Path) -> Parcel {
+pub(crate) fn parcel_of(path: &Path) -> Parcel {
     let mut stream = UnixStream::connect(path).expect("it listens");
     stream.write_all(b"A\x02\0\0\0{}").expect("it listens");
     let mut numbers = [0; 8];
@@ -133,8 +132,25 @@ fn send_lot(stream: &UnixStream, fds: &[OwnedFd]) {
     let _ = sendmsg(stream, &[IoSlice::new(&[0])], &mut control, SendFlags::NOSIGNAL);
 }
 
+/// The stream on which a successor has asked.
+pub(crate) fn asked(listener: &UnixListener) -> UnixStream {
+    // Others look whether a process is there, and say nothing.
+    let (mut stream, len) = loop {
+        let (mut stream, _) = listener.accept().expect("it asks");
+        let mut len = [0; 5];
+        if stream.read_exact(&mut len).is_ok() {
+            break (stream, len);
+        }
+    };
+    let [ask, a, b, c, d] = len;
+    assert_eq!(ask, b'A');
+    let len = u32::from_le_bytes([a, b, c, d]) as usize;
+    stream.read_exact(&mut vec![0; len]).expect("it asks");
+    stream
+}
+
 /// As the process sends it.
-fn send(mut stream: &UnixStream, words: &[u8], fds: &[OwnedFd]) {
+pub(crate) fn send(mut stream: &UnixStream, words: &[u8], fds: &[OwnedFd]) {
     let count = |len: usize| u32::try_from(len).expect("few").to_le_bytes();
     let _ = stream.write_all(&[count(words.len()), count(fds.len())].concat());
     for lot in fds.chunks(253) {
@@ -164,7 +180,7 @@ impl Taken {
         let daemon = place.start(&[]);
         change(&place);
         let agent = Agent::over(daemon.process.pid());
-        let (listener, path) = listener(&agent, &place.socket);
+        let (listener, path) = listener(&agent, successor_of(&place.socket));
         agent.goes_on();
         let parcel = parcel_of(&path);
         let agent = Agent::over(daemon.process.pid());
@@ -176,19 +192,7 @@ impl Taken {
         let socket = ["--upgrade", "--vhost-user-blk", text(&self.place.socket)];
         let words = [&self.place.words(), words, &socket].concat();
         let process = Process::spawn(&mut serve_command(&words));
-        // Others look whether somebody is there, and say nothing.
-        let (mut stream, len) = loop {
-            let (mut stream, _) = self.listener.accept().expect("it asks");
-            let mut len = [0; 5];
-            if stream.read_exact(&mut len).is_ok() {
-                break (stream, len);
-            }
-        };
-        let [ask, a, b, c, d] = len;
-        assert_eq!(ask, b'A');
-        stream
-            .read_exact(&mut vec![0; u32::from_le_bytes([a, b, c, d]) as usize])
-            .expect("it asks");
+        let stream = asked(&self.listener);
         (process, stream)
     }
 
@@ -221,7 +225,7 @@ fn name_only(path: &Path) -> OwnedFd {
     rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).expect("there")
 }
 
-fn read_only(path: &Path) -> OwnedFd {
+pub(crate) fn read_only(path: &Path) -> OwnedFd {
     File::open(path).expect("there").into()
 }
 

@@ -1,23 +1,20 @@
 //! Memory of large requests: taken at once, and given back to the system when a queue is idle.
 //!
-//! Buffers of 1 MiB are address space until they are used. The first large READ takes the pages
-//! that it needs in one call, huge ones where there are any (the kernel looks up each page that it
-//! copies from; the data of a WRITE are there already); then they stay, so that the next requests
-//! find them warm. A queue that has served something large looks a second later, and again until
+//! Buffers of 1 MiB are address space until they are used. The first large request takes the pages
+//! that it needs in one call, huge ones where there are any; then they stay, so that the next
+//! requests find them warm. A queue that has served something large looks a second later, and again until
 //! nothing came for a second; then it gives the pages of its idle buffers back and does not wake up
-//! any more until the next large request. Pools are not given back: they are pinned, or other
-//! threads use them.
+//! any more until the next large request. Buffers that are pinned, or that other threads use, are
+//! not kept here.
 //!
 //! Queue thread only. Never allocates for a request; one look at a flag for each large one.
 
 use std::cell::{Cell, RefCell};
-use std::rc::Rc;
 use std::time::Duration;
 
-use ringdisk_ring::{IoBuf, Parker};
+use ringdisk_ring::{IoBuf, Parker, Ring};
 
-use super::Queue;
-use crate::request::{Operation, Request};
+use crate::stats::QueueCells;
 
 /// From this size on a request is worth a look later, bytes: smaller ones use the first pages of a
 /// few buffers again and again.
@@ -39,9 +36,9 @@ struct Place {
     is_cold: Cell<bool>,
 }
 
-/// The buffers of a queue's entries.
+/// The buffers of a queue: one for each request that it serves at once (an entry, a slot).
 #[derive(Debug)]
-pub(crate) struct IdleMemory {
+pub struct IdleMemory {
     places: Vec<Place>,
     /// A look is due.
     used: Cell<bool>,
@@ -50,7 +47,8 @@ pub(crate) struct IdleMemory {
 
 impl IdleMemory {
     /// * `entries`: that the queue may ever have.
-    pub(crate) fn new(entries: usize) -> IdleMemory {
+    #[must_use]
+    pub fn new(entries: usize) -> IdleMemory {
         IdleMemory {
             places: (0..entries).map(|_| Place::default()).collect(),
             used: Cell::new(false),
@@ -59,7 +57,7 @@ impl IdleMemory {
     }
 
     /// The entry with this number is with this queue, and has this memory.
-    pub(crate) fn enter(&self, entry: usize, memory: Option<IoBuf>) {
+    pub fn enter(&self, entry: usize, memory: Option<IoBuf>) {
         *self.places[entry].memory.borrow_mut() = memory;
         self.places[entry].is_idle.set(false);
         self.places[entry].there.set(0);
@@ -67,17 +65,17 @@ impl IdleMemory {
     }
 
     /// The entry moves away.
-    pub(crate) fn leave(&self, entry: usize) {
+    pub fn leave(&self, entry: usize) {
         self.enter(entry, None);
     }
 
     /// The entry waits for a request, or has one.
-    pub(crate) fn set_idle(&self, entry: usize, is_idle: bool) {
+    pub fn set_idle(&self, entry: usize, is_idle: bool) {
         self.places[entry].is_idle.set(is_idle);
     }
 
     /// Whether the pages of an entry may not be there; the caller takes them now.
-    pub(crate) fn take_cold(&self, entry: usize) -> bool {
+    pub fn take_cold(&self, entry: usize) -> bool {
         self.places[entry].is_cold.take()
     }
 
@@ -94,6 +92,38 @@ impl IdleMemory {
         }
     }
 
+    /// A request of so many bytes is about to use the buffer of an entry.
+    pub fn will_use(&self, ring: &Ring, entry: usize, bytes: u32) {
+        if bytes < LARGE_BYTES {
+            return;
+        }
+        self.populate(entry, bytes);
+        if !self.used.replace(true) {
+            self.look.unpark(ring);
+        }
+    }
+
+    /// Gives memory back whenever the queue is idle; never ends. A task of the queue thread.
+    ///
+    /// * `cells`: the counters of this queue.
+    pub async fn give_back(&self, ring: &Ring, cells: &QueueCells) {
+        loop {
+            self.look.park(ring).await;
+            loop {
+                let before = cells.requests.get();
+                ring.sleep(IDLE).await;
+                // A completion that this thread has not taken yet may stand for a request, with its
+                // data in a buffer that looks idle.
+                let is_quiet = cells.requests.get() == before && cells.in_flight.get() == 0;
+                if is_quiet && ring.is_settled() {
+                    break;
+                }
+            }
+            self.used.set(false);
+            self.release();
+        }
+    }
+
     fn release(&self) {
         for place in self.places.iter().filter(|place| place.is_idle.get()) {
             if let Some(memory) = &*place.memory.borrow() {
@@ -102,44 +132,6 @@ impl IdleMemory {
                 place.is_cold.set(true);
             }
         }
-    }
-}
-
-/// A request is about to use the buffer of an entry.
-pub(crate) fn note(queue: &Queue, entry: usize, request: &Request) {
-    let bytes = match &request.operation {
-        Operation::Read(argument) => argument.size,
-        Operation::Write(argument) => argument.size,
-        _ => 0,
-    };
-    if bytes < LARGE_BYTES {
-        return;
-    }
-    queue.memory.populate(entry, bytes);
-    if !queue.memory.used.replace(true) {
-        queue.memory.look.unpark(&queue.ring);
-    }
-}
-
-/// Gives memory back. A task of the queue thread.
-pub(crate) async fn give_back(queue: Rc<Queue>) {
-    let ring = &queue.ring;
-    loop {
-        queue.memory.look.park(ring).await;
-        loop {
-            let before = queue.cells.requests.get();
-            ring.sleep(IDLE).await;
-            // A completion that this thread has not taken yet may stand for a request, with its
-            // data in a buffer that looks idle.
-            if queue.cells.requests.get() == before
-                && queue.cells.in_flight.get() == 0
-                && ring.is_settled()
-            {
-                break;
-            }
-        }
-        queue.memory.used.set(false);
-        queue.memory.release();
     }
 }
 

@@ -1,0 +1,7 @@
+//! `mount --upgrade`: a mount goes from process to process while it is in use.
+
+mod killed;
+mod load;
+mod refused;
+mod taken;
+mod users;
