@@ -73,3 +73,57 @@ impl KeptState {
         Unpacked::open(HandOverState { description: self.words, fds })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+    use crate::hand_over_state::{Copies, KeptWords, Packing, Role};
+
+    /// A state that names these numbers, in this order, as kick eventfds.
+    fn state(numbers: &[u64], parked: &[u64], fd: impl AsFd) -> KeptState {
+        let mut packing = Packing::<Copies>::default();
+        for (index, _) in (0..).zip(numbers) {
+            packing.add(Role::Kick(index), &fd).expect("a descriptor");
+        }
+        packing.words.disk = String::from("{}");
+        let numbers = numbers.to_vec();
+        packing.words.kept = Some(KeptWords { numbers, ..KeptWords::default() });
+        let copy = || fd.as_fd().try_clone_to_owned().expect("a descriptor");
+        KeptState {
+            words: packing.finish().expect("words").description,
+            descriptors: parked.iter().map(|number| (*number, copy())).collect(),
+        }
+    }
+
+    #[test]
+    fn the_descriptors_that_a_state_names_are_found_among_those_that_are_parked() {
+        let file = tempfile::tempfile().expect("a file");
+        let state = state(&[7, 3], &[1, 3, 7], &file);
+        assert_eq!(state.numbers(), [1, 3, 7]);
+        let mut open = state.open().expect("it is whole");
+        assert!(open.one(Role::Kick(0)).is_some() && open.one(Role::Kick(1)).is_some());
+    }
+
+    #[test]
+    fn what_does_not_hold_together_is_refused() {
+        let file = tempfile::tempfile().expect("a file");
+        let refused = |state: KeptState| state.open().expect_err("refused").to_string();
+        assert!(refused(state(&[7], &[1], &file)).contains("missing"));
+        assert!(refused(state(&[7, 7], &[7], &file)).contains("missing"), "named twice");
+        let network = std::net::TcpListener::bind("127.0.0.1:0").expect("a socket");
+        assert!(refused(state(&[7], &[7], &network)).contains("is a network socket"));
+        let whole = || state(&[7], &[7], &file);
+        for (from, to, why) in [
+            ("\"version\":1", "\"version\":2", "its version is 2"),
+            ("\"kept\":{", "\"other\":{", "no kept state"),
+            ("\"numbers\":[7]", "\"numbers\":[]", "it names 1"),
+            ("{", "", "not understood"),
+        ] {
+            let words = whole().words.replacen(from, to, 1);
+            let error = refused(KeptState { words, ..whole() });
+            assert!(error.contains(why), "{why}: {error}");
+        }
+    }
+}

@@ -16,6 +16,7 @@ use std::sync::Arc;
 
 use ringdisk_vhost::keep::{Keeper, KeptState};
 use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::process::{Resource, getrlimit};
 
 use super::holder::{Held, LATE};
 use super::link::{self, Named};
@@ -32,6 +33,9 @@ const EXPORT: &str = "ringdisk-export-";
 /// Descriptors that come and go, at most: 700 of a disk with 509 regions of memory and 64
 /// virtqueues, for several disks.
 const LATE_MAX: usize = 4096;
+
+/// Descriptors that the holder has besides.
+const OTHERS: usize = 64;
 
 /// What this process is.
 #[derive(Debug)]
@@ -266,7 +270,9 @@ impl Held for HeldDisks {
     }
 
     fn late_max(&self) -> usize {
-        LATE_MAX
+        let limit =
+            getrlimit(Resource::Nofile).current.and_then(|limit| usize::try_from(limit).ok());
+        limit.map_or(LATE_MAX, |limit| LATE_MAX.min(limit.saturating_sub(OTHERS)))
     }
 
     fn loss(&self) -> &'static str {

@@ -10,8 +10,8 @@
 //!
 //! What it holds it knows by name only. After the start it takes and lets go of only those
 //! descriptors that are named as [`LATE`] says, at most [`Held::late_max`]: the process that gives
-//! them is confined, and may have been taken over. A second thread closes them, since a close may wait for
-//! whoever made the descriptor.
+//! them is confined, and may have been taken over. A second thread closes them, since a close may
+//! wait for the process that made the descriptor.
 
 use std::collections::VecDeque;
 use std::io;

@@ -115,7 +115,10 @@ impl Walls<'_> {
                     "'{name}' is not the file any more that the {noun} was made of: its clients would find another disk, so the {noun} is given up"
                 ),
             )
-            .hint("what was answered is in the file that had this name"));
+            .hint(format!(
+                "what was answered is in the file that had this name; {} the one that you want anew",
+                if noun == "mount" { "mount" } else { "serve" }
+            )));
         }
         if !self.confines {
             return Ok(());
@@ -146,10 +149,10 @@ impl Walls<'_> {
         {
             return Ok(Some((top, format)));
         }
+        let noun = self.noun;
         let what = format!(
-            "the process that served the {} before names '{}' as the image on top, which is not beside the image of the command line or was \
-             not made for it, is not where --allow-path allows, or is gone",
-            self.noun,
+            "the process that served the {noun} before names '{}' as the image on top, which is not beside the image of the command line or was \
+             not made for this {noun}, is not where --allow-path allows, or is gone",
             visible(&top.display().to_string())
         );
         Err(Failure::new(Exit::Permission, what).hint(

@@ -99,3 +99,51 @@ impl ReplyPipe {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_secs(10);
+
+    #[test]
+    fn a_reply_is_in_the_pipe_or_sent_and_the_longest_fits() {
+        let pipe = ReplyPipe::make().expect("a pipe");
+        let (ours, mut theirs) = UnixStream::pair().expect("sockets");
+        for len in [HEADER_BYTES, REPLY_BYTES_MAX] {
+            let reply = vec![7; len];
+            pipe.fill(&reply).expect("room");
+            // As the next process finds it.
+            let (read, write) = (pipe.read.try_clone(), pipe.write.try_clone());
+            let next = ReplyPipe::adopt(read.expect("a copy"), write.expect("a copy"));
+            let next = next.expect("the pipe");
+            assert!(next.has_some());
+            next.send(ours.as_fd(), LIMIT).expect("it is taken");
+            assert!(!next.has_some());
+            let mut sent = vec![0; len];
+            theirs.read_exact(&mut sent).expect("all of it");
+            assert_eq!(sent, reply);
+        }
+        pipe.send(ours.as_fd(), LIMIT).expect("nothing is there");
+        pipe.fill(b"of a message that is carried out again").expect("room");
+        pipe.drain();
+        assert!(!pipe.has_some());
+    }
+
+    #[test]
+    fn a_pipe_that_waits_and_a_front_end_that_takes_nothing_hold_nothing_up() {
+        // As a process may have left them that was taken over.
+        let (read, write) = rustix::pipe::pipe().expect("a pipe");
+        let pipe = ReplyPipe::adopt(read, write).expect("the pipe");
+        pipe.drain();
+        while pipe.fill(&[0; 4096]).is_ok() {}
+        let (ours, theirs) = UnixStream::pair().expect("sockets");
+        let error = pipe.send(ours.as_fd(), Duration::from_millis(50)).expect_err("full");
+        assert_eq!(error.kind(), ErrorKind::TimedOut);
+        drop(theirs);
+        assert!(pipe.send(ours.as_fd(), LIMIT).is_err());
+    }
+}
