@@ -7,7 +7,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ringdisk_daemon::confine::{self, Confinement, Reach};
 use ringdisk_daemon::control::registry;
@@ -17,11 +17,10 @@ use ringdisk_daemon::helper::mark;
 use ringdisk_daemon::keep::{self, State};
 use ringdisk_daemon::new_file::NewFiles;
 use ringdisk_daemon::signals::Watcher;
-use ringdisk_daemon::terminal::{self, shell_word, visible};
+use ringdisk_daemon::terminal::{self, shell_word};
 use ringdisk_daemon::upgrade::Shown;
 use ringdisk_disk::{Disk, Format, Layer};
 use ringdisk_fuse::mount::{MountEntry, Unmount, mountpoint, table, unmount};
-use ringdisk_storage::Kind;
 
 use crate::cli::{MountArgs, MountPaths, StopTimeout};
 use crate::commands::open::{ImagePlan, reach};
@@ -343,11 +342,6 @@ fn checked_top(
     first: Option<&State>,
 ) -> Result<Option<(PathBuf, Format)>, Failure> {
     first.map_or(Ok(None), |first| walls(args, image).checked_top(first, state))
-}
-
-/// What `--allow-path` names.
-fn allowed(args: &MountArgs) -> Reach {
-    Reach::of(std::iter::empty(), &args.disk.allow_path)
 }
 
 /// How long the kernel may take to let go of an image that was passed through.
