@@ -2,8 +2,8 @@
 //!
 //! Promises: bytes and descriptors that were looked at stay in the socket until [`consume`] takes
 //! them, and the kernel counts, with the socket and not with the process, how many of them were
-//! looked at and not taken (`SO_PEEK_OFF`, socket(7)). So when a process is killed, another one that
-//! has the socket knows exactly how far it got. Nothing here waits.
+//! looked at and not taken (`SO_PEEK_OFF`, socket(7)). So when a process is killed, another one
+//! that has the socket knows exactly how far it got. Nothing here waits.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
@@ -82,8 +82,8 @@ pub fn consume(socket: impl AsFd, mut bytes: usize) -> Result<(), Errno> {
 
 #[allow(unsafe_code)]
 fn set_offset(socket: BorrowedFd<'_>, offset: libc::c_int) -> Result<(), Errno> {
-    // SAFETY: the descriptor is borrowed for the call, and the kernel reads the size of one int from
-    // an int on this stack.
+    // SAFETY: the descriptor is borrowed for the call, and the kernel reads the size of one int
+    // from an int on this stack.
     let result = unsafe {
         libc::setsockopt(
             socket.as_raw_fd(),
@@ -99,8 +99,8 @@ fn set_offset(socket: BorrowedFd<'_>, offset: libc::c_int) -> Result<(), Errno> 
 #[allow(unsafe_code)]
 fn offset(socket: BorrowedFd<'_>) -> Result<libc::c_int, Errno> {
     let (mut offset, mut len): (libc::c_int, _) = (-1, LEN);
-    // SAFETY: the descriptor is borrowed for the call, and the kernel writes at most `len` bytes, the
-    // size of one int, to an int on this stack.
+    // SAFETY: the descriptor is borrowed for the call, and the kernel writes at most `len` bytes,
+    // the size of one int, to an int on this stack.
     let result = unsafe {
         libc::getsockopt(
             socket.as_raw_fd(),
@@ -161,7 +161,8 @@ mod tests {
     #[test]
     fn descriptors_are_those_of_the_bytes_and_not_of_later_ones() {
         let file = tempfile::tempfile().expect("a file");
-        // Pieces as they are sent, each with descriptors or without; how many the first 8 bytes have.
+        // Pieces as they are sent, each with descriptors or without; how many the first 8 bytes
+        // have.
         type Pieces = &'static [(&'static [u8], usize)];
         let cases: [(Pieces, usize); 7] = [
             (&[(b"headtail", 0), (b"next", 1)], 0),

@@ -5,8 +5,8 @@
 //! the process that serves, passes signals on to it, and sleeps. When that one is killed or panics
 //! it starts another, up to 5 times in 10 s of serving (so that one that dies before it serves
 //! cannot go on dying for ever, however slowly); after that, and when the next one cannot start, it
-//! ends what it holds ([`Held`]), so that clients get errors and nobody hangs. It ends with the code
-//! of the process that served, or with 7 when it gave up.
+//! ends what it holds ([`Held`]), so that clients get errors and nobody hangs. It ends with the
+//! code of the process that served, or with 7 when it gave up.
 //!
 //! What it holds it knows by name only. After the start it takes and lets go of only those
 //! descriptors that are named as [`LATE`] says, at most [`Held::late_max`]: the process that gives

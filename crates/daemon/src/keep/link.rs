@@ -2,9 +2,9 @@
 //! the serving process's standard input.
 //!
 //! Promises: no descriptor goes to any other process; everything received is close-on-exec; when
-//! one of the two ends, however, the other sees the end of the socket. To the serving process go the
-//! parked descriptors with their names (`FDNAMES=a:b`), in as many messages as it takes (`MORE=1`
-//! before the last one); from it come those of sd_notify(3).
+//! one of the two ends, however, the other sees the end of the socket. To the serving process go
+//! the parked descriptors with their names (`FDNAMES=a:b`), in as many messages as it takes
+//! (`MORE=1` before the last one); from it come those of sd_notify(3).
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -1,5 +1,5 @@
-//! A mount, or disks of virtual machines, that outlive the process that serves them (`--keep-mount`,
-//! `serve --keep`).
+//! A mount, or disks of virtual machines, that outlive the process that serves them
+//! (`--keep-mount`, `serve --keep`).
 //!
 //! Promises: every descriptor of the mount, and what else the next process needs, is with somebody
 //! who does not serve; a process that finds them there goes on with that mount, and no request is

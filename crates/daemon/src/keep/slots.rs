@@ -4,7 +4,8 @@
 //! killed, and whatever it left there: the memory is read, never mapped, so one that is cut
 //! meanwhile is an error and no signal. Control path.
 //!
-//! Where the slots are is a matter of what the memory is for ([`Slots`]). Each slot: number, checksum and length (u64 each, native byte order), then the text.
+//! Where the slots are is a matter of what the memory is for ([`Slots`]). Each slot: number,
+//! checksum and length (u64 each, native byte order), then the text.
 
 use std::fs::File;
 use std::io;

@@ -1,4 +1,5 @@
-//! What the next process has to know of a mount, or of the images of a disk, in memory that outlives the process.
+//! What the next process has to know of a mount, or of the images of a disk, in memory that
+//! outlives the process.
 //!
 //! Promises: the newest state that was written whole is read, whenever a process was killed; a
 //! state of another version of ringdisk is refused in words. Of what a process says after the start

@@ -46,6 +46,8 @@ Examples:
       two disks in one process
   ringdisk serve --daemonize --pidfile /run/vm1.pid disk.img --vhost-user-blk /run/vm1.sock
       in the background; the command returns when the socket answers
+  ringdisk serve --keep disk.qcow2 --vhost-user-blk /run/vm1.sock
+      the virtual machine goes on, with a pause, when the serving process dies
   ringdisk ctl /run/vm1.sock resize +10G
       the running guest sees the new size
   ringdisk serve --null 1T --vhost-user-blk /tmp/null.sock

@@ -1,6 +1,6 @@
 //! `ringdisk serve --keep`: the serving process is killed, and the front end, which never connects
-//! again, sees every request answered exactly once. `RINGDISK_KILLS=N` or `RINGDISK_FULL=1` for more
-//! kills.
+//! again, sees every request answered exactly once. `RINGDISK_KILLS=N` or `RINGDISK_FULL=1` for
+//! more kills.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

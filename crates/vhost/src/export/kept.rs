@@ -1,12 +1,12 @@
 //! An export whose process may be killed at any moment, and that goes on in another one.
 //!
-//! Promises: each step of the control thread is recorded ([`Record`]) in such an order that the next
-//! process carries out every message of the front end and sends every reply exactly once. A defect
-//! of a queue thread ends the process, since the next one goes on. Control thread.
+//! Promises: each step of the control thread is recorded ([`Record`]) in such an order that the
+//! next process carries out every message of the front end and sends every reply exactly once. A
+//! defect of a queue thread ends the process, since the next one goes on. Control thread.
 //!
 //! Of one message, in order: it is looked at; it is recorded, with its descriptors; it is taken out
-//! of the socket; it is carried out; its reply is put into the pipe; what came of it is recorded; its
-//! reply is moved from the pipe into the socket.
+//! of the socket; it is carried out; its reply is put into the pipe; what came of it is recorded;
+//! its reply is moved from the pipe into the socket.
 
 use std::time::{Duration, Instant};
 
@@ -274,8 +274,8 @@ impl Host {
             record.send(connection, MESSAGE_TIMEOUT)?;
         }
         let Some(reply) = reply else { return Ok(()) };
-        // It goes with a descriptor, so it was not sent through the pipe. A front end that waits for
-        // it says nothing.
+        // It goes with a descriptor, so it was not sent through the pipe. A front end that waits
+        // for it says nothing.
         let mut says = [PollFd::new(connection, PollFlags::IN)];
         let until = Instant::now() + ANSWERS;
         let is_sent = loop {

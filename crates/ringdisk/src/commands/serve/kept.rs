@@ -2,9 +2,9 @@
 //! pause.
 //!
 //! Promises: a parent that serves nothing ([`holder`]) has what the next process needs before the
-//! first front end is served, and at every moment after that; the next process opens the images when
-//! the one before has let go of them, takes no other ones, and goes on with the same connections.
-//! What cannot be kept is refused before anything is made.
+//! first front end is served, and at every moment after that; the next process opens the images
+//! when the one before has let go of them, takes no other ones, and goes on with the same
+//! connections. What cannot be kept is refused before anything is made.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
