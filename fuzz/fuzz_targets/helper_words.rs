@@ -36,19 +36,19 @@ fn kept(input: &mut Input<'_>) {
     let memory = memory();
     let sound = input.byte();
     for number in 1..=u64::from(sound % 3) {
-        slots::put(&memory, number, b"{\"version\":1}").expect("room");
+        slots::IMAGES.put(&memory, number, b"{\"version\":1}").expect("room");
     }
     let (slot, at) = (SLOTS[usize::from(sound) / 128], input.number(1));
     memory.write_all_at(input.0, slot + at).expect("memory");
     if sound % 16 == 0 {
         memory.set_len(slot + at).expect("memory");
     }
-    if let Some((number, text)) = slots::newest(&memory) {
+    if let Some((number, text)) = slots::IMAGES.newest(&memory) {
         assert!(number != 0 && text.len() <= 64 << 10);
         // Another one can follow, and is found then.
         if number < 1 << 62 {
-            slots::put(&memory, number + 1, b"next").expect("room");
-            assert_eq!(slots::newest(&memory), Some((number + 1, b"next".to_vec())));
+            slots::IMAGES.put(&memory, number + 1, b"next").expect("room");
+            assert_eq!(slots::IMAGES.newest(&memory), Some((number + 1, b"next".to_vec())));
         }
     }
     assert!(sealed::open(&memory.into()).is_err(), "it is not sealed");

@@ -29,12 +29,15 @@
 //! # Ok::<(), std::io::Error>(())
 //! ```
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
+
+mod peek;
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+pub use peek::{begin_peeking, consume, peek, peek_bytes, peeked};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
@@ -111,11 +114,21 @@ pub fn pair(kind: SocketType) -> Result<(OwnedFd, OwnedFd), Errno> {
 ///
 /// Errors: those of recvmsg(2), such as `EAGAIN` when there is nothing.
 pub fn receive(socket: impl AsFd, into: &mut [u8], wait: Wait) -> Result<Message, Errno> {
+    receive_as(socket, into, wait, RecvFlags::CMSG_CLOEXEC)
+}
+
+/// * `flags`: how, besides whether to wait.
+fn receive_as(
+    socket: impl AsFd,
+    into: &mut [u8],
+    wait: Wait,
+    flags: RecvFlags,
+) -> Result<Message, Errno> {
     let mut space = [MaybeUninit::uninit(); CONTROL_BYTES];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = match wait {
-        Wait::Forever => RecvFlags::CMSG_CLOEXEC,
-        Wait::Never => RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT,
+        Wait::Forever => flags,
+        Wait::Never => flags | RecvFlags::DONTWAIT,
     };
     let mut pieces = [IoSliceMut::new(into)];
     let received = retry_on_intr(|| recvmsg(&socket, &mut pieces, &mut control, flags))?;

@@ -14,8 +14,12 @@ use rustix::io::Errno;
 
 use crate::closing::{Held, is_socket};
 use crate::protocol::{FDS_MAX, HEADER_BYTES, Header, PAYLOAD_BYTES_MAX, Reply, Request};
-use crate::wire::{self, Piece};
+use crate::wire;
 use crate::{Error, ErrorKind};
+
+mod peek;
+
+pub(crate) use peek::unconsumed;
 
 /// What a connection brought.
 #[derive(Debug)]
@@ -45,6 +49,8 @@ pub struct Connection {
     bytes: Vec<u8>,
     fds: Vec<Held>,
     started: Option<Instant>,
+    /// Messages are recorded elsewhere before they are taken out of the socket.
+    is_kept: bool,
 }
 
 /// What a look at the sockets found.
@@ -63,7 +69,7 @@ impl Connection {
 
     /// As [`Connection::new`].
     pub(crate) fn of(socket: Held) -> Connection {
-        Connection { socket, bytes: Vec::new(), fds: Vec::new(), started: None }
+        Connection { socket, bytes: Vec::new(), fds: Vec::new(), started: None, is_kept: false }
     }
 
     /// Waits for the next message. After [`Received::Woken`] it may be called again and goes on
@@ -81,6 +87,9 @@ impl Connection {
         timeout: Duration,
         silence: Option<Duration>,
     ) -> Result<Received, Error> {
+        if self.is_kept {
+            return self.look(wake, timeout, silence);
+        }
         let quiet_until = silence.map(|silence| Instant::now() + silence);
         loop {
             let need = self.need()?;
@@ -91,10 +100,7 @@ impl Connection {
             match wait(self.socket.as_fd(), PollFlags::IN, Some(wake), deadline)? {
                 Ready::Woken => return Ok(Received::Woken),
                 Ready::Late if self.started.is_none() => return Ok(Received::Silence),
-                Ready::Late => {
-                    let message = format!("{}: stopped in the middle of it", self.name());
-                    return Err(Error::new(ErrorKind::TimedOut, message));
-                }
+                Ready::Late => return Err(self.stopped_in_the_middle()),
                 Ready::Socket => {}
             }
             if !self.read(need)? {
@@ -108,7 +114,7 @@ impl Connection {
     /// * `timeout`: for all of it.
     ///
     /// Errors: the front end does not take it, or has gone.
-    pub fn send(&mut self, reply: &Reply, timeout: Duration) -> Result<(), Error> {
+    pub fn send(&self, reply: &Reply, timeout: Duration) -> Result<(), Error> {
         let deadline = Instant::now() + timeout;
         let (mut bytes, mut fds) = (reply.bytes(), reply.fds());
         while !bytes.is_empty() {
@@ -152,6 +158,10 @@ impl Connection {
         }
     }
 
+    pub(crate) fn socket(&self) -> &Held {
+        &self.socket
+    }
+
     fn header(&self) -> Option<Header> {
         self.bytes.first_chunk().map(Header::parse)
     }
@@ -187,29 +197,12 @@ impl Connection {
         let got = wire::receive(self.socket.as_fd(), &mut self.bytes[had..], &mut self.fds);
         let bytes = got.as_ref().map_or(0, |piece| piece.bytes);
         self.bytes.truncate(had + bytes);
+        if let Ok(piece) = &got {
+            self.check_fds(piece.truncated || self.fds.len() > FDS_MAX, piece.foreign)?;
+        }
         match got {
-            Ok(piece) if piece.truncated || self.fds.len() > FDS_MAX => {
-                let message = format!(
-                    "{}: more descriptors than {FDS_MAX}, or than we may open",
-                    self.name()
-                );
-                Err(Error::new(ErrorKind::Protocol, message))
-            }
-            Ok(Piece { foreign: Some(what), .. }) => {
-                let message = format!(
-                    "{}: a descriptor of {what} is not taken: whoever answers for it could hold up every use of it",
-                    self.name()
-                );
-                Err(Error::new(ErrorKind::Protocol, message).hint(
-                    "memory of a guest is a memfd or a file on tmpfs, hugetlbfs, ext4, xfs or btrfs (QEMU: memory-backend-memfd,share=on); what \
-                     wakes somebody is an eventfd or a pipe",
-                ))
-            }
             Ok(piece) if piece.bytes == 0 && had == 0 => Ok(false),
-            Ok(piece) if piece.bytes == 0 => {
-                let message = format!("{}: the connection ended in the middle of it", self.name());
-                Err(Error::new(ErrorKind::Protocol, message))
-            }
+            Ok(piece) if piece.bytes == 0 => Err(ended_in_the_middle(&self.name())),
             Ok(_) => {
                 self.started.get_or_insert_with(Instant::now);
                 Ok(true)
@@ -221,6 +214,31 @@ impl Connection {
                 Err(Error::new(ErrorKind::System, "reading from the front end").errno(errno))
             }
         }
+    }
+
+    fn stopped_in_the_middle(&self) -> Error {
+        let message = format!("{}: stopped in the middle of it", self.name());
+        Error::new(ErrorKind::TimedOut, message)
+    }
+
+    /// Errors: descriptors of a message were lost, or one is not taken.
+    ///
+    /// * `too_many`: more came than may.
+    /// * `foreign`: what one is that another process may answer for.
+    fn check_fds(&self, too_many: bool, foreign: Option<&str>) -> Result<(), Error> {
+        let name = self.name();
+        if too_many {
+            let message = format!("{name}: more descriptors than {FDS_MAX}, or than we may open");
+            return Err(Error::new(ErrorKind::Protocol, message));
+        }
+        let Some(what) = foreign else { return Ok(()) };
+        let message = format!(
+            "{name}: a descriptor of {what} is not taken: whoever answers for it could hold up every use of it"
+        );
+        Err(Error::new(ErrorKind::Protocol, message).hint(
+            "memory of a guest is a memfd or a file on tmpfs, hugetlbfs, ext4, xfs or btrfs (QEMU: memory-backend-memfd,share=on); what \
+             wakes somebody is an eventfd or a pipe",
+        ))
     }
 
     /// Errors: there is a socket where none belongs.
@@ -240,6 +258,10 @@ impl Connection {
     }
 }
 
+fn ended_in_the_middle(name: &str) -> Error {
+    Error::new(ErrorKind::Protocol, format!("{name}: the connection ended in the middle of it"))
+}
+
 /// Whether a message is about a socket: the channel on which we speak first, or one through which
 /// the state goes.
 fn may_bring_sockets(header: &Header) -> bool {
@@ -257,11 +279,12 @@ impl AsFd for Connection {
 ///
 /// * `deadline`: `None`: forever.
 fn wait(
-    socket: BorrowedFd<'_>,
+    socket: impl AsFd,
     flags: PollFlags,
     wake: Option<BorrowedFd<'_>>,
     deadline: Option<Instant>,
 ) -> Result<Ready, Error> {
+    let socket = socket.as_fd();
     loop {
         let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         let timeout = left.and_then(|left| Timespec::try_from(left).ok());

@@ -1,13 +1,13 @@
 //! An export on its way to another process: words, and descriptors with their roles.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use ringdisk_export::HandOverState;
 use serde::{Deserialize, Serialize};
 
 use crate::closing::Held;
 use crate::protocol::VringAddress;
-use crate::session::{SavedVring, SessionState};
+use crate::session::{SavedVring, Session, SessionState};
 use crate::vet::vet;
 use crate::{Error, ErrorKind};
 
@@ -31,10 +31,36 @@ pub(crate) struct Words {
     pub(crate) disk: String,
     /// What each descriptor is.
     roles: Vec<Role>,
+    /// Only in a kept state.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) kept: Option<KeptWords>,
+}
+
+/// What a kept state says besides: its export was not brought to a stand before.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(crate) struct KeptWords {
+    /// Under which number each descriptor is parked, in the order of the roles.
+    pub(crate) numbers: Vec<u64>,
+    /// The area of requests in flight of our own.
+    pub(crate) own_area: Option<InflightWords>,
+    /// Virtqueues whose parts of the areas are to be marked as unused.
+    pub(crate) retired: Vec<u16>,
+    /// The message that is being carried out.
+    pub(crate) pending: Option<PendingWords>,
+    /// A reply that goes with a descriptor ([`Role::ReplyDescriptor`]).
+    pub(crate) reply: Option<Vec<u8>>,
+}
+
+/// A message of the front end.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct PendingWords {
+    pub(crate) request: u32,
+    pub(crate) flags: u32,
+    pub(crate) payload: Vec<u8>,
 }
 
 /// What a descriptor is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) enum Role {
     Listener,
     Connection,
@@ -47,6 +73,16 @@ pub(crate) enum Role {
     LogEvent,
     Channel,
     Image,
+    /// An area of requests in flight that the front end does not know of.
+    OwnArea,
+    /// Came with the message that is being carried out.
+    Pending,
+    /// Goes with a reply.
+    ReplyDescriptor,
+    /// The end of the pipe of replies that is read.
+    ReplyRead,
+    /// The end that is written to.
+    ReplyWrite,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -85,55 +121,105 @@ struct VringWords {
     #[serde(default)]
     base_at_reset: Option<u32>,
     enabled: Option<bool>,
+    /// Whether it is to run again; earlier versions do not say it.
+    #[serde(default = "yes")]
+    resumes: bool,
+}
+
+fn yes() -> bool {
+    true
+}
+
+/// Where the descriptors of a state go.
+pub(crate) trait Descriptors {
+    /// Takes one.
+    ///
+    /// Errors: there is no room.
+    fn add(&mut self, role: Role, fd: BorrowedFd<'_>) -> Result<(), Error>;
+}
+
+/// Copies, for another process.
+#[derive(Debug, Default)]
+pub(crate) struct Copies(Vec<OwnedFd>);
+
+impl Descriptors for Copies {
+    fn add(&mut self, _role: Role, fd: BorrowedFd<'_>) -> Result<(), Error> {
+        self.0.push(fd.try_clone_to_owned().map_err(|error| {
+            Error::new(ErrorKind::System, "no descriptors for the hand-over").source(error)
+        })?);
+        Ok(())
+    }
 }
 
 /// A state that is being packed.
 #[derive(Debug, Default)]
-pub(crate) struct Packing {
+pub(crate) struct Packing<D> {
     pub(crate) words: Words,
-    fds: Vec<OwnedFd>,
+    pub(crate) fds: D,
 }
 
-impl Packing {
-    /// Adds a copy of a descriptor.
+impl<D: Descriptors> Packing<D> {
+    /// Adds a descriptor.
     ///
-    /// Errors: no descriptors are left.
+    /// Errors: there is no room.
     pub(crate) fn add(&mut self, role: Role, fd: impl AsFd) -> Result<(), Error> {
-        let copy = fd.as_fd().try_clone_to_owned().map_err(|error| {
-            Error::new(ErrorKind::System, "no descriptors for the hand-over").source(error)
-        })?;
-        self.give(role, copy);
+        self.fds.add(role, fd.as_fd())?;
+        self.words.roles.push(role);
         Ok(())
     }
 
-    /// Adds a descriptor.
-    pub(crate) fn give(&mut self, role: Role, fd: OwnedFd) {
-        self.words.roles.push(role);
-        self.fds.push(fd);
-    }
-
-    pub(crate) fn add_session(&mut self, state: SessionState) {
+    /// Adds what a session knows, with its descriptors.
+    ///
+    /// Errors: there is no room.
+    pub(crate) fn add_session(&mut self, session: &Session, ran: Ran) -> Result<(), Error> {
+        for (index, kick) in session.kicks() {
+            self.add(Role::Kick(index), kick)?;
+        }
+        let state = session.state();
         let mut vrings = Vec::with_capacity(state.vrings.len());
-        for (index, vring) in (0..).zip(state.vrings) {
-            let SavedVring { size, address, base, base_at_reset, enabled, kick } = vring;
+        for vring in state.vrings {
+            let SavedVring { size, address, base, base_at_reset, enabled, resumes, .. } = vring;
             let address =
                 address.map(|a| [u64::from(a.flags), a.descriptor, a.used, a.available, a.log]);
-            vrings.push(VringWords { size, address, base, base_at_reset, enabled });
-            if let Some(kick) = kick {
-                self.give(Role::Kick(index), kick);
-            }
+            let resumes = resumes || ran == Ran::AllThatAreWanted;
+            vrings.push(VringWords { size, address, base, base_at_reset, enabled, resumes });
         }
         let SessionState { features, protocol_features, status, regions, .. } = state;
         self.words.session =
             Some(SessionWords { features, protocol_features, status, regions, vrings });
+        Ok(())
+    }
+
+    /// The words.
+    ///
+    /// Errors: they cannot be written.
+    pub(crate) fn describe(&mut self) -> Result<String, Error> {
+        self.words.version = VERSION;
+        serde_json::to_string(&self.words).map_err(|error| {
+            Error::new(ErrorKind::System, "the export cannot be described").source(error)
+        })
+    }
+}
+
+/// Which virtqueues run again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ran {
+    /// All of them have been stopped: those that the front end wants to run.
+    AllThatAreWanted,
+    /// Those that run now.
+    ThoseThatRun,
+}
+
+impl Packing<Copies> {
+    /// Adds a descriptor that is given away.
+    pub(crate) fn give(&mut self, role: Role, fd: OwnedFd) {
+        self.words.roles.push(role);
+        self.fds.0.push(fd);
     }
 
     pub(crate) fn finish(mut self) -> Result<HandOverState, Error> {
-        self.words.version = VERSION;
-        let description = serde_json::to_string(&self.words).map_err(|error| {
-            Error::new(ErrorKind::System, "the export cannot be described").source(error)
-        })?;
-        Ok(HandOverState { description, fds: self.fds })
+        let description = self.describe()?;
+        Ok(HandOverState { description, fds: self.fds.0 })
     }
 }
 
@@ -197,7 +283,10 @@ impl Unpacked {
     /// Lets go of all that a front end has lent, and of its connection.
     pub(crate) fn forget_front_end(&mut self) {
         self.words.session = None;
-        let is_ours = |role: &Role| matches!(role, Role::Listener | Role::Image);
+        let is_ours = |role: &Role| {
+            use Role::{Image, Listener, ReplyRead, ReplyWrite};
+            matches!(role, Listener | Image | ReplyRead | ReplyWrite)
+        };
         let (kept, gone) = std::mem::take(&mut self.fds).into_iter().partition(|(r, _)| is_ours(r));
         self.fds = kept;
         let gone: Vec<(Role, OwnedFd)> = gone;
@@ -210,7 +299,7 @@ impl Unpacked {
         let SessionWords { features, protocol_features, status, regions, vrings } = words;
         let mut saved = Vec::with_capacity(vrings.len());
         for (index, vring) in (0..).zip(vrings) {
-            let VringWords { size, address, base, base_at_reset, enabled } = vring;
+            let VringWords { size, address, base, base_at_reset, enabled, resumes } = vring;
             let address = address.map(|[flags, descriptor, used, available, log]| VringAddress {
                 index: u32::from(index),
                 flags: u32::try_from(flags).unwrap_or(u32::MAX),
@@ -220,7 +309,8 @@ impl Unpacked {
                 log,
             });
             let kick = self.one(Role::Kick(index));
-            saved.push(SavedVring { size, address, base, base_at_reset, enabled, kick });
+            let vring = SavedVring { size, address, base, base_at_reset, enabled, kick, resumes };
+            saved.push(vring);
         }
         Some(SessionState { features, protocol_features, status, regions, vrings: saved })
     }
@@ -233,7 +323,7 @@ mod tests {
     #[test]
     fn what_was_packed_is_found_again_and_anything_else_is_refused() {
         let file = tempfile::tempfile().unwrap();
-        let mut packing = Packing::default();
+        let mut packing = Packing::<Copies>::default();
         packing.words.disk = String::from("{}");
         packing.words.log = Some((1, u64::MAX));
         packing.add(Role::Call(3), &file).unwrap();
@@ -263,7 +353,7 @@ mod tests {
             Role::Log,
         ];
         for role in roles {
-            let mut packing = Packing::default();
+            let mut packing = Packing::<Copies>::default();
             let network = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
             packing.add(role, &network).unwrap();
             let error = Unpacked::open(packing.finish().unwrap()).expect_err("refused");

@@ -4,6 +4,7 @@
 //! - [`protocol`]: bytes to messages and replies to bytes, without a socket;
 //! - [`session`]: what one front end has said and what follows from it, without a thread;
 //! - [`Connection`], [`BackChannel`]: the sockets;
+//! - [`keep`]: who keeps an export while its process is killed and another one goes on;
 //! - `export`: a disk that is served, from its start to its end, and the device that a session
 //!   talks to;
 //! - `worker`: queue threads, their virtqueues, and the tasks that serve requests;
@@ -19,6 +20,7 @@ mod connection;
 mod device;
 pub mod export;
 mod hand_over_state;
+pub mod keep;
 pub mod protocol;
 pub mod session;
 mod signals;

@@ -2,9 +2,9 @@
 import hashlib
 import os
 
-from daemon import Daemon
+from daemon import Daemon, Kept
 from images import sound
-from load import VERIFY, kills
+from load import VERIFY, kills, kills_of_the_serving_one
 from machine import Machine
 from processes import Failure, output, require, until
 from results import Group, case, full
@@ -65,10 +65,10 @@ class Disk(Group):
         output("qemu-img", "create", "-q", "-f", "qcow2", *words[:-1], path, *words[-1:])
         return path
 
-    def plugged(self, daemon, options="", number=0):
+    def plugged(self, daemon, options="", number=0, reconnects=True):
         """Plugs a disk in; its device in the guest."""
         self.plugs[number] = daemon
-        self.machine.plug(number, daemon, options)
+        self.machine.plug(number, daemon, options, reconnects)
         return self.machine.disk(daemon.name)
 
     def zero(self, start_mib, count_mib):
@@ -217,6 +217,28 @@ class Disk(Group):
         self.guest(f"dd if=/dev/{again} of=/dev/null bs=1M count=4 iflag=direct")
         self.unplug()
         daemon.stop()
+
+    def kept(self, name, options, count):
+        """A disk whose serving process is killed `count` times under fio, with a QEMU that never connects again."""
+        image = self.make(name + ".qcow2", "300M")
+        daemon = Kept(self.context.directory, name, image, "--queues", "2").start()
+        dev = self.plugged(daemon, ",num-queues=2" + options, reconnects=False)
+        kills_of_the_serving_one(self.machine, daemon, "/dev/" + dev, count)
+        self.unplug()
+        daemon.stop()
+        sound(image)
+
+    @case
+    def a_kept_disk_goes_on_over_kills_without_a_reconnect(self):
+        self.kept("kept", "", 5)
+
+    @case
+    def a_kept_disk_with_packed_rings_goes_on_over_kills_without_a_reconnect(self):
+        self.kept("keptpacked", ",packed=on", 3)
+
+    @full
+    def a_kept_disk_goes_on_over_many_kills_without_a_reconnect(self):
+        self.kept("keptlong", "", 20)
 
     @case
     def unplugged_under_load_it_ends_without_harm(self):

@@ -39,10 +39,14 @@ class Daemon:
         processes.until(answers, START_S, f"{self.name}: the daemon answers")
         if os.geteuid() == 0:
             # What a guest does here it does to a process that can do little.
-            with open(f"/proc/{self.process.pid}/status", encoding="ascii") as status:
+            with open(f"/proc/{self.serving()}/status", encoding="ascii") as status:
                 require("Seccomp:\t2\n" in status.read(), f"{self.name}: the daemon is in no sandbox")
             require("seccomp" in (self.stats()["sandbox"] or ""), f"{self.name}: nothing is in force")
         return self
+
+    def serving(self):
+        """Pid of the process that serves."""
+        return self.process.pid
 
     def alive(self):
         """Fails the test when the process ended by itself."""
@@ -75,3 +79,39 @@ class Daemon:
         """Requests so far that were neither reads nor writes: flushes, discards, …"""
         total = self.stats()["total"]
         return total["requests"] - total["reads"] - total["writes"]
+
+
+class Kept(Daemon):
+    """Serves with `--keep`: `process` holds the disk, and another one serves it."""
+
+    # New processes within so many seconds of serving; after that the disk is given up.
+    PAUSE_S = 10 / 5 + 0.1
+
+    def __init__(self, directory, name, image, *options):
+        super().__init__(directory, name, image, "--keep", *options)
+
+    def serving(self):
+        """Pid of the process that serves."""
+        def child():
+            with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children", encoding="ascii") as children:
+                for pid in children.read().split():
+                    with open(f"/proc/{pid}/cmdline", "rb") as words, open(f"/proc/{pid}/stat", encoding="ascii") as stat:
+                        if not words.read().startswith(b"ringdisk-helper") and stat.read().rsplit(")", 1)[1].split()[0] not in "ZX":
+                            return int(pid)
+            return None
+
+        return processes.until(child, START_S, f"{self.name}: a process serves")
+
+    def kill_serving(self):
+        """Kills the process that serves; returns when the next one answers commands."""
+        self.alive()
+        os.kill(self.serving(), signal.SIGKILL)
+
+        def answers():
+            try:
+                return self.stats()
+            except Failure:
+                self.alive()
+                return None
+
+        processes.until(answers, START_S, f"{self.name}: the next process answers")

@@ -1,4 +1,6 @@
 """fio in a guest, that verifies what it has written, and a daemon that dies under it."""
+import time
+
 from processes import require, until
 
 # fio in the guest: what was written is read back and compared, block by block.
@@ -23,5 +25,20 @@ def kills(machine, daemon, target, count):
         daemon.start()
     before = daemon.stats()["total"]["writes"]
     until(lambda: daemon.stats()["total"]["writes"] > before or job.done(), 30, "the guest goes on")
+    machine.run("touch /tmp/stop")
+    require(int(job.output(180)) > 0, "not one pass of writing and verifying")
+
+
+def kills_of_the_serving_one(machine, daemon, target, count):
+    """fio writes and verifies for as long as the process that serves a kept disk is killed again and again."""
+    job = machine.begin(load(target))
+    for _ in range(count):
+        begun = time.monotonic()
+        before = daemon.stats()["total"]["writes"]
+        until(lambda b=before: daemon.stats()["total"]["writes"] > b + 20, 30, "the guest writes")
+        require(not job.done(), f"fio ended early: {job.answer.queue}")
+        time.sleep(max(0, daemon.PAUSE_S - (time.monotonic() - begun)))
+        daemon.kill_serving()
+    until(lambda: daemon.stats()["total"]["writes"] > 20 or job.done(), 30, "the guest goes on")
     machine.run("touch /tmp/stop")
     require(int(job.output(180)) > 0, "not one pass of writing and verifying")

@@ -282,11 +282,11 @@ class Machine:
         script = f"for i in /sys/block/vd*; do [ \"$(cat $i/serial)\" = {serial} ] && echo ${{i##*/}}; done; true"
         return processes.until(lambda: self.run(script), limit_s, f"the guest sees a disk {serial}")
 
-    def plug(self, number, daemon, options=""):
-        """Adds a disk to the running machine, in the root port `number`."""
+    def plug(self, number, daemon, options="", reconnects=True):
+        """Adds a disk to the running machine, in the root port `number`. `reconnects`: QEMU connects again when the daemon has gone."""
         words = {"id": f"pchar{number}", "backend": {"type": "socket", "data": {
             "addr": {"type": "unix", "data": {"path": daemon.socket}}, "server": False,
-            **({"reconnect-ms": 100} if self.qemu.version >= (9, 2) else {"reconnect": 1})}}}
+            **({} if not reconnects else {"reconnect-ms": 100} if self.qemu.version >= (9, 2) else {"reconnect": 1})}}}
         self.monitor.command("chardev-add", **words)
         device = {"driver": "vhost-user-blk-pci", "id": f"pdisk{number}", "chardev": f"pchar{number}", "bus": f"plug{number}"}
         for each in filter(None, options.split(",")):

@@ -1,16 +1,19 @@
-//! The small parent that keeps a mount.
+//! The small parent that holds what outlives a serving process: a mount, or disks of virtual
+//! machines.
 //!
 //! Promises: it opens no image, makes no ring and touches no request: it holds descriptors, starts
 //! the process that serves, passes signals on to it, and sleeps. When that one is killed or panics
 //! it starts another, up to 5 times in 10 s of serving (so that one that dies before it serves
 //! cannot go on dying for ever, however slowly); after that, and when the next one cannot start, it
-//! ends the mount, so that clients get errors and nobody hangs. It ends with the code of the
-//! process that served, or with 7 when it gave up.
+//! ends what it holds ([`Held`]), so that clients get errors and nobody hangs. It ends with the
+//! code of the process that served, or with 7 when it gave up.
 //!
-//! One thread.
+//! What it holds it knows by name only. After the start it takes and lets go of only those
+//! descriptors that are named as [`LATE`] says, at most [`Held::late_max`]: the process that gives
+//! them is confined, and may have been taken over. A second thread closes them, since a close may
+//! wait for the process that made the descriptor.
 
 use std::collections::VecDeque;
-use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -19,29 +22,27 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ExitStatus};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
-use ringdisk_fuse::kept::{Parked, is_over};
-use ringdisk_fuse::mount::{self, Mount, Unmount, mountpoint};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::{flag, low_level::pipe};
 
+use super::link::Named;
 use super::link::{self, Received};
-use super::{ALIVE, ORIGIN, STATE, State};
 use crate::background::Background;
 use crate::failure::{Exit, Failure};
 use crate::io_flusher;
-use crate::mount_lock;
-use crate::mountpoint::MountpointState;
-use crate::new_file::NewFile;
 use crate::notify::{IN_USE, Notify};
 use crate::pidfile::Pidfile;
 use crate::signals::is_ignored;
 use crate::stopping::{Asked, Insist};
 use crate::terminal;
 
+/// What the names of descriptors begin with that come and go after the start.
+pub const LATE: &str = "ringdisk-late-";
 /// So many new processes within [`WINDOW`] of serving; then the mount is given up.
 const RESTARTS_MAX: usize = 5;
 const WINDOW: Duration = Duration::from_secs(10);
@@ -99,19 +100,59 @@ impl Signals {
     }
 }
 
+/// What is held.
+pub trait Held {
+    /// What it is, for people.
+    fn noun(&self) -> &'static str;
+
+    /// The option that asks for it.
+    fn option(&self) -> &'static str;
+
+    /// Descriptors that may come and go after the start, at most.
+    fn late_max(&self) -> usize;
+
+    /// What its users see when it is given up.
+    fn loss(&self) -> &'static str;
+
+    /// What to do then.
+    fn remedy(&self) -> &'static str;
+
+    /// It has ended: its users get errors, if any are left.
+    ///
+    /// * `is_removed`: the serving process has ended it; what it had may be another's by now.
+    fn end(&mut self, parked: Named, is_removed: bool);
+
+    /// It was given up before it was ready.
+    fn undo(&mut self);
+}
+
+/// Closes descriptors.
+struct Closer(Sender<OwnedFd>);
+
+impl Closer {
+    fn start() -> io::Result<Closer> {
+        let (sender, receiver) = channel();
+        let thread = std::thread::Builder::new().name(String::from("closing"));
+        thread.stack_size(64 << 10).spawn(move || receiver.into_iter().for_each(drop))?;
+        Ok(Closer(sender))
+    }
+
+    /// Without waiting.
+    fn close(&self, descriptor: OwnedFd) {
+        let _ = self.0.send(descriptor);
+    }
+}
+
 /// The keeping process.
-struct Holder {
+struct Holder<'a> {
+    held: &'a mut dyn Held,
+    closer: Closer,
     signals: Signals,
     manager: Notify,
     parked: link::Named,
     /// All has been parked that will be: what comes later is from a process that may have been
     /// taken over.
     is_parked: bool,
-    /// Where the mount was asked for. What the serving process says of it counts only for that
-    /// place: it reads what others wrote, and is in a sandbox, which this one is not.
-    mountpoint: Option<PathBuf>,
-    /// What was there at first.
-    before: MountpointState,
     pidfile_path: Option<PathBuf>,
     pidfile: Option<Pidfile>,
     background: Option<Background>,
@@ -137,23 +178,26 @@ struct Holder {
 enum Next {
     /// Another one.
     Again,
-    /// The mount is over, with this code.
+    /// It is over, with this code.
     End(u8),
     /// It cannot go on.
     GiveUp,
 }
 
-/// Keeps a mount until its end. Gives the exit code.
+/// Holds something until its end. Gives the exit code.
 ///
 /// * `pidfile`: where this process writes its pid.
+/// * `held`: what it is.
 ///
 /// Errors: the serving process cannot be started; it died too often.
 pub fn run(
     pidfile: Option<&Path>,
-    mountpoint: &Path,
+    held: &mut dyn Held,
     background: Option<Background>,
 ) -> Result<u8, Failure> {
-    let cannot = |error: &io::Error| Failure::system("cannot keep a mount", error, Exit::General);
+    let (noun, option) = (held.noun(), held.option());
+    let cannot =
+        |error: &io::Error| Failure::system(format!("cannot keep a {noun}"), error, Exit::General);
     // Starting a process takes memory, and must not wait for memory that is written to this very
     // mount.
     io_flusher::become_one_if(true);
@@ -168,8 +212,8 @@ pub fn run(
         manager: Notify::from_environment(),
         parked: Vec::new(),
         is_parked: false,
-        mountpoint: mountpoint::place(mountpoint).ok(),
-        before: MountpointState::of(mountpoint),
+        closer: Closer::start().map_err(|error| cannot(&error))?,
+        held,
         pidfile_path,
         pidfile: None,
         background,
@@ -186,8 +230,8 @@ pub fn run(
         let (socket, mut child) = match holder.spawn(&directory) {
             Ok(started) => started,
             Err(error) => {
-                holder.end_mount(false);
-                return Err(cannot(&error).hint("/proc must be mounted for --keep-mount"));
+                holder.end(false);
+                return Err(cannot(&error).hint(format!("/proc must be mounted for {option}")));
             }
         };
         let status = match holder.attend(&socket, &mut child) {
@@ -195,7 +239,7 @@ pub fn run(
             Err(failure) => {
                 let _ = child.kill();
                 let _ = child.wait();
-                holder.end_mount(false);
+                holder.end(false);
                 return Err(failure);
             }
         };
@@ -205,24 +249,23 @@ pub fn run(
             Next::Again => {
                 let how = how(status);
                 terminal::warn(format_args!(
-                    "the serving process {how}; another one goes on with the mount"
+                    "the serving process {how}; another one goes on with the {noun}"
                 ));
                 holder.manager.status(&format!("the serving process {how}; starting another"));
             }
             Next::End(code) => {
-                holder.end_mount(has_served);
+                holder.end(has_served);
                 return Ok(code);
             }
             Next::GiveUp => {
                 let what = holder.why(status);
                 holder.manager.stopping(&what);
                 let was_ready = holder.is_ready;
-                holder.end_mount(false);
+                holder.end(false);
                 if !was_ready {
-                    holder.before.restore();
+                    holder.held.undo();
                 }
-                return Err(Failure::new(Exit::Halted, what)
-                    .hint("look at what it said before it died, then mount the image again"));
+                return Err(Failure::new(Exit::Halted, what).hint(holder.held.remedy()));
             }
         }
     }
@@ -237,7 +280,7 @@ fn how(status: ExitStatus) -> String {
     }
 }
 
-impl Holder {
+impl Holder<'_> {
     /// Starts a serving process. Where memory or processes are short (which may be what the one
     /// before it has died of) it tries again.
     ///
@@ -249,7 +292,8 @@ impl Holder {
             match link::spawn(directory, &self.parked) {
                 Err(error) if tries > 0 => {
                     tracing::warn!(
-                        "no process to go on with the mount: {error}; it is tried again"
+                        "no process to go on with the {}: {error}; it is tried again",
+                        self.held.noun()
                     );
                     std::thread::sleep(SPAWN_PAUSE);
                 }
@@ -345,15 +389,9 @@ impl Holder {
             |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
         let status = value("STATUS").unwrap_or_default();
         if value("FDSTORE").is_some() {
-            if self.is_parked {
-                tracing::warn!(
-                    "the serving process gives descriptors after its start; they are not kept"
-                );
-                return Ok(());
-            }
-            let name = value("FDNAME").unwrap_or_default();
-            self.parked.retain(|(kept, _)| kept != name);
-            self.parked.extend(descriptors.into_iter().map(|fd| (name.to_owned(), fd)));
+            self.park(value("FDNAME").unwrap_or_default(), descriptors);
+        } else if value("FDSTOREREMOVE").is_some() {
+            self.let_go(value("FDNAME").unwrap_or_default());
         } else if value("BARRIER").is_some() {
             // The one who parks waits for this, before it is confined.
             self.is_parked |= !self.parked.is_empty();
@@ -374,7 +412,42 @@ impl Holder {
         Ok(())
     }
 
-    /// The mount answers.
+    /// Takes descriptors of the serving process.
+    fn park(&mut self, name: &str, descriptors: Vec<OwnedFd>) {
+        let is_late = name.starts_with(LATE);
+        let late = self.parked.iter().filter(|(name, _)| name.starts_with(LATE)).count();
+        let is_full = is_late && late + descriptors.len() > self.held.late_max();
+        if self.is_parked && !is_late || is_full {
+            tracing::warn!(
+                "the serving process gives {} after its start; they are not kept",
+                if is_full { "too many descriptors" } else { "descriptors" }
+            );
+            descriptors.into_iter().for_each(|descriptor| self.closer.close(descriptor));
+            return;
+        }
+        self.let_go(name);
+        self.parked.extend(descriptors.into_iter().map(|fd| (name.to_owned(), fd)));
+    }
+
+    /// Lets go of descriptors, unless they are of the start.
+    fn let_go(&mut self, name: &str) {
+        if self.is_parked && !name.starts_with(LATE) {
+            return;
+        }
+        while let Some(place) = self.parked.iter().position(|(parked, _)| parked == name) {
+            self.closer.close(self.parked.swap_remove(place).1);
+        }
+    }
+
+    /// It has ended.
+    ///
+    /// * `is_removed`: the serving process has ended it.
+    fn end(&mut self, is_removed: bool) {
+        self.held.end(std::mem::take(&mut self.parked), is_removed);
+        self.pidfile = None;
+    }
+
+    /// It answers.
     fn ready(&mut self, status: &str) -> Result<(), Failure> {
         self.serves_since.get_or_insert_with(Instant::now);
         if self.is_ready {
@@ -413,11 +486,11 @@ impl Holder {
         Next::Again
     }
 
-    /// Why the mount is given up.
+    /// Why it is given up.
     fn why(&self, status: ExitStatus) -> String {
-        let how = how(status);
+        let (how, noun) = (how(status), self.held.noun());
         if !self.is_ready {
-            format!("the serving process {how} before the mount was ready")
+            format!("the serving process {how} before the {noun} was ready")
         } else if self.stops {
             format!(
                 "the serving process {how} while it was stopping; requests in flight ended with errors"
@@ -425,55 +498,10 @@ impl Holder {
         } else {
             let seconds = WINDOW.as_secs();
             format!(
-                "the serving process {how}, and {RESTARTS_MAX} others before it within {seconds} s of serving: the mount is given up, and its \
-                 clients get errors"
+                "the serving process {how}, and {RESTARTS_MAX} others before it within {seconds} s of serving: the {noun} is given up, and {}",
+                self.held.loss()
             )
         }
-    }
-
-    /// Takes the mount away if it is still there: its clients get errors. Then everything that was
-    /// kept goes.
-    ///
-    /// * `is_removed`: the serving process has done so; its place and its number may be those of
-    ///   another mount by now.
-    fn end_mount(&mut self, is_removed: bool) {
-        let parked = std::mem::take(&mut self.parked);
-        let (mut first, mut alive, mut devices) = (None, None, Vec::new());
-        for (name, descriptor) in parked {
-            match name.as_str() {
-                ORIGIN => first = State::sealed(&descriptor).ok(),
-                STATE => {}
-                ALIVE => alive = Some(File::from(descriptor)),
-                _ => devices.push(descriptor),
-            }
-        }
-        let parked = first.map(|first| (first.made, Parked { terms: first.terms(), devices }));
-        let is_asked_for =
-            |place: &Path| self.mountpoint.as_deref().is_none_or(|asked| asked == place);
-        if let Some((made, Parked { terms, mut devices })) = parked
-            .filter(|(_, parked)| is_asked_for(&parked.terms.mountpoint))
-            .filter(|(_, parked)| !(is_removed && is_over(parked)))
-            && let Some(device) = devices.pop()
-        {
-            // On kernels that do not say whose a descriptor is, the number that the process has
-            // told at the start: another mount may have it by now.
-            let is_known = mount::knows_its_connection(&device)
-                || mount::abort_of(&terms.mountpoint, terms.connection).is_some();
-            let mount = Mount::adopt(device, terms.mountpoint.clone(), terms.connection);
-            let mut mount = if is_known { mount.take_over() } else { mount };
-            if let Err(error) = mount.unmount(Unmount::Force) {
-                tracing::warn!("{}", error.with_hint());
-            }
-            drop(devices);
-            drop(mount);
-            // What the serving process says of the file that was there before does not count.
-            let made = made.filter(|_| !self.before.was_there());
-            drop(made.map(|id| NewFile::adopt(&terms.mountpoint, id)));
-        }
-        if let Some(alive) = alive {
-            mount_lock::release(&alive);
-        }
-        self.pidfile = None;
     }
 }
 

@@ -2,9 +2,9 @@
 //! the serving process's standard input.
 //!
 //! Promises: no descriptor goes to any other process; everything received is close-on-exec; when
-//! one of the two ends, however, the other sees the end of the socket. To the serving process goes
-//! one message, the parked descriptors with their names (`FDNAMES=a:b`); from it come those of
-//! sd_notify(3).
+//! one of the two ends, however, the other sees the end of the socket. To the serving process go
+//! the parked descriptors with their names (`FDNAMES=a:b`), in as many messages as it takes
+//! (`MORE=1` before the last one); from it come those of sd_notify(3).
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -22,6 +22,9 @@ use crate::notify::Notify;
 const MANAGED: &str = "RINGDISK_MANAGED";
 /// Longest message, bytes: names of all descriptors, or a line about a mount with a long path.
 const MESSAGE_BYTES_MAX: usize = 16 << 10;
+
+/// Descriptors that go with one message, with names of 50 bytes.
+const LOT: usize = 200;
 
 /// Descriptors with their names.
 pub(super) type Named = Vec<(String, OwnedFd)>;
@@ -53,8 +56,6 @@ pub(super) fn spawn(
     directory: &Path,
     parked: &[(String, OwnedFd)],
 ) -> io::Result<(OwnedFd, Child)> {
-    let names: Vec<&str> = parked.iter().map(|(name, _)| name.as_str()).collect();
-    let descriptors: Vec<BorrowedFd<'_>> = parked.iter().map(|(_, fd)| fd.as_fd()).collect();
     Role::Kept.start_again(|command, socket| {
         rustix::io::ioctl_fionbio(socket, true)?;
         command
@@ -63,8 +64,43 @@ pub(super) fn spawn(
             .env_remove("NOTIFY_SOCKET")
             .env_remove("FDSTORE")
             .envs(is_managed().then_some((MANAGED, "1")));
-        send(socket.as_fd(), &format!("FDNAMES={}", names.join(":")), &descriptors)
+        send_parked(socket.as_fd(), parked)
     })
+}
+
+/// Sends what is parked.
+///
+/// Errors: those of sendmsg(2).
+fn send_parked(socket: BorrowedFd<'_>, parked: &[(String, OwnedFd)]) -> io::Result<()> {
+    let mut lots = parked.chunks(LOT).peekable();
+    loop {
+        let lot = lots.next().unwrap_or_default();
+        let names: Vec<&str> = lot.iter().map(|(name, _)| name.as_str()).collect();
+        let descriptors: Vec<BorrowedFd<'_>> = lot.iter().map(|(_, fd)| fd.as_fd()).collect();
+        let more = if lots.peek().is_some() { "\nMORE=1" } else { "" };
+        send(socket, &format!("FDNAMES={}{more}", names.join(":")), &descriptors)?;
+        if more.is_empty() {
+            return Ok(());
+        }
+    }
+}
+
+/// Receives what is parked.
+///
+/// Errors: the other process is gone; those of recvmsg(2).
+fn receive_parked(socket: BorrowedFd<'_>) -> io::Result<Named> {
+    let mut parked = Named::new();
+    loop {
+        let Received::Message(text, descriptors) = receive(socket)? else {
+            return Err(io::Error::from(io::ErrorKind::UnexpectedEof));
+        };
+        let names = text.lines().next().and_then(|line| line.strip_prefix("FDNAMES="));
+        let names = names.unwrap_or_default().split(':');
+        parked.extend(names.map(str::to_owned).zip(descriptors));
+        if !text.lines().any(|line| line == "MORE=1") {
+            return Ok(parked);
+        }
+    }
 }
 
 /// Takes the socket from standard input, and what is parked.
@@ -73,11 +109,7 @@ pub(super) fn spawn(
 pub(super) fn enter() -> Result<(Notify, OwnedFd, Named), Failure> {
     let enter = || -> io::Result<_> {
         let socket = take_socket()?;
-        let Received::Message(text, descriptors) = receive(socket.as_fd())? else {
-            return Err(io::Error::from(io::ErrorKind::UnexpectedEof));
-        };
-        let names = text.strip_prefix("FDNAMES=").unwrap_or_default().split(':');
-        let parked = names.map(str::to_owned).zip(descriptors).collect();
+        let parked = receive_parked(socket.as_fd())?;
         Ok((Notify::over(socket.try_clone()?), socket, parked))
     };
     enter().map_err(|error| {
@@ -89,8 +121,18 @@ pub(super) fn enter() -> Result<(Notify, OwnedFd, Named), Failure> {
     })
 }
 
+/// Calls `stop` when the other process is gone.
+pub(super) fn watch(socket: &OwnedFd, stop: impl FnOnce() + Send + 'static) {
+    let Ok(socket) = socket.try_clone() else { return };
+    let watch = std::thread::Builder::new().name(String::from("holder")).stack_size(64 << 10);
+    let _ = watch.spawn(move || {
+        wait_for_end(&socket);
+        stop();
+    });
+}
+
 /// Waits until the other process is gone.
-pub(super) fn wait_for_end(socket: &OwnedFd) {
+fn wait_for_end(socket: &OwnedFd) {
     while !matches!(receive(socket.as_fd()), Ok(Received::End) | Err(_)) {}
 }
 
@@ -153,6 +195,21 @@ mod tests {
         assert_eq!((text.as_str(), descriptors.len()), ("FDNAMES=a:b", 2));
         assert!(matches!(receive(theirs.as_fd()).expect("receive"), Received::End));
         wait_for_end(&theirs);
+    }
+
+    #[test]
+    fn as_many_as_there_are_arrive_with_their_names() {
+        for count in [0, 1, LOT, 2 * LOT + 1] {
+            let (ours, theirs) = sockets();
+            let file = tempfile::tempfile().expect("file");
+            let copy = || OwnedFd::from(file.try_clone().expect("a descriptor"));
+            let parked: Named = (0..count).map(|number| (number.to_string(), copy())).collect();
+            send_parked(ours.as_fd(), &parked).expect("room");
+            let names = |parked: &Named| -> Vec<String> {
+                parked.iter().map(|(name, _)| name.clone()).collect()
+            };
+            assert_eq!(names(&receive_parked(theirs.as_fd()).expect("all")), names(&parked));
+        }
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! A mount that outlives the process that serves it (`--keep-mount`).
+//! A mount, or disks of virtual machines, that outlive the process that serves them
+//! (`--keep-mount`, `serve --keep`).
 //!
 //! Promises: every descriptor of the mount, and what else the next process needs, is with somebody
 //! who does not serve; a process that finds them there goes on with that mount, and no request is
@@ -9,8 +10,11 @@
 //!   to the next process it starts (`LISTEN_FDS`);
 //! - else a small parent of our own ([`holder`]), which starts the next process itself.
 //!
-//! Both are told in the same words (`notify.rs`); only the way back differs.
+//! Both are told in the same words (`notify.rs`); only the way back differs. Disks ([`disks`]) are
+//! kept by the parent always: their descriptors come and go while they are served.
 
+pub mod disks;
+mod held_mount;
 pub mod holder;
 mod link;
 pub mod sealed;
@@ -21,11 +25,11 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
+pub use held_mount::HeldMount;
 pub use link::is_managed;
 use ringdisk_fuse::kept::{Ended, Keep, Parked, ended};
 use ringdisk_fuse::mount::inherited;
-pub use state::State;
-use state::StateFile;
+pub use state::{State, StateFile};
 
 use crate::failure::{Exit, Failure};
 use crate::helper::start::Role as Started;
@@ -253,14 +257,9 @@ impl Kept {
 
     /// Calls `stop` when the process that keeps the mount is gone: nobody would start another one.
     pub fn watch(&self, stop: impl FnOnce() + Send + 'static) {
-        let Some(holder) = self.holder.as_ref().and_then(|holder| holder.try_clone().ok()) else {
-            return;
-        };
-        let watch = std::thread::Builder::new().name(String::from("holder")).stack_size(64 << 10);
-        let _ = watch.spawn(move || {
-            link::wait_for_end(&holder);
-            stop();
-        });
+        if let Some(holder) = &self.holder {
+            link::watch(holder, stop);
+        }
     }
 
     /// The mount has ended: nothing of it is kept any longer.

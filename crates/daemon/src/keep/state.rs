@@ -1,4 +1,5 @@
-//! What the next process has to know of a mount, in memory that outlives the process.
+//! What the next process has to know of a mount, or of the images of a disk, in memory that
+//! outlives the process.
 //!
 //! Promises: the newest state that was written whole is read, whenever a process was killed; a
 //! state of another version of ringdisk is refused in words. Of what a process says after the start
@@ -34,18 +35,9 @@ const VERSION: u32 = 1;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct State {
     version: u32,
-    mountpoint: Bytes,
-    connection: u32,
-    queues: usize,
-    /// Descriptors of the connection that are parked: as many as queues, or one that they share.
-    devices: usize,
-    page_bytes: u32,
-    max_pages: u16,
-    kernel_cache: bool,
-    minor: u32,
-    flags: u64,
-    offered: u64,
-    max_write: u32,
+    /// `None`: the images are no mount's.
+    #[serde(flatten)]
+    mount: Option<MountWords>,
     /// Device and inode number of the mountpoint, if we made it and have to remove it.
     pub made: Option<(u64, u64)>,
     /// Format of an image that `--create` made: what clients wrote to it does not decide.
@@ -73,8 +65,25 @@ pub struct State {
     pub mark: String,
 }
 
+/// What a mount was made with.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct MountWords {
+    mountpoint: Bytes,
+    connection: u32,
+    queues: usize,
+    /// Descriptors of the connection that are parked: as many as queues, or one that they share.
+    devices: usize,
+    page_bytes: u32,
+    max_pages: u16,
+    kernel_cache: bool,
+    minor: u32,
+    flags: u64,
+    offered: u64,
+    max_write: u32,
+}
+
 /// A path: one character for each byte, so that JSON can hold any.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Bytes(String);
 
 impl Bytes {
@@ -100,8 +109,7 @@ impl State {
         made: Option<(u64, u64)>,
         created: Option<Format>,
     ) -> State {
-        State {
-            version: VERSION,
+        let mount = MountWords {
             mountpoint: Bytes::of(&terms.mountpoint),
             connection: terms.connection,
             queues: terms.queues,
@@ -113,7 +121,18 @@ impl State {
             flags: terms.negotiated.flags,
             offered: terms.negotiated.offered,
             max_write: terms.negotiated.max_write,
-            made,
+        };
+        State { mount: Some(mount), made, ..State::of_images(created) }
+    }
+
+    /// The state of images that were just opened.
+    ///
+    /// * `created`: format of the image on top, if it was made.
+    pub fn of_images(created: Option<Format>) -> State {
+        State {
+            version: VERSION,
+            mount: None,
+            made: None,
             format: created.map(|format| format.name().to_owned()),
             top: None,
             files: Vec::new(),
@@ -210,29 +229,30 @@ impl State {
 
     /// What the mount was made with.
     pub fn terms(&self) -> Terms {
+        let mount = self.mount.clone().unwrap_or_default();
         Terms {
-            mountpoint: self.mountpoint.path(),
-            connection: self.connection,
+            mountpoint: mount.mountpoint.path(),
+            connection: mount.connection,
             profile: Profile {
-                page_bytes: self.page_bytes,
-                max_pages: self.max_pages,
-                kernel_cache: self.kernel_cache,
+                page_bytes: mount.page_bytes,
+                max_pages: mount.max_pages,
+                kernel_cache: mount.kernel_cache,
                 over_io_uring: false,
                 passthrough: false,
             },
             negotiated: Negotiated {
-                minor: self.minor,
-                flags: self.flags,
-                offered: self.offered,
-                max_write: self.max_write,
+                minor: mount.minor,
+                flags: mount.flags,
+                offered: mount.offered,
+                max_write: mount.max_write,
             },
-            queues: self.queues,
+            queues: mount.queues,
         }
     }
 
     /// Descriptors of the connection that belong to it.
     pub fn devices(&self) -> usize {
-        self.devices
+        self.mount.as_ref().map_or(0, |mount| mount.devices)
     }
 
     /// Format of the image that `--create` made.
@@ -271,8 +291,9 @@ impl StateFile {
     /// Errors: it holds no state, or one of another version.
     pub fn open(memory: OwnedFd, first: State) -> Result<StateFile, Failure> {
         let file = File::from(memory);
-        let (number, json) =
-            slots::newest(&file).ok_or_else(|| refuse(String::from("its state is not there")))?;
+        let (number, json) = slots::IMAGES
+            .newest(&file)
+            .ok_or_else(|| refuse(String::from("its state is not there")))?;
         let state = first.with_images_of(parse(&json)?);
         Ok(StateFile { file: Arc::new(file), now: Arc::new(Mutex::new((number, Some(state)))) })
     }
@@ -295,7 +316,7 @@ impl StateFile {
         };
         let json = serde_json::to_vec(&state).map_err(|error| cannot(&error.into()))?;
         let number = now.0 + 1;
-        slots::put(&self.file, number, &json).map_err(|error| cannot(&error))?;
+        slots::IMAGES.put(&self.file, number, &json).map_err(|error| cannot(&error))?;
         *now = (number, Some(state));
         Ok(())
     }

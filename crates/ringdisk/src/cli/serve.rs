@@ -46,6 +46,8 @@ Examples:
       two disks in one process
   ringdisk serve --daemonize --pidfile /run/vm1.pid disk.img --vhost-user-blk /run/vm1.sock
       in the background; the command returns when the socket answers
+  ringdisk serve --keep disk.qcow2 --vhost-user-blk /run/vm1.sock
+      the virtual machine goes on, with a pause, when the serving process dies
   ringdisk ctl /run/vm1.sock resize +10G
       the running guest sees the new size
   ringdisk serve --null 1T --vhost-user-blk /tmp/null.sock
@@ -89,6 +91,16 @@ pub(crate) struct ServeArgs {
     /// error stay open only where they are regular files.
     #[arg(long, help_heading = "Serving options")]
     pub(crate) daemonize: bool,
+
+    /// Let the virtual machine go on when the serving process dies: a second process holds its
+    /// connection and its memory, and starts another one
+    ///
+    /// The virtual machine sees a pause and nothing else, and every request is answered exactly
+    /// once. After 5 deaths within 10 s the disk is given up. Needs the path of a socket; not with
+    /// --upgrade, --incoming, --snapshot and --accel require.
+    #[arg(long, conflicts_with_all = ["upgrade", "incoming", "snapshot", "socket_fd", "socket_name"],
+          help_heading = "Serving options")]
+    pub(crate) keep: bool,
 
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
@@ -442,8 +454,27 @@ impl ServeArgs {
             }
             device.check_accel().map_err(|(kind, text)| refuse("serve", kind, text))?;
         }
+        disks.iter().try_for_each(|disk| self.check_kept(&disk.args))?;
         self.check_alike(&disks)?;
         Ok(disks)
+    }
+
+    /// Errors: a disk that cannot be kept.
+    fn check_kept(&self, disk: &DiskArgs) -> Result<(), clap::Error> {
+        let why = match disk {
+            _ if !self.keep => return Ok(()),
+            _ if disk.device.accel == AccelWord::Require => {
+                "--accel require: the host kernel loses virtqueues with the process"
+            }
+            _ if disk.source.snapshot => "--snapshot: its overlay goes with the process",
+            _ if disk.device.incoming => "--incoming: begin with the disk, or keep it later",
+            DiskArgs { place, .. } if place.vhost_user_blk.is_none() && place.connect.is_none() => {
+                "a socket that is passed: name one with --vhost-user-blk"
+            }
+            _ => return Ok(()),
+        };
+        let text = format!("--keep does not go with {why}");
+        Err(refuse("serve", ErrorKind::ArgumentConflict, text))
     }
 
     /// Errors: two disks that want the same socket.

@@ -19,6 +19,7 @@ pub(crate) mod operation;
 pub(crate) mod output;
 pub(crate) mod own_image;
 pub(crate) mod rebase;
+pub(crate) mod reopen;
 pub(crate) mod resize;
 pub(crate) mod serve;
 mod shown;

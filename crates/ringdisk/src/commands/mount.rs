@@ -22,7 +22,7 @@ use std::path::Path;
 use ringdisk_daemon::background::{self, Background};
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::helper::start::Role;
-use ringdisk_daemon::keep::{self, Kept};
+use ringdisk_daemon::keep::{self, HeldMount, Kept};
 use ringdisk_daemon::mountpoint::MountpointState;
 use ringdisk_daemon::run_as::Wanted;
 use ringdisk_export::Threads;
@@ -66,7 +66,8 @@ pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
         match args.keep_mount.then(|| keep::role(args.daemonize, queues_max(args))).transpose()? {
             None => None,
             Some(keep::Role::Holds) => {
-                return keep::holder::run(args.pidfile.as_deref(), &paths.mountpoint, background);
+                let held = &mut HeldMount::at(&paths.mountpoint);
+                return keep::holder::run(args.pidfile.as_deref(), held, background);
             }
             Some(keep::Role::Serves(kept)) => Some(kept),
         };

@@ -6,6 +6,7 @@
 //! Signals are honoured from the first moment.
 
 mod greet;
+mod kept;
 mod privileges;
 pub(super) mod take;
 
@@ -39,6 +40,8 @@ use crate::commands::open::{ImagePlan, new_image, reach};
 use crate::commands::shown::ShownWords;
 use crate::new_image::NewImage;
 use crate::vhost::{self, Handle, Served};
+
+use kept::{Begun, Kept};
 
 /// A process that served the disk and was killed has it until its last write has landed.
 const LOCK_WAIT: Duration = Duration::from_secs(3);
@@ -86,6 +89,8 @@ struct Running {
 /// Errors: everything that can go wrong; see [`Exit`].
 pub(crate) fn run(args: &ServeArgs, disks: Vec<ServedDisk>) -> Result<u8, Failure> {
     let background = match args.daemonize {
+        // Its parent is in the background already.
+        true if args.keep && Role::Kept.is_ours() => None,
         true if Role::Background.is_ours() => Some(Background::enter()?),
         true if std::env::var("LISTEN_PID")
             .is_ok_and(|pid| pid == std::process::id().to_string()) =>
@@ -116,15 +121,24 @@ fn serve(
     background: Option<Background>,
     user: Wanted,
 ) -> Result<u8, Failure> {
+    let mut background = background;
+    let mut kept = match kept::begin(args, disks.len(), &mut background)? {
+        Begun::Serves(kept) => kept,
+        Begun::Held(code) => return Ok(code),
+    };
+    let resumes = kept.as_ref().is_some_and(Kept::resumes);
     let places = match args.upgrade {
+        _ if resumes => options.iter().map(kept::place).collect(),
         true => sockets::taken_places(options, inherited)?,
         false => sockets::places(options, inherited)?,
     };
     let plans = disks.iter().zip(places).map(|(disk, place)| plan(args, disk, place));
     let plans = plans.collect::<Result<Vec<_>, _>>()?;
     let fresh = NewFiles::default();
-    let watcher = watch_start(&fresh)?;
-    let pidfile = args.pidfile.as_deref().map(std::path::absolute).transpose();
+    let watcher = watch_start(&fresh, kept.as_ref())?;
+    // Where another process holds the disks, that one has the pid file.
+    let pidfile = args.pidfile.as_deref().filter(|_| kept.is_none());
+    let pidfile = pidfile.map(std::path::absolute).transpose();
     let pidfile = pidfile
         .map_err(|error| Failure::system("the name of the pid file", &error, Exit::General))?;
     if let Some(pidfile) = &pidfile {
@@ -137,12 +151,19 @@ fn serve(
             confine::check(args.sandbox.word)?;
             take::take_over(plans, &watcher)?
         }
-        false => match begin(plans, &fresh, &watcher)? {
+        false if resumes => match &mut kept {
+            Some(kept) => kept.go_on(plans, &watcher)?,
+            None => Vec::new(),
+        },
+        false => match begin(plans, &fresh, &watcher, kept.as_ref())? {
             Some(running) => running,
             None => return Ok(Exit::General.code()),
         },
     };
-    let notify = Arc::new(Notify::from_environment());
+    let notify = match &kept {
+        Some(kept) => Arc::clone(&kept.disks.notify),
+        None => Arc::new(Notify::from_environment()),
+    };
     let pidfile = match pidfile.as_deref().map(Pidfile::create) {
         // A guest depends on us already, and the process before us goes on with other disks.
         Some(Err(failure)) if args.upgrade => {
@@ -158,6 +179,7 @@ fn serve(
         pidfile.as_ref(),
         &notify,
         args.upgrade,
+        kept.as_ref().map(|kept| kept.mark.clone()).unwrap_or_default(),
     )?;
     // What front ends say is read inside; those that were taken over have been served already.
     running.iter().for_each(|disk| disk.served.release());
@@ -166,17 +188,29 @@ fn serve(
         several => format!("{} disks are served", several.len()),
     };
     notify.ready(&ready);
-    if background.is_some() || !terminal::is_interactive() {
+    if resumes {
+        terminal::note(format_args!("{ready}: requests that were not answered go on"));
+    } else if background.is_some() || !terminal::is_interactive() {
         for disk in &running {
             terminal::say(format_args!("{}: {}", terminal::NAME, disk.ready));
         }
     } else {
         greet::greet(&running);
     }
-    if let Some(background) = background {
-        background.ready();
+    match background {
+        Some(background) => background.ready(),
+        None if kept.is_some() && args.daemonize => background::let_go(),
+        None => {}
     }
     let handles: Vec<Handle> = running.iter().map(|disk| disk.served.handle()).collect();
+    if let Some(kept) = &kept {
+        let (handles, notify) = (handles.clone(), Arc::clone(&notify));
+        kept.disks.watch(move || {
+            tracing::error!("the process that keeps the disks is gone: they are served no longer");
+            notify.stopping("the process that keeps the disks is gone");
+            handles.iter().for_each(Handle::stop);
+        });
+    }
     terminal::serves();
     if let Some(signal) = watcher.enter(Phase::Serving(actions(&running, &notify))) {
         notify.stopping(&format!("stopping on {signal}"));
@@ -220,6 +254,7 @@ fn begin(
     plans: Vec<Plan<'_>>,
     fresh: &NewFiles,
     watcher: &Watcher,
+    kept: Option<&Kept>,
 ) -> Result<Option<Vec<Running>>, Failure> {
     let opened: Result<Vec<Arc<Disk>>, Failure> =
         plans.iter().map(|plan| plan.image.open(fresh, plan.new.as_ref())).collect();
@@ -235,8 +270,9 @@ fn begin(
     // Before there are threads that shall have it too.
     io_flusher::become_one_if(opened.iter().any(|disk| io_flusher::is_on_a_device(disk)));
     let started: Result<Vec<Running>, Failure> =
-        plans.into_iter().zip(opened).map(|(plan, disk)| start(plan, disk)).collect();
+        plans.into_iter().zip(opened).enumerate().map(|(n, (p, d))| start(n, p, d, kept)).collect();
     let running = started.inspect_err(|_| fresh.undo())?;
+    kept.map_or(Ok(()), |kept| kept.disks.is_kept())?;
     // The images are in use from now on: a failure below does not take them away.
     fresh.keep();
     Ok(Some(running))
@@ -253,7 +289,7 @@ fn plan<'a>(args: &ServeArgs, disk: &'a ServedDisk, place: Place) -> Result<Plan
             // The guest lives on when this process is killed, and was told that its writes are
             // there. A temporary overlay is gone anyway.
             outlives_process: !source.snapshot,
-            leaves_directory: args.daemonize,
+            leaves_directory: args.daemonize || args.keep,
             inactive: disk.args.device.incoming,
             wait_for_locks: Some(LOCK_WAIT),
             ask_for_raw: true,
@@ -281,8 +317,16 @@ fn shown(disk: &ServedDisk) -> Shown {
 
 /// Serves one disk.
 ///
+/// * `number`: which one it is.
+///
 /// Errors: the socket cannot be made, or the export not be started; nothing stays then.
-fn start(plan: Plan<'_>, disk: Arc<Disk>) -> Result<Running, Failure> {
+fn start(
+    number: usize,
+    plan: Plan<'_>,
+    disk: Arc<Disk>,
+    kept: Option<&Kept>,
+) -> Result<Running, Failure> {
+    let keep = kept.map(|kept| kept.keep(number, &plan, &disk)).transpose()?;
     let name = plan.image.name();
     let ready = format!("{} is served {}", plan.image.describe(&disk), plan.place.shown());
     let reach = reach(&plan.args.source, plan.image.image.as_deref());
@@ -291,7 +335,8 @@ fn start(plan: Plan<'_>, disk: Arc<Disk>) -> Result<Running, Failure> {
     let read_only = disk.is_read_only();
     let restricted = plan.restricted;
     let options = vhost::options(plan.args, read_only, restricted, opened.listen, name.clone());
-    let options = ExportOptions { held: true, ..options };
+    let accel = options.accel.filter(|_| keep.is_none());
+    let options = ExportOptions { held: true, keep, accel, ..options };
     let served = Served::start(Arc::clone(&disk), options)?;
     for note in served.notes() {
         terminal::warn(note);
@@ -480,7 +525,16 @@ impl Running {
 }
 
 /// Takes signals while nothing is served: a stop removes what was made and ends the process.
-fn watch_start(fresh: &NewFiles) -> Result<Watcher, Failure> {
+///
+/// * `kept`: where another process holds the disks it counts signals; where this one goes on with
+///   them a stop is remembered.
+fn watch_start(fresh: &NewFiles, kept: Option<&Kept>) -> Result<Watcher, Failure> {
+    let cannot = |error| Failure::system("cannot watch for signals", &error, Exit::General);
+    if let Some(kept) = kept.filter(|kept| kept.resumes()) {
+        let watcher = Watcher::start_kept(Phase::Mounting).map_err(cannot)?;
+        kept.disks.listens();
+        return Ok(watcher);
+    }
     let fresh = fresh.clone();
     let quit = move |signal: &'static str| {
         fresh.undo();
@@ -490,6 +544,9 @@ fn watch_start(fresh: &NewFiles) -> Result<Watcher, Failure> {
         ));
         std::process::exit(i32::from(Exit::General.code()));
     };
-    Watcher::start(Phase::Starting(Box::new(quit)))
-        .map_err(|error| Failure::system("cannot watch for signals", &error, Exit::General))
+    let phase = Phase::Starting(Box::new(quit));
+    let Some(kept) = kept else { return Watcher::start(phase).map_err(cannot) };
+    let watcher = Watcher::start_kept(phase).map_err(cannot)?;
+    kept.disks.listens();
+    Ok(watcher)
 }

@@ -120,3 +120,19 @@ pub(crate) fn interrupted(
     process.signal(signal);
     process.finish(Duration::from_secs(20))
 }
+
+/// A process that lives (is no zombie) and has this parent. Asks for the children of that process
+/// alone: /proc of some other one may hang (a process that dies while it waits for a mount).
+pub(crate) fn child_of(parent: u32) -> Option<u32> {
+    let children =
+        std::fs::read_to_string(format!("/proc/{parent}/task/{parent}/children")).ok()?;
+    children.split_whitespace().filter_map(|pid| pid.parse().ok()).find(|pid: &u32| {
+        let name = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        if name.starts_with("ringdisk-helper") {
+            return false;
+        }
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        let after_name = stat.rsplit(')').next().unwrap_or_default();
+        !matches!(after_name.split_whitespace().next(), None | Some("Z" | "X"))
+    })
+}

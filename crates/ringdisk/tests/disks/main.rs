@@ -2,6 +2,8 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod keep;
+mod keep_setup;
 mod migrate;
 mod serve;
 mod serve_cli;

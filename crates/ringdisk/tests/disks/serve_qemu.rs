@@ -3,13 +3,15 @@
 //! the tests say so and are left out (`./test` installs it).
 
 use std::path::Path;
+use std::time::Duration;
 
 use ringdisk_testkit::images;
 use ringdisk_testkit::mount::text;
+use ringdisk_testkit::process::{LIMIT, pause, until};
 
 use crate::common::peer::{named, peer, runs};
 use crate::common::serving::{Place, SIZE, ctl, meanwhile, stats};
-use crate::common::tools::qemu_img;
+use crate::common::tools::{child_of, qemu_img};
 
 fn real_clients(format: &'static str) {
     let (Some(img), Some(io)) = (peer("qemu-img"), peer("qemu-io")) else { return };
@@ -105,6 +107,33 @@ fn qemu_goes_on_over_an_upgrade() {
     });
     assert!(times > 0);
     println!("{times} upgrades: {out}");
+    daemon.stop(&[&place.socket]);
+    let content = images::reference(&place.image, "qcow2");
+    assert_eq!(images::piece(&content, 0, 1 << 20), [90; 1 << 20]);
+}
+
+/// libblkio cannot connect again.
+#[test]
+fn qemu_goes_on_over_kills_of_a_kept_disk() {
+    let Some(img) = peer("qemu-img") else { return };
+    let place = Place::new("qcow2");
+    let daemon = place.start(&["--keep"]);
+    let disk = named(&place);
+    let (out, kills) = std::thread::scope(|scope| {
+        let bench = scope.spawn(|| {
+            let words = ["bench", "-w", "-c", "150000", "-d", "16", "-s", "4096", "-t", "none"];
+            runs(&img, &[&words[..], &["--pattern", "90", "--image-opts", &disk]].concat())
+        });
+        let mut kills = 0;
+        while !bench.is_finished() && kills < 5 {
+            pause(Duration::from_millis(100));
+            let serving = until(LIMIT, || child_of(daemon.process.pid())).expect("one serves");
+            crate::keep::kill(serving);
+            kills += 1;
+        }
+        (bench.join().expect("no request failed"), kills)
+    });
+    println!("{kills} kills: {out}");
     daemon.stop(&[&place.socket]);
     let content = images::reference(&place.image, "qcow2");
     assert_eq!(images::piece(&content, 0, 1 << 20), [90; 1 << 20]);

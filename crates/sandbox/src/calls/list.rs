@@ -135,6 +135,7 @@ pub(super) const ALLOWED: &[Need] = list![
         stop reading or writing",
     SYS_pwritev2 [[&[among(5, &[RWF_NOWAIT, RWF_APPEND])]]]: "the same; the end of a file that \
         others append to",
+    SYS_splice: "replies of a kept disk, from a pipe that is kept, too, to the front end",
     SYS_lseek: "holes of images",
     SYS_fsync: "what a virtqueue in the kernel has written",
     SYS_fdatasync: "the same",
@@ -174,8 +175,8 @@ pub(super) const ALLOWED: &[Need] = list![
     SYS_recvmsg: "descriptors of a front end, of `ringdisk ctl` and of the helper process",
     SYS_shutdown: "clients are sent away",
     SYS_getsockopt: "who a client is, and of what kind a descriptor",
-    SYS_setsockopt [[&[among(1, &[bits(c::SOL_SOCKET)]), among(2, TIMEOUTS)]]]: "how long a \
-        successor is waited for",
+    SYS_setsockopt [[&[among(1, &[bits(c::SOL_SOCKET)]), among(2, SOCKET_OPTIONS)]]]: "how \
+        long a successor is waited for; what was looked at in the socket of a front end",
     // The end of the helper process.
     SYS_wait4: "the helper process has ended",
     // Older calls of this machine for the same.
@@ -245,8 +246,8 @@ const ADVICE: &[u32] = &[
 /// Standard input, output and error.
 const STANDARD: &[u32] = &[0, 1, 2];
 
-/// Options of sockets: `SO_RCVTIMEO` and `SO_SNDTIMEO`.
-const TIMEOUTS: &[u32] = &[bits(c::SO_RCVTIMEO), bits(c::SO_SNDTIMEO)];
+/// Options of sockets: how long a call waits, and how much was looked at.
+const SOCKET_OPTIONS: &[u32] = &[bits(c::SO_RCVTIMEO), bits(c::SO_SNDTIMEO), bits(c::SO_PEEK_OFF)];
 
 /// Commands of ioctl(2): of terminals and sockets, and of block devices: sizes, whether it is
 /// read-only, discard. (Those of /dev/fuse belong to the start.) Numbers: asm-generic/ioctls.h,

@@ -199,7 +199,7 @@ fn waking_ends_the_waiting_and_loses_nothing() {
 
 #[test]
 fn a_reply_arrives_with_its_descriptor() {
-    let (theirs, mut connection) = pair();
+    let (theirs, connection) = pair();
     let reply = Reply::new(31, &[5; 24]).with_fd(eventfd());
     connection.send(&reply, LONG).unwrap();
     let mut theirs = Connection::new(theirs.into());
@@ -209,7 +209,7 @@ fn a_reply_arrives_with_its_descriptor() {
 
 #[test]
 fn a_front_end_that_takes_no_replies_loses_its_connection() {
-    let (theirs, mut connection) = pair();
+    let (theirs, connection) = pair();
     let reply = Reply::new(24, &[0; PAYLOAD_BYTES_MAX]);
     let error = (0..10_000).find_map(|_| connection.send(&reply, SOON).err()).unwrap();
     assert_eq!(error.kind(), ErrorKind::TimedOut);
@@ -219,7 +219,7 @@ fn a_front_end_that_takes_no_replies_loses_its_connection() {
 
 #[test]
 fn a_large_reply_waits_for_a_slow_reader() {
-    let (mut theirs, mut connection) = pair();
+    let (mut theirs, connection) = pair();
     let reply = Reply::new(24, &[9; PAYLOAD_BYTES_MAX]);
     let count = 200;
     let reader = thread::spawn(move || {

@@ -40,6 +40,15 @@ pub(super) struct Control {
     pub(super) memory: Arc<Memory>,
     pub(super) rings: Vec<Ring>,
     pub(super) inflight: Option<Arc<Inflight>>,
+    /// Where the front end gave none, or one without room for a virtqueue: for the process after
+    /// this one, if there may be one.
+    pub(super) own_area: Option<Arc<Inflight>>,
+    /// Another process goes on when this one is killed.
+    pub(super) is_kept: bool,
+    /// Descriptors of a virtqueue at most.
+    queue_size_max: u16,
+    /// Virtqueues whose parts of the areas are to be marked as unused, as soon as that is recorded.
+    pub(super) retiring: Vec<u16>,
     pub(super) log: Option<Arc<Log>>,
     pub(super) log_event: Option<OwnedFd>,
     pub(super) channel: Option<BackChannel>,
@@ -67,6 +76,9 @@ impl From<ringdisk_guest::Error> for Refusal {
 
 impl Control {
     /// * `threads`: at least one.
+    /// * `is_kept`, `queue_size_max`: another process goes on when this one is killed; descriptors
+    ///   of a virtqueue.
+    #[allow(clippy::too_many_arguments)] // The fields of a start, once.
     pub(super) fn new(
         disk: Arc<Disk>,
         device: Arc<Device>,
@@ -75,6 +87,7 @@ impl Control {
         ring_nodes: RingNodes,
         accel: Option<Accel>,
         signals: Arc<Signals>,
+        (is_kept, queue_size_max): (bool, u16),
     ) -> Control {
         Control {
             disk,
@@ -84,6 +97,10 @@ impl Control {
             rings: (0..config.queues).map(|_| Ring::default()).collect(),
             config,
             inflight: None,
+            own_area: None,
+            is_kept,
+            queue_size_max,
+            retiring: Vec::new(),
             log: None,
             log_event: None,
             channel: None,
@@ -152,6 +169,48 @@ impl Control {
         self.log.clone().filter(|_| self.device.features() & LOG_ALL != 0)
     }
 
+    /// Layout of virtqueues.
+    fn layout(&self) -> Layout {
+        match self.device.features() & RING_PACKED {
+            0 => Layout::Split,
+            _ => Layout::Packed,
+        }
+    }
+
+    /// Where a virtqueue notes its requests in flight.
+    pub(super) fn area_for(&self, index: u16, size: u16) -> Option<Arc<Inflight>> {
+        let fits = |area: &&Arc<Inflight>| index < area.queues() && size <= area.size();
+        match &self.own_area {
+            None => self.inflight.clone(),
+            Some(own) => self.inflight.as_ref().filter(fits).or(Some(own)).cloned(),
+        }
+    }
+
+    /// Makes an area of our own that fits the virtqueues, where none of them runs. Gives whether it
+    /// is another one now.
+    ///
+    /// Errors: no memory.
+    pub(super) fn fit_own_area(&mut self) -> Result<bool, Refusal> {
+        let layout = self.layout();
+        let is_at_rest = self.rings.iter().all(|ring| ring.setup.is_none());
+        let fits = self.own_area.as_ref().is_some_and(|area| area.layout() == layout);
+        if fits || !is_at_rest {
+            return Ok(false);
+        }
+        let area = Inflight::create(self.config.queues, self.queue_size_max, layout)?;
+        self.own_area = Some(Arc::new(area));
+        Ok(true)
+    }
+
+    /// Marks parts of areas as unused.
+    pub(super) fn retire(&mut self) {
+        for index in self.retiring.drain(..) {
+            [&self.inflight, &self.own_area].into_iter().flatten().for_each(|area| {
+                area.retire(index);
+            });
+        }
+    }
+
     /// Makes all virtqueues log, or not, from now on.
     fn show_log(&self) -> Result<(), Refusal> {
         for thread in &self.threads {
@@ -212,6 +271,8 @@ impl Backend for Control {
         }
         self.rings.iter_mut().for_each(|ring| *ring = Ring::default());
         self.inflight = None;
+        self.own_area = None;
+        self.retiring.clear();
         self.log = None;
         self.channel = None;
         self.transfer = None;
@@ -282,8 +343,9 @@ impl Backend for Control {
     }
 
     fn retire_vring(&mut self, index: u16) {
-        if let Some(area) = &self.inflight {
-            area.retire(index);
+        self.retiring.push(index);
+        if !self.is_kept {
+            self.retire();
         }
         // Without STATUS and RESET_DEVICE this is all that a reset by the guest looks like. A
         // hand-over ends virtqueues otherwise.
@@ -328,9 +390,7 @@ impl Backend for Control {
     }
 
     fn get_inflight(&mut self, queues: u16, queue_size: u16) -> Result<InflightArea, Refusal> {
-        let packed = self.device.features() & RING_PACKED != 0;
-        let layout = if packed { Layout::Packed } else { Layout::Split };
-        let area = Inflight::create(queues, queue_size, layout)?;
+        let area = Inflight::create(queues, queue_size, self.layout())?;
         let (fd, size) = (area.fd().try_clone_to_owned()?, area.mmap_size());
         area.set_note(u32::from(self.device.write_cache()));
         self.inflight = Some(Arc::new(area));
@@ -343,9 +403,8 @@ impl Backend for Control {
         queues: u16,
         queue_size: u16,
     ) -> Result<(), Refusal> {
-        let packed = self.device.features() & RING_PACKED != 0;
-        let layout = if packed { Layout::Packed } else { Layout::Split };
-        let area = Inflight::from_fd(area.fd, area.size, area.offset, queues, queue_size, layout)?;
+        let InflightArea { fd, size, offset } = area;
+        let area = Inflight::from_fd(fd, size, offset, queues, queue_size, self.layout())?;
         // A driver that has turned the cache off does not do so again because the process behind
         // the device is another one.
         if let Some(write_cache) = area.note() {

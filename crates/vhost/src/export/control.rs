@@ -11,16 +11,19 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::accel::{KERNEL_LOOK, Occasion};
 use super::backend::Control;
 use super::hand_over::{self, FrontEnd, Outcome};
+use super::kept::Left;
 use super::options::Second;
+use super::record::{Pending, Record};
 use super::sockets::Door;
 use crate::closing::{Held, is_full};
 use crate::device::Complaint;
-use crate::session::{Session, SessionConfig};
+use crate::protocol::Header;
+use crate::session::{Answer, Session, SessionConfig};
 use crate::signals::Signals;
 use crate::{Connection, Error, ErrorKind, Received};
 
 /// From the first byte of a message to its last, and for a reply to be taken.
-const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
+pub(super) const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
 /// First pause between two attempts to connect to a front end; each one is longer than the one
 /// before, up to the last.
 const CONNECT_FIRST: Duration = Duration::from_millis(100);
@@ -32,7 +35,7 @@ const CLAIM: Duration = Duration::from_secs(10);
 /// silent one; an idle disk is to cost nothing that could be measured.
 const LOOK: Duration = Duration::from_secs(1);
 /// How a connection ended.
-enum End {
+pub(super) enum End {
     /// The front end has gone; another one may come.
     Gone,
     /// The export was asked to stop.
@@ -43,6 +46,8 @@ enum End {
     HandedOver,
     /// A queue thread ended by a defect of ours.
     Panicked,
+    /// What has to be known after a kill is not kept.
+    NotKept(Error),
 }
 
 /// What the control thread needs.
@@ -58,6 +63,10 @@ pub(super) struct Host {
     pub(super) front_end: Option<FrontEnd>,
     /// Second front ends are to be sent away, and do not wake us at the moment ([`Host::watch`]).
     pub(super) is_deaf: bool,
+    /// Where the state goes, if another process goes on when this one is killed.
+    pub(super) record: Option<Record>,
+    /// What a process that was killed left half done.
+    pub(super) left: Left,
 }
 
 /// Why the waiting for a front end ended.
@@ -97,7 +106,12 @@ impl Host {
             tracing::error!("{}: the front end that was taken over is let go: {error}", self.name);
             session.close(&mut self.control);
             socket.end();
-            return Some(End::Gone);
+            self.left = Left::Nothing;
+            return Some(self.record_no_front_end());
+        }
+        if self.record.is_some() {
+            // The size may be another one by now.
+            self.control.config_changed();
         }
         Some(self.converse_as(session, socket))
     }
@@ -145,6 +159,7 @@ impl Host {
                 End::Gone => tracing::info!("{}: the front end has gone", self.name),
                 End::Stopped | End::HandedOver => return Ok(end),
                 End::Panicked => return Err(self.panicked()),
+                End::NotKept(error) => return Err(error),
                 End::GaveUp => {
                     let text =
                         format!("{}: stopped after an I/O error (--on-error stop)", self.name);
@@ -164,13 +179,14 @@ impl Host {
             if self.signals.is_stopped() {
                 return Ok(Next::Stopped);
             }
-            if let Some(request) = self.signals.take_request() {
+            if let Some(request) = self.next_request() {
                 match hand_over::serve(request, &mut self.control, &self.door, None) {
                     Outcome::Taken => return Ok(Next::HandedOver),
                     Outcome::GoesOn | Outcome::LetGo => continue,
                 }
             }
             if self.signals.has_panicked() {
+                self.die_if_kept();
                 return Err(self.panicked());
             }
             self.look_after_kernel();
@@ -219,14 +235,23 @@ impl Host {
             }
         };
         self.control.had_front_end = true;
-        let mut connection = Connection::of(socket);
-        let end = self.messages(&mut session, &mut connection, wake.as_fd());
+        let mut connection = match self.connection(&session, socket) {
+            Ok(connection) => connection,
+            Err(end) => return end,
+        };
+        let end = match self.finish_what_was_left(&mut session, &connection) {
+            Some(end) => end,
+            None => self.messages(&mut session, &mut connection, wake.as_fd()),
+        };
         if !matches!(end, End::HandedOver) {
             session.close(&mut self.control);
             connection.end();
         }
         self.control.tell_kernel_errors(Occasion::Last);
-        end
+        match end {
+            End::Gone => self.record_no_front_end(),
+            end => end,
+        }
     }
 
     /// What ends the waiting for a message: our own signals, and a second front end that is to be
@@ -277,7 +302,7 @@ impl Host {
             // A message that is half here comes to its end first, or its connection does; and none
             // is read before this.
             while connection.is_between_messages()
-                && let Some(request) = self.signals.take_request()
+                && let Some(request) = self.next_request()
             {
                 let front_end = Some((&mut *session, &*connection));
                 match hand_over::serve(request, &mut self.control, &self.door, front_end) {
@@ -310,29 +335,9 @@ impl Host {
                 }
                 Ok(Received::Closed) => return End::Gone,
                 Ok(Received::Message { header, payload, fds }) => {
-                    // What becomes of them, none is the last one of its socket before this is
-                    // dropped.
-                    let sockets = match Held::sockets_of(&fds) {
-                        Ok(sockets) if sockets.is_empty() || !is_full() => sockets,
-                        refused => {
-                            fds.into_iter().map(Held::from).for_each(drop);
-                            self.refuse_sockets(refused.err());
-                            return End::Gone;
-                        }
-                    };
-                    let answer = session.handle(&mut self.control, &header, &payload, fds);
-                    drop(sockets);
-                    let sent = answer.and_then(|answer| {
-                        if let Some(refused) = answer.refused {
-                            self.complain(Complaint::Refused, format_args!("{refused}"));
-                        }
-                        answer
-                            .reply
-                            .map_or(Ok(()), |reply| connection.send(&reply, MESSAGE_TIMEOUT))
-                    });
-                    if let Err(error) = sent {
-                        self.ends(&error);
-                        return End::Gone;
+                    let message = Pending::new(header, payload, fds);
+                    if let Some(end) = self.message(session, connection, message) {
+                        return end;
                     }
                 }
                 Err(error) => {
@@ -341,6 +346,56 @@ impl Host {
                 }
             }
         }
+    }
+
+    /// Does what a message asks for. Gives the end of the connection, if it ends.
+    fn message(
+        &mut self,
+        session: &mut Session,
+        connection: &Connection,
+        message: Pending,
+    ) -> Option<End> {
+        // What becomes of them, none is the last one of its socket before this is dropped.
+        let sockets = match Held::sockets_of(&message.fds) {
+            Ok(sockets) if sockets.is_empty() || !is_full() => sockets,
+            refused => {
+                message.fds.into_iter().map(Held::from).for_each(drop);
+                self.refuse_sockets(refused.err());
+                return Some(End::Gone);
+            }
+        };
+        if let Err(end) = self.record_message(session, connection, &message) {
+            return Some(end);
+        }
+        let header = message.header();
+        let Pending { words, fds } = message;
+        let answer = session.handle(&mut self.control, &header, &words.payload, fds);
+        drop(sockets);
+        self.answer(session, connection, (&header, &words.payload), answer)
+    }
+
+    /// Answers a message.
+    pub(super) fn answer(
+        &mut self,
+        session: &Session,
+        connection: &Connection,
+        message: (&Header, &[u8]),
+        answer: Result<Answer, Error>,
+    ) -> Option<End> {
+        let sent = answer.and_then(|answer| {
+            if let Some(refused) = &answer.refused {
+                self.complain(Complaint::Refused, format_args!("{refused}"));
+            }
+            match self.record {
+                Some(_) => self.send_kept(session, connection, message, answer.reply),
+                None => {
+                    answer.reply.map_or(Ok(()), |reply| connection.send(&reply, MESSAGE_TIMEOUT))
+                }
+            }
+        });
+        let error = sent.err()?;
+        self.ends(&error);
+        Some(End::Gone)
     }
 
     /// A connection ends because of sockets that it brings.
@@ -359,7 +414,7 @@ impl Host {
         self.control.device.complain(kind, what);
     }
 
-    fn ends(&self, error: &Error) {
+    pub(super) fn ends(&self, error: &Error) {
         self.complain(
             Complaint::Connection,
             format_args!("the connection ends: {}", error.with_hint()),
@@ -403,6 +458,7 @@ impl Host {
     fn woken(&mut self, wake: BorrowedFd<'_>) -> Option<End> {
         self.signals.clear();
         if self.signals.has_panicked() {
+            self.die_if_kept();
             return Some(End::Panicked);
         }
         if self.signals.is_stopped() {

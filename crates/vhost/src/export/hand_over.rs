@@ -1,6 +1,7 @@
 //! What the control thread does when another process takes an export over: everything stands still,
 //! is packed, and either goes on there or, if that fails, here.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use ringdisk_disk::{Disk, HandOver, ImageOptions};
@@ -12,7 +13,9 @@ use ringdisk_ring::Ring;
 use super::backend::Control;
 use super::sockets::Door;
 use crate::closing::Held;
-use crate::hand_over_state::{InflightWords, Packing, RegionWords, Role, Unpacked};
+use crate::hand_over_state::{
+    Copies, Descriptors, InflightWords, Packing, Ran, RegionWords, Role, Unpacked,
+};
 use crate::session::Session;
 use crate::signals::Request;
 use crate::{BackChannel, Connection, Error, ErrorKind};
@@ -71,13 +74,13 @@ fn pack_still(
     door: &Door,
     front_end: &mut Option<(&mut Session, &Connection)>,
 ) -> Result<HandOverState, Error> {
-    let mut packing = Packing::default();
+    let mut packing = Packing::<Copies>::default();
     if let Door::Listens(listener) = door {
         packing.add(Role::Listener, &listener.socket)?;
     }
     if let Some((session, connection)) = front_end {
         packing.add(Role::Connection, connection)?;
-        packing.add_session(session.state()?);
+        packing.add_session(session, Ran::AllThatAreWanted)?;
     }
     control.pack(&mut packing)?;
     let handed = control.threads[0].ask_task(|worker| async move {
@@ -116,7 +119,7 @@ fn go_on(control: &mut Control, front_end: &mut Option<(&mut Session, &Connectio
 
 impl Control {
     /// Adds what the device has. Its virtqueues stand still.
-    fn pack(&self, packing: &mut Packing) -> Result<(), Error> {
+    pub(super) fn pack<D: Descriptors>(&self, packing: &mut Packing<D>) -> Result<(), Error> {
         packing.words.write_cache = self.device.write_cache();
         packing.words.broken = self.device.broken_reason();
         for region in self.memory.regions() {
@@ -137,13 +140,7 @@ impl Control {
             }
         }
         if let Some(area) = &self.inflight {
-            packing.words.inflight = Some(InflightWords {
-                size: area.mmap_size(),
-                offset: area.mmap_offset(),
-                queues: area.queues(),
-                queue_size: area.size(),
-                packed: area.layout() == Layout::Packed,
-            });
+            packing.words.inflight = Some(InflightWords::of(area));
             packing.add(Role::Inflight, area.fd())?;
         }
         if let Some(log) = &self.log {
@@ -193,6 +190,11 @@ impl Control {
             ring.error = state.one(Role::Error(index));
         }
         self.inflight = lent.inflight.map(Arc::new);
+        self.own_area = lent.own_area.map(Arc::new);
+        if let Some(kept) = &mut state.words.kept {
+            self.retiring = std::mem::take(&mut kept.retired);
+            self.retire();
+        }
         self.log = lent.log;
         self.log_event = state.one(Role::LogEvent);
         self.show_log_event().map_err(|refusal| {
@@ -203,10 +205,29 @@ impl Control {
     }
 }
 
+impl InflightWords {
+    pub(super) fn of(area: &InflightArea) -> InflightWords {
+        InflightWords {
+            size: area.mmap_size(),
+            offset: area.mmap_offset(),
+            queues: area.queues(),
+            queue_size: area.size(),
+            packed: area.layout() == Layout::Packed,
+        }
+    }
+
+    fn map(self, fd: OwnedFd) -> Result<InflightArea, ringdisk_guest::Error> {
+        let InflightWords { size, offset, queues, queue_size, packed } = self;
+        let layout = if packed { Layout::Packed } else { Layout::Split };
+        InflightArea::from_fd(fd, size, offset, queues, queue_size, layout)
+    }
+}
+
 /// Files of a front end, mapped.
 struct Lent {
     memory: Memory,
     inflight: Option<InflightArea>,
+    own_area: Option<InflightArea>,
     log: Option<Arc<Log>>,
 }
 
@@ -221,14 +242,18 @@ impl Lent {
             .map(|(w, fd)| Region::map(fd, w.guest_addr, w.user_addr, w.size, w.mmap_offset));
         let memory = Memory::new(regions.collect::<Result<Vec<_>, _>>()?)?;
         let area = state.words.inflight.take().zip(state.one(Role::Inflight));
-        let inflight = area.map(|(words, fd)| {
-            let layout = if words.packed { Layout::Packed } else { Layout::Split };
-            let InflightWords { size, offset, queues, queue_size, .. } = words;
-            InflightArea::from_fd(fd, size, offset, queues, queue_size, layout)
-        });
+        let inflight = area.map(|(words, fd)| words.map(fd));
+        let kept = state.words.kept.as_mut();
+        let own = kept.and_then(|kept| kept.own_area.take()).zip(state.one(Role::OwnArea));
+        let own_area = own.map(|(words, fd)| words.map(fd));
         let log = state.words.log.zip(state.one(Role::Log));
         let log = log.map(|((size, offset), fd)| Log::map(fd, size, offset));
-        Ok(Lent { memory, inflight: inflight.transpose()?, log: log.transpose()? })
+        Ok(Lent {
+            memory,
+            inflight: inflight.transpose()?,
+            own_area: own_area.transpose()?,
+            log: log.transpose()?,
+        })
     }
 }
 

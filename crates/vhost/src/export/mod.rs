@@ -6,9 +6,12 @@ mod accel;
 mod backend;
 mod control;
 pub(crate) mod hand_over;
+mod kept;
 mod options;
 mod ownership;
 mod place;
+mod record;
+mod reply_pipe;
 mod ring_nodes;
 mod sockets;
 mod start;
@@ -28,6 +31,7 @@ use ringdisk_ring::Ring;
 
 use crate::device::Device;
 use crate::hand_over_state::{Role, Unpacked};
+use crate::keep::KeptState;
 use crate::signals::{Signals, Switch};
 use crate::{Error, ErrorKind};
 
@@ -40,6 +44,7 @@ pub use options::{
 use accel::KernelStatus;
 pub use accel::{AccelOptions, Acceleration, Engine, QueueCounters, QueueInKernel, State};
 use control::Host;
+use kept::DiesWithPanic;
 use ring_nodes::Views;
 
 /// A thread that switches acceleration waits so long for the control thread's answer. The switch
@@ -128,7 +133,10 @@ impl Prepared {
         let host = self.host;
         let thread = std::thread::Builder::new()
             .name(String::from("vhost"))
-            .spawn(move || host.run())
+            .spawn(move || {
+                let _dies = DiesWithPanic(host.record.is_some());
+                host.run()
+            })
             .map_err(|error| {
                 Error::new(ErrorKind::System, "no thread for the export").source(error)
             })?;
@@ -158,7 +166,7 @@ impl Export {
     /// Errors: [`ErrorKind::Usage`] for options that cannot be; those of sockets, threads and
     /// rings.
     pub fn start(disk: Arc<Disk>, options: ExportOptions) -> Result<Export, Error> {
-        start::prepare(disk, options, None)?.go()
+        start::prepare(disk, options, None, Vec::new())?.go()
     }
 
     /// Takes an export over that another process has packed ([`HandOverHandle::hand_over`]).
@@ -184,7 +192,28 @@ impl Export {
         if let Some(listener) = state.one(Role::Listener) {
             options.listen = Listen::Listener(listener);
         }
-        start::prepare(disk, options, Some(state))
+        start::prepare(disk, options, Some(state), Vec::new())
+    }
+
+    /// Goes on with an export whose process was killed, from what was kept of it
+    /// ([`ExportOptions::keep`]). Nothing runs before [`Prepared::go`].
+    ///
+    /// * `disk`: the same one, opened when the process that was killed had let go of it.
+    /// * `options`: as that process was given; where front ends come from is replaced by the
+    ///   socket that was kept, if there is one.
+    ///
+    /// Errors: the state is not understood, or does not fit the options.
+    pub fn go_on(
+        disk: Arc<Disk>,
+        state: KeptState,
+        mut options: ExportOptions,
+    ) -> Result<Prepared, Error> {
+        let parked = state.numbers();
+        let mut state = state.open()?;
+        if let Some(listener) = state.one(Role::Listener) {
+            options.listen = Listen::Listener(listener);
+        }
+        start::prepare(disk, options, Some(state), parked)
     }
 
     /// Takes front ends from now on, if they had to wait for it ([`ExportOptions::held`]).

@@ -13,6 +13,7 @@ use ringdisk_export::{CommonOptions, THREADS_MAX, Threads};
 
 use super::accel::AccelOptions;
 use crate::device::OnError;
+use crate::keep::Keeper;
 use crate::{Error, ErrorKind};
 
 /// Most virtqueues of a disk.
@@ -130,6 +131,10 @@ pub struct ExportOptions {
     pub pin_guest_memory: bool,
     /// For I/O errors of the image.
     pub on_error: OnError,
+    /// Keeps the export's state outside of this process: when that is killed, another one goes on
+    /// ([`Export::go_on`](super::Export::go_on)), and the front end notices a pause. Not with
+    /// `accel`.
+    pub keep: Option<Box<dyn Keeper>>,
 }
 
 impl ExportOptions {
@@ -152,6 +157,7 @@ impl ExportOptions {
             accel: None,
             pin_guest_memory: false,
             on_error: OnError::Report,
+            keep: None,
         }
     }
 
@@ -174,6 +180,9 @@ impl ExportOptions {
             && !(1..=THREADS_MAX).contains(&count)
         {
             return usage(format!("{count} queue threads; there are 1 to {THREADS_MAX}"));
+        }
+        if self.keep.is_some() && self.accel.is_some() {
+            return usage(String::from("a disk that is kept is not served by the host kernel"));
         }
         check_serial(&self.serial).or_else(usage)?;
         check_block_size(self.logical_block_size).or_else(usage)?;

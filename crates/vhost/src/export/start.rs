@@ -14,6 +14,7 @@ use super::accel::Accel;
 use super::backend::Control;
 use super::control::Host;
 use super::hand_over::FrontEnd;
+use super::kept::{self, Left};
 use super::options::{ExportOptions, Packed};
 use super::ring_nodes::{RingNodes, Views};
 use super::sockets::Door;
@@ -34,14 +35,18 @@ const MEM_SLOTS: u16 = 509;
 /// Makes an export that serves nothing yet.
 ///
 /// * `state`: of the process before, whose export this one goes on with.
+/// * `parked`: numbers of what that process has parked, if it was killed.
 ///
 /// Errors: as [`Export::start`] and [`Export::take_over`].
 pub(super) fn prepare(
     disk: Arc<Disk>,
-    options: ExportOptions,
-    state: Option<Unpacked>,
+    mut options: ExportOptions,
+    mut state: Option<Unpacked>,
+    parked: Vec<u64>,
 ) -> Result<Prepared, Error> {
     options.check()?;
+    let keeper = options.keep.take();
+    let record = keeper.map(|keeper| kept::record(keeper, state.as_mut(), parked)).transpose()?;
     let signals = Arc::new(Signals::new(options.held)?);
     let device = device(&disk, &options, &signals);
     let Threads { threads, ring_nodes, views, notes } = Threads::start(&disk, &options, &device)?;
@@ -58,6 +63,7 @@ pub(super) fn prepare(
         ring_nodes,
         accel,
         Arc::clone(&signals),
+        (record.is_some(), options.queue_size_max),
     );
     let is_for_kernel = control.check_accel()?;
     if control.accel.is_some() {
@@ -65,11 +71,11 @@ pub(super) fn prepare(
         disk.watch_changes(move |change| changes.disk_changes(change));
     }
     let session = session(&disk, &options, is_for_kernel);
-    let front_end = match state {
+    let (front_end, left) = match state {
         Some(state) => front_end(&mut control, session, state)?,
-        None => None,
+        None => (None, Left::Nothing),
     };
-    let host = Host {
+    let mut host = Host {
         control,
         door: Door::open(options.listen, options.connector)?,
         session,
@@ -78,7 +84,10 @@ pub(super) fn prepare(
         name: options.common.name,
         front_end,
         is_deaf: false,
+        record,
+        left,
     };
+    host.record_start()?;
     let export = Export {
         thread: None,
         signals,
@@ -178,6 +187,9 @@ fn config(disk: &Disk, options: &ExportOptions) -> Config {
 fn never_in_kernel(options: &ExportOptions) -> Option<&'static str> {
     match (options.accel, options.packed) {
         (Some(_), _) => None,
+        (None, _) if options.keep.is_some() => Some(
+            "it was started with --keep, and the kernel would lose virtqueues with the process",
+        ),
         (None, Packed::On) => {
             Some("it was started with --packed on, and the kernel knows no packed virtqueues")
         }
@@ -208,17 +220,21 @@ fn session(disk: &Disk, options: &ExportOptions, is_for_kernel: bool) -> Session
     }
 }
 
-/// Takes the front end of the process before, if one was connected.
+/// Takes the front end of the process before, if one was connected, and what that process left half
+/// done.
 ///
 /// Errors: the state is not understood, or does not fit.
 fn front_end(
     control: &mut Control,
     config: SessionConfig,
     mut state: Unpacked,
-) -> Result<Option<FrontEnd>, Error> {
+) -> Result<(Option<FrontEnd>, Left), Error> {
     control.unpack(&mut state)?;
-    let (Some(saved), Some(socket)) = (state.session(), state.one(Role::Connection)) else {
-        return Ok(None);
+    let left = Left::of(&mut state);
+    let Some(socket) = state.one(Role::Connection) else { return Ok((None, Left::Nothing)) };
+    let session = match state.session() {
+        Some(saved) => Session::restore(config, saved)?,
+        None => Session::new(config),
     };
-    Ok(Some((Session::restore(config, saved)?, socket.into())))
+    Ok((Some((session, socket.into())), left))
 }

@@ -153,7 +153,7 @@ impl Control {
             base,
             areas,
             features: self.device.features(),
-            inflight: self.inflight.clone(),
+            inflight: self.area_for(index, setup.size),
             log: self.log_in_force(),
             used_log: setup.log,
             kick: setup.kick.try_clone()?,

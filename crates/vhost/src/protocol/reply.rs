@@ -32,6 +32,11 @@ impl Reply {
         Reply::new(request, value.as_bytes())
     }
 
+    /// A reply that was made before.
+    pub(crate) fn again(bytes: Vec<u8>, fds: Vec<OwnedFd>) -> Reply {
+        Reply { bytes, fds }
+    }
+
     pub(crate) fn with_fd(mut self, fd: OwnedFd) -> Reply {
         self.fds.push(fd);
         self

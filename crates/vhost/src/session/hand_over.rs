@@ -5,7 +5,7 @@
 //! channel); the new one gives those to its own back end, then [`Session::restore`] and
 //! [`Session::resume`]. If that fails, the old one resumes.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use super::backend::Backend;
 use super::regions::Regions;
@@ -29,6 +29,9 @@ pub struct SavedVring {
     pub enabled: Option<bool>,
     /// The eventfd that the driver kicks, if it was started.
     pub kick: Option<OwnedFd>,
+    /// Whether it runs. In a session that is restored: whether it is to run again, if the front end
+    /// wants it to.
+    pub resumes: bool,
 }
 
 /// All that a session knows.
@@ -52,24 +55,27 @@ impl Session {
         self.stop_all(backend);
     }
 
-    /// What is known, with copies of the descriptors.
-    ///
-    /// Errors: no more descriptors may be opened.
-    pub fn state(&self) -> Result<SessionState, Error> {
+    /// What is known, without the descriptors ([`Session::kicks`]).
+    #[must_use]
+    pub fn state(&self) -> SessionState {
         let saved = |vring: &Vring| {
-            let kick = vring.kick.as_ref().map(OwnedFd::try_clone).transpose()?;
-            let Vring { size, address, base, base_at_reset, enabled, .. } = *vring;
-            Ok(SavedVring { size, address, base, base_at_reset, enabled, kick })
+            let Vring { size, address, base, base_at_reset, enabled, running, .. } = *vring;
+            let kick = None;
+            SavedVring { size, address, base, base_at_reset, enabled, kick, resumes: running }
         };
-        let vrings = self.vrings.iter().map(saved).collect::<std::io::Result<_>>();
-        let failed = |error| Error::new(ErrorKind::System, "copying kick eventfds").source(error);
-        Ok(SessionState {
+        SessionState {
             features: self.features,
             protocol_features: self.protocol_features,
             status: self.status,
             regions: self.regions.saved(),
-            vrings: vrings.map_err(failed)?,
-        })
+            vrings: self.vrings.iter().map(saved).collect(),
+        }
+    }
+
+    /// The kick eventfds, each with the number of its virtqueue.
+    pub fn kicks(&self) -> impl Iterator<Item = (u16, BorrowedFd<'_>)> {
+        let all = (0..).zip(&self.vrings);
+        all.filter_map(|(index, vring)| Some((index, vring.kick.as_ref()?.as_fd())))
     }
 
     /// The session of another process. No ring runs yet.
@@ -105,14 +111,24 @@ impl Session {
         let regions: Vec<&Region> = regions.iter().collect();
         session.regions = Regions::of(&regions).map_err(refused)?;
         for (vring, saved) in session.vrings.iter_mut().zip(state.vrings) {
-            let SavedVring { size, address, base, base_at_reset, enabled, kick } = saved;
+            let SavedVring { size, address, base, base_at_reset, enabled, kick, resumes } = saved;
             if size.is_some_and(|size| size == 0 || size > config.queue_size_max) {
                 return Err(refused(format!("a virtqueue of {size:?} entries")));
             }
             if let Some(address) = &address {
                 super::vring::check(address).map_err(refused)?;
             }
-            *vring = Vring { size, address, base, base_at_reset, kick, enabled, running: false };
+            let running = false;
+            *vring = Vring {
+                size,
+                address,
+                base,
+                base_at_reset,
+                kick,
+                enabled,
+                running,
+                rests: !resumes,
+            };
         }
         session.features = state.features;
         session.protocol_features = state.protocol_features;
@@ -148,7 +164,7 @@ impl Session {
         let at_once = self.features & features::F_PROTOCOL_FEATURES == 0;
         let packed = self.packed();
         let (_, vring) = self.vring(u32::from(index))?;
-        if vring.wanted(at_once) && !vring.running {
+        if vring.wanted(at_once) && !vring.running && !vring.rests {
             let setup = vring.setup(packed).map_err(|what| format!("virtqueue {index}: {what}"))?;
             backend.resume_vring(index, setup)?;
             vring.running = true;

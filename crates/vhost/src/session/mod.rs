@@ -165,7 +165,6 @@ impl Session {
                 .map_err(|wrong| Error::new(ErrorKind::Protocol, wrong.to_string()))?;
             return refused(header, acknowledge, &name, "not known");
         };
-        let name = request.name();
         match self.request(backend, request, header, payload, fds) {
             Ok(None) if acknowledge => {
                 Ok(Answer { reply: Some(Reply::number(header.request, 0)), refused: None })
@@ -174,20 +173,34 @@ impl Session {
             Err(Fault::Malformed(malformed)) => {
                 Err(Error::new(ErrorKind::Protocol, malformed.to_string()))
             }
-            Err(Fault::Refused(reason)) => match requests::refusal(request, header, payload) {
-                requests::Told::Reply(reply) => {
-                    Ok(Answer { reply: Some(reply), refused: Some(format!("{name}: {reason}")) })
-                }
-                requests::Told::Nobody if !acknowledge => {
-                    Ok(Answer { reply: None, refused: Some(format!("{name}: {reason}")) })
-                }
-                requests::Told::Nobody | requests::Told::Acknowledge => {
-                    refused(header, acknowledge, name, &reason)
-                }
-                requests::Told::End => {
-                    Err(Error::new(ErrorKind::Refused, format!("{name}: {reason}")))
-                }
-            },
+            Err(Fault::Refused(reason)) => self.refuse(header, payload, &reason),
+        }
+    }
+
+    /// Answers a message that is not done.
+    ///
+    /// Errors: this connection is to end: the front end cannot be told otherwise.
+    pub(crate) fn refuse(
+        &self,
+        header: &Header,
+        payload: &[u8],
+        reason: &str,
+    ) -> Result<Answer, Error> {
+        let acknowledge = header.need_reply() && self.negotiated(features::REPLY_ACK);
+        let Some(request) = Request::from_number(header.request) else {
+            return refused(header, acknowledge, "request", reason);
+        };
+        let name = request.name();
+        let refused_as = Some(format!("{name}: {reason}"));
+        match requests::refusal(request, header, payload) {
+            requests::Told::Reply(reply) => Ok(Answer { reply: Some(reply), refused: refused_as }),
+            requests::Told::Nobody if !acknowledge => {
+                Ok(Answer { reply: None, refused: refused_as })
+            }
+            requests::Told::Nobody | requests::Told::Acknowledge => {
+                refused(header, acknowledge, name, reason)
+            }
+            requests::Told::End => Err(Error::new(ErrorKind::Refused, format!("{name}: {reason}"))),
         }
     }
 

@@ -29,6 +29,9 @@ pub(super) struct Vring {
     /// What SET_VRING_ENABLE said, if it came.
     pub(super) enabled: Option<bool>,
     pub(super) running: bool,
+    /// It did not run in a process that was killed, although the front end wanted it to: its start
+    /// was refused.
+    pub(super) rests: bool,
 }
 
 impl Vring {

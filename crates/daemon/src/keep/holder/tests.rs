@@ -2,14 +2,42 @@ use std::os::fd::AsRawFd;
 
 use super::*;
 
-fn holder() -> Holder {
+struct Nothing;
+
+impl Held for Nothing {
+    fn noun(&self) -> &'static str {
+        "mount"
+    }
+
+    fn option(&self) -> &'static str {
+        ""
+    }
+
+    fn late_max(&self) -> usize {
+        2
+    }
+
+    fn loss(&self) -> &'static str {
+        ""
+    }
+
+    fn remedy(&self) -> &'static str {
+        ""
+    }
+
+    fn end(&mut self, _parked: Named, _is_removed: bool) {}
+
+    fn undo(&mut self) {}
+}
+
+fn holder() -> Holder<'static> {
     Holder {
+        held: Box::leak(Box::new(Nothing)),
+        closer: Closer::start().expect("a thread"),
         signals: Signals { wake: UnixStream::pair().expect("sockets").0, came: Vec::new() },
         manager: Notify::from_environment(),
         parked: vec![(String::from("x"), tempfile::tempfile().expect("file").into())],
         is_parked: false,
-        mountpoint: None,
-        before: MountpointState::of(Path::new("/nowhere")),
         pidfile_path: None,
         pidfile: None,
         background: None,
@@ -101,4 +129,22 @@ fn words_of_the_serving_process_are_taken_apart() {
     holder.hear("X_RINGDISK_IN_USE=1\nSTATUS=x", Vec::new()).expect("in use");
     assert_eq!(holder.next(ExitStatus::from_raw(KILLED)), Next::Again);
     assert!(holder.is_stopping, "the next process stops too");
+}
+
+#[test]
+fn after_the_start_descriptors_come_and_go_by_their_names_and_not_too_many() {
+    let mut holder = holder();
+    let file = || vec![OwnedFd::from(tempfile::tempfile().expect("file"))];
+    holder.hear("BARRIER=1", file()).expect("closed");
+    for name in ["x", "ringdisk-late-1", "ringdisk-late-2", "ringdisk-late-3"] {
+        holder.hear(&format!("FDSTORE=1\nFDNAME={name}"), file()).expect("heard");
+    }
+    let names = |holder: &Holder<'_>| -> Vec<String> {
+        holder.parked.iter().map(|(name, _)| name.clone()).collect()
+    };
+    assert_eq!(names(&holder), ["x", "ringdisk-late-1", "ringdisk-late-2"]);
+    for name in ["x", "ringdisk-late-1"] {
+        holder.hear(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), Vec::new()).expect("heard");
+    }
+    assert_eq!(names(&holder), ["x", "ringdisk-late-2"]);
 }

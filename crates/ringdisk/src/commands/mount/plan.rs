@@ -7,7 +7,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ringdisk_daemon::confine::{self, Confinement, Reach};
 use ringdisk_daemon::control::registry;
@@ -17,28 +17,17 @@ use ringdisk_daemon::helper::mark;
 use ringdisk_daemon::keep::{self, State};
 use ringdisk_daemon::new_file::NewFiles;
 use ringdisk_daemon::signals::Watcher;
-use ringdisk_daemon::terminal::{self, shell_word, visible};
+use ringdisk_daemon::terminal::{self, shell_word};
 use ringdisk_daemon::upgrade::Shown;
 use ringdisk_disk::{Disk, Format, Layer};
 use ringdisk_fuse::mount::{MountEntry, Unmount, mountpoint, table, unmount};
-use ringdisk_storage::Kind;
 
 use crate::cli::{MountArgs, MountPaths, StopTimeout};
 use crate::commands::open::{ImagePlan, reach};
+use crate::commands::reopen::{Walls, when_free};
 use crate::commands::shown::ShownWords;
 use crate::new_image::NewImage;
 use crate::serve::Options;
-
-/// How long the image of a process that was killed may stay locked: its storage has that long to
-/// take what is in flight.
-pub(super) const FREE: Duration = Duration::from_secs(60);
-/// After so long it is said what is waited for.
-const FREE_QUIET: Duration = Duration::from_secs(1);
-/// How long a stop is put off for it: most often the locks go within milliseconds, and then the end
-/// is a clean one.
-pub(super) const FREE_STOPPED: Duration = Duration::from_secs(2);
-/// How often one looks.
-const FREE_LOOK: Duration = Duration::from_millis(20);
 
 /// How long a stop waits for users where a service manager waits for us: less than the 90 s after
 /// which systemd kills.
@@ -228,76 +217,19 @@ impl<'a> Plan<'a> {
         watcher: &Watcher,
         timeout: Duration,
     ) -> Result<Arc<Disk>, Failure> {
-        let begun = Instant::now();
-        let mut is_said = false;
-        let mut stopped = None;
-        loop {
-            let failure = match self.open_disk(&NewFiles::default(), None) {
-                Err(failure) if failure.exit == Exit::Locked => failure,
-                opened => return opened.and_then(|disk| self.check_same(disk)),
-            };
-            if let Some(signal) = watcher.stopped_by()
-                && stopped.get_or_insert_with(Instant::now).elapsed() > FREE_STOPPED
-            {
-                return Err(failure.hint(format!("{signal} came while it was waited for")));
-            }
-            if begun.elapsed() > timeout {
-                let waited = timeout.as_secs();
-                return Err(failure.hint(format!(
-                    "after a crash it was waited for {waited} s; look whether its storage answers"
-                )));
-            }
-            if !is_said && begun.elapsed() > FREE_QUIET {
-                is_said = true;
-                terminal::note(format_args!(
-                    "waiting until the writes of the process before this one have landed: {}",
-                    failure.message()
-                ));
-            }
-            std::thread::sleep(FREE_LOOK);
-        }
+        let opened = when_free(watcher, timeout, || self.open_disk(&NewFiles::default(), None));
+        opened.and_then(|disk| self.check_same(disk))
     }
 
     /// The image that clients of a kept mount use is the one that was opened, and no other that has
-    /// its name by now.
+    /// its name by now, nor one from elsewhere.
     ///
     /// Errors: it is another one.
     fn check_same(&self, disk: Arc<Disk>) -> Result<Arc<Disk>, Failure> {
-        let layers = disk.layers();
-        // What the process before said can only keep an image from being taken; what was sealed, or
-        // was marked outside, counts.
-        let Some(other) = self.kept.as_ref().and_then(|kept| kept.other(&layers)) else {
-            return self.check_known(&layers).map(|()| disk);
-        };
-        let name = other.name().display().to_string();
-        Err(Failure::new(
-            Exit::Image,
-            format!(
-                "'{}' is not the file any more that the mount was made of: its clients would find another disk, so the mount is given up",
-                visible(&name)
-            ),
-        )
-        .hint("what was answered is in the file that had this name; mount the one that you want anew"))
-    }
-
-    /// The files that the chain leads to were there at the start, or lie where the process before
-    /// this one might have gone: it was confined, and may have been taken over and written the
-    /// names into its images. This process, which is not confined yet, could open more.
-    ///
-    /// Errors: a file from elsewhere.
-    fn check_known(&self, layers: &[Arc<Layer>]) -> Result<(), Failure> {
-        let Some(first) = self.first.as_ref() else { return Ok(()) };
-        if !confine::confines_files(self.args.sandbox.word) {
-            return Ok(());
+        if let Some((first, now)) = self.first.as_ref().zip(self.kept.as_ref()) {
+            walls(self.args, self.image.image.as_deref()).check_same(first, now, &disk.layers())?;
         }
-        let Some(stranger) = first.stranger(&allowed(self.args), layers) else { return Ok(()) };
-        let what = format!(
-            "'{}' was not an image of the mount when that was made, was not made for it, and is not where --allow-path allows",
-            visible(&stranger.name().display().to_string())
-        );
-        Err(Failure::new(Exit::Permission, what).hint(
-            "if a command of yours put it into the chain, name its directory with --allow-path",
-        ))
+        Ok(disk)
     }
 
     /// Opens what is to be served.
@@ -323,19 +255,7 @@ impl<'a> Plan<'a> {
 
     /// Whether the next process of a kept mount takes an image on top, by its name.
     pub(super) fn may_be_top(&self) -> impl Fn(&Layer) -> Result<(), String> + Send + Sync + use<> {
-        let is_confined = confine::confines_files(self.args.sandbox.word);
-        let reach = reach(&self.args.disk, self.image.image.as_deref());
-        let allowed = allowed(self.args);
-        // A device keeps no mark by which the next process would know it.
-        let has_mark = |top: &Layer| top.file().is_some_and(|file| file.kind() == Kind::Regular);
-        let is_taken =
-            move |top: &Layer| allowed.has(top.name()) || has_mark(top) && reach.has(top.name());
-        move |top| match !is_confined || is_taken(top) {
-            true => Ok(()),
-            false => Err(String::from(
-                "believes no names outside of the directory of the image of the command line: name it with --allow-path",
-            )),
-        }
+        walls(self.args, self.image.image.as_deref()).may_be_top()
     }
 
     /// Whether this is in a sandbox.
@@ -412,8 +332,13 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// The image that a command has put on top, as the process before this one says. It was confined,
-/// and this one is not yet: what it may not have opened is not opened for it.
+/// What the command line lets images be.
+fn walls<'a>(args: &'a MountArgs, image: Option<&'a Path>) -> Walls<'a> {
+    let confines = confine::confines_files(args.sandbox.word);
+    Walls { noun: "mount", args: &args.disk, image, confines }
+}
+
+/// The image that a command has put on top, as the process before this one says.
 ///
 /// Errors: an image from elsewhere.
 fn checked_top(
@@ -422,27 +347,7 @@ fn checked_top(
     state: &State,
     first: Option<&State>,
 ) -> Result<Option<(PathBuf, Format)>, Failure> {
-    let Some((top, format)) = state.top() else { return Ok(None) };
-    let is_ours = || first.is_some_and(|first| first.has_or_made(&top));
-    if !confine::confines_files(args.sandbox.word)
-        || allowed(args).has(&top) && first.is_none_or(|first| first.takes_as_top(&top))
-        || reach(&args.disk, image).has(&top) && is_ours()
-    {
-        return Ok(Some((top, format)));
-    }
-    let what = format!(
-        "the process that served the mount before names '{}' as the image on top, which is not beside the image of the command line or was \
-         not made for this mount, is not where --allow-path allows, or is gone",
-        visible(&top.display().to_string())
-    );
-    Err(Failure::new(Exit::Permission, what).hint(
-        "if a `ringdisk ctl snapshot` of yours put it there, name its directory with --allow-path",
-    ))
-}
-
-/// What `--allow-path` names.
-fn allowed(args: &MountArgs) -> Reach {
-    Reach::of(std::iter::empty(), &args.disk.allow_path)
+    first.map_or(Ok(None), |first| walls(args, image).checked_top(first, state))
 }
 
 /// How long the kernel may take to let go of an image that was passed through.

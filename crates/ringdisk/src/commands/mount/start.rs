@@ -19,11 +19,12 @@ use ringdisk_ring::Topology;
 
 use super::ended::ended_meanwhile;
 use super::made::Made;
-use super::plan::{FREE, FREE_STOPPED, Plan};
+use super::plan::Plan;
 use super::serving::{Answering, Serving};
 use super::signals::{watch_resumed, watch_start};
 use crate::cli::{MountArgs, MountPaths};
 use crate::commands::open::new_image;
+use crate::commands::reopen::{FREE, FREE_STOPPED};
 use crate::new_image::NewImage;
 use crate::serve::{self, Served};
 

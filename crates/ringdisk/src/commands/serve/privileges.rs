@@ -28,6 +28,7 @@ use super::Running;
 /// * `taken`: these disks were another process's, which has nothing of them any more. What is
 ///   missing then is complained of, however much it was insisted on: a guest without its disk is
 ///   worse.
+/// * `mark`: of new overlays; empty: they get none.
 ///
 /// Errors: those of [`Decision::enter`] and [`Wanted::decide`]; none if `taken`.
 pub(super) fn give_up(
@@ -37,6 +38,7 @@ pub(super) fn give_up(
     pidfile: Option<&Pidfile>,
     notify: &Notify,
     taken: bool,
+    mark: String,
 ) -> Result<(), Failure> {
     let all: Vec<&Disk> = disks.iter().map(|disk| &*disk.disk).collect();
     let decided = user.decide(word, &all);
@@ -77,6 +79,7 @@ pub(super) fn give_up(
         trees,
         maker: user.user(),
         images,
+        mark,
         ..Tasks::default()
     };
     let (mut plan, no_helper) = through_helper(plan, &tasks, vhost);

@@ -7,6 +7,7 @@ use ringdisk_testkit::mount::{Mounted, text};
 use ringdisk_testkit::process::{self, Finished, Process, command, run, until};
 use rustix::process::{Pid, Signal, kill_process};
 
+pub(crate) use crate::common::tools::child_of;
 use crate::common::{mount, program};
 
 /// A new process is allowed 5 times in 10 s.
@@ -74,22 +75,6 @@ pub(crate) fn kill(pid: u32, signal: Signal) {
             signal => drop(kill_process(pid, signal)),
         }
     }
-}
-
-/// A process that lives (is no zombie) and has this parent. Asks for the children of that process
-/// alone: /proc of some other one may hang (a process that dies while it waits for a mount).
-pub(crate) fn child_of(parent: u32) -> Option<u32> {
-    let children =
-        std::fs::read_to_string(format!("/proc/{parent}/task/{parent}/children")).ok()?;
-    children.split_whitespace().filter_map(|pid| pid.parse().ok()).find(|pid: &u32| {
-        let name = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        if name.starts_with("ringdisk-helper") {
-            return false;
-        }
-        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        let after_name = stat.rsplit(')').next().unwrap_or_default();
-        !matches!(after_name.split_whitespace().next(), None | Some("Z" | "X"))
-    })
 }
 
 /// Ends a mount by force: whoever waits for it gets an error.

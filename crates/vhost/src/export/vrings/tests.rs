@@ -58,7 +58,8 @@ fn control() -> Control {
     let views = Arc::new(Mutex::new(threads.iter().map(|it| it.thread.view.clone()).collect()));
     let placed = vec![CpuList::default(); 2];
     let ring_nodes = RingNodes::new(Topology::read(), CpuList::default(), Numa::Off, placed, views);
-    Control::new(Arc::clone(&disk), device, config(), threads, ring_nodes, None, signals)
+    let sizes = (false, 64);
+    Control::new(Arc::clone(&disk), device, config(), threads, ring_nodes, None, signals, sizes)
 }
 
 /// Sends a flush and waits for its answer.

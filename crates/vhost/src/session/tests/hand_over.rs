@@ -14,12 +14,35 @@ fn busy() -> Peer {
     peer
 }
 
+/// What another process gets of a session whose rings have been stopped.
+fn taken(session: &Session) -> SessionState {
+    let mut state = session.state();
+    for (index, kick) in session.kicks() {
+        state.vrings[usize::from(index)].kick = Some(kick.try_clone_to_owned().unwrap());
+    }
+    state.vrings.iter_mut().for_each(|vring| vring.resumes = true);
+    state
+}
+
+#[test]
+fn a_ring_that_could_not_run_is_not_run_by_the_next_process() {
+    let old = busy();
+    let mut state = taken(&old.session);
+    state.vrings[0].resumes = false;
+    let mut new = Peer::with_memory();
+    new.session = Session::restore(config(), state).unwrap();
+    new.session.resume(&mut new.mock).unwrap();
+    assert_eq!(new.session.running(), 0);
+    new.vring(Request::SetVringEnable, 0, 1);
+    assert_eq!(new.session.running(), 1, "until the front end says it again");
+}
+
 #[test]
 fn rings_go_on_where_they_were() {
     let mut old = busy();
     old.session.suspend(&mut old.mock);
     assert_eq!(old.mock.taken(), ["stop 0"]);
-    let state = old.session.state().unwrap();
+    let state = taken(&old.session);
     let mut new = Peer::with_memory();
     new.session = Session::restore(config(), state).unwrap();
     new.session.resume(&mut new.mock).unwrap();
@@ -45,7 +68,7 @@ fn a_ring_without_its_memory_waits_on_either_side() {
     let mut old = busy();
     old.remove_region(0, 0x10_0000, 0x7f00_0000_0000);
     old.session.suspend(&mut old.mock);
-    let state = old.session.state().unwrap();
+    let state = taken(&old.session);
     let mut new = Peer::negotiated();
     new.session = Session::restore(config(), state).unwrap();
     for peer in [&mut new, &mut old] {
@@ -63,7 +86,7 @@ fn where_a_reset_stopped_a_ring_is_still_known() {
     let mut old = busy();
     old.tell(Request::SetStatus, 0);
     old.session.suspend(&mut old.mock);
-    let state = old.session.state().unwrap();
+    let state = taken(&old.session);
     let mut new = Peer::with_memory();
     new.session = Session::restore(config(), state).unwrap();
     new.session.resume(&mut new.mock).unwrap();
@@ -81,7 +104,7 @@ fn what_is_not_offered_any_more_is_named() {
         (SessionConfig { queues_max: 4, ..config() }, "more virtqueues"),
         (SessionConfig { queue_size_max: 16, ..config() }, "a virtqueue of Some(32) entries"),
     ] {
-        let error = Session::restore(lesser, old.session.state().unwrap()).unwrap_err();
+        let error = Session::restore(lesser, taken(&old.session)).unwrap_err();
         assert!(error.to_string().contains(what), "{error}");
     }
 }

@@ -1,0 +1,292 @@
+//! Disks of virtual machines that outlive the process that serves them (`serve --keep`).
+//!
+//! Promises: the connection of each front end and all that it has lent are with a process that does
+//! not serve ([`super::holder`]), at every moment at which the serving process may be killed; the
+//! next one goes on with them. What was sealed at the start says which images a disk has; what the
+//! serving process said later counts as little as what a front end says. Control path.
+//!
+//! Of disk `N` are kept: what was sealed (`ringdisk-origin-N`), its images
+//! (`ringdisk-images-N`), the state of its export (`ringdisk-export-N`), and whatever descriptors
+//! that one names (`ringdisk-late-N-M`).
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use ringdisk_vhost::keep::{Keeper, KeptState};
+use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::process::{Resource, getrlimit};
+
+use super::holder::{Held, LATE};
+use super::link::{self, Named};
+use super::slots::FRONT_END;
+use super::state::{State, StateFile};
+use crate::failure::{Exit, Failure};
+use crate::helper::start::Role as Started;
+use crate::notify::Notify;
+
+const ORIGIN: &str = "ringdisk-origin-";
+const IMAGES: &str = "ringdisk-images-";
+const EXPORT: &str = "ringdisk-export-";
+
+/// Descriptors that come and go, at most: 700 of a disk with 509 regions of memory and 64
+/// virtqueues, for several disks.
+const LATE_MAX: usize = 4096;
+
+/// Descriptors that the holder has besides.
+const OTHERS: usize = 64;
+
+/// What this process is.
+#[derive(Debug)]
+pub enum Role {
+    /// It serves, and its parent keeps the disks.
+    Serves(KeptDisks),
+    /// It keeps the disks, and another one serves.
+    Holds,
+}
+
+/// Who serves and who keeps the disks of `serve --keep`.
+///
+/// * `count`: disks.
+///
+/// Errors: what was kept cannot be used.
+pub fn role(count: usize) -> Result<Role, Failure> {
+    if Started::Kept.is_orphaned() {
+        return Err(Failure::new(
+            Exit::General,
+            "the process that keeps the disks was gone before this one could serve them",
+        ));
+    }
+    if !Started::Kept.is_ours() {
+        return Ok(Role::Holds);
+    }
+    let (notify, holder, parked) = link::enter()?;
+    let notify = Arc::new(notify);
+    let found = found(parked, count, &notify)?;
+    Ok(Role::Serves(KeptDisks { notify, holder, found }))
+}
+
+/// The serving side.
+#[derive(Debug)]
+pub struct KeptDisks {
+    /// The process that keeps the disks, which hears how we are.
+    pub notify: Arc<Notify>,
+    holder: OwnedFd,
+    /// The disks of a process that was killed, in their order.
+    found: Option<Vec<FoundDisk>>,
+}
+
+/// One disk of a process that was killed.
+#[derive(Debug)]
+pub struct FoundDisk {
+    /// What it was begun with.
+    pub first: State,
+    /// Its images now.
+    pub images: StateFile,
+    /// Its export.
+    pub export: KeptState,
+    /// Takes what is kept from now on.
+    pub keeper: Box<dyn Keeper>,
+}
+
+/// Keeps the state of one export.
+#[derive(Debug)]
+struct DiskKeeper {
+    notify: Arc<Notify>,
+    disk: usize,
+    memory: File,
+    /// The number of the newest state.
+    number: u64,
+}
+
+impl DiskKeeper {
+    fn name(&self, number: u64) -> String {
+        format!("{LATE}{}-{number}", self.disk)
+    }
+}
+
+impl Keeper for DiskKeeper {
+    fn park(&mut self, number: u64, descriptor: BorrowedFd<'_>) -> io::Result<()> {
+        // A message that is in the holder's socket is there, whatever becomes of this process.
+        self.notify.store(&self.name(number), descriptor)
+    }
+
+    fn release(&mut self, number: u64) {
+        self.notify.unstore(&self.name(number));
+    }
+
+    fn write(&mut self, state: &str) -> io::Result<()> {
+        FRONT_END.put(&self.memory, self.number + 1, state.as_bytes())?;
+        self.number += 1;
+        Ok(())
+    }
+}
+
+impl KeptDisks {
+    /// The disks to go on with, if there are any.
+    pub fn take_found(&mut self) -> Option<Vec<FoundDisk>> {
+        self.found.take()
+    }
+
+    /// Signals are taken from now on.
+    pub fn listens(&self) {
+        self.notify.status("opening the images");
+    }
+
+    /// Keeps a new disk from now on.
+    ///
+    /// Errors: memory is short; the holder is gone.
+    pub fn keep(&self, disk: usize) -> Result<Box<dyn Keeper>, Failure> {
+        let memory = memfd_create(c"ringdisk-export", MemfdFlags::CLOEXEC);
+        let memory = memory.map(File::from).map_err(|errno| cannot(&errno.into()))?;
+        self.notify
+            .store(&format!("{EXPORT}{disk}"), memory.as_fd())
+            .map_err(|error| cannot(&error))?;
+        Ok(Box::new(DiskKeeper { notify: Arc::clone(&self.notify), disk, memory, number: 0 }))
+    }
+
+    /// Keeps what the images of a new disk are.
+    ///
+    /// Errors: memory is short; the holder is gone.
+    pub fn keep_images(&self, disk: usize, state: State) -> Result<StateFile, Failure> {
+        let origin = state.seal().map_err(|error| cannot(&error))?;
+        let images = StateFile::make().map_err(|error| cannot(&error))?;
+        images.write(state)?;
+        for (name, descriptor) in [(ORIGIN, origin.as_fd()), (IMAGES, images.descriptor().as_fd())]
+        {
+            self.notify
+                .store(&format!("{name}{disk}"), descriptor)
+                .map_err(|error| cannot(&error))?;
+        }
+        Ok(images)
+    }
+
+    /// Everything of the start is kept. When this returns, the process may be killed.
+    ///
+    /// Errors: the holder does not answer.
+    pub fn is_kept(&self) -> Result<(), Failure> {
+        self.notify.barrier().map_err(|error| cannot(&error))
+    }
+
+    /// Calls `stop` when the process that keeps the disks is gone: no other would be started.
+    pub fn watch(&self, stop: impl FnOnce() + Send + 'static) {
+        link::watch(&self.holder, stop);
+    }
+}
+
+fn cannot(error: &io::Error) -> Failure {
+    Failure::system("the disk cannot be kept", error, Exit::General).hint("leave --keep away")
+}
+
+/// Sorts parked descriptors out; `None`: there are none.
+///
+/// Errors: a state is of another version, or cannot be read; something is missing.
+fn found(
+    parked: Named,
+    count: usize,
+    notify: &Arc<Notify>,
+) -> Result<Option<Vec<FoundDisk>>, Failure> {
+    let mut parts: Vec<Parts> = (0..count).map(|_| Parts::default()).collect();
+    let mut is_empty = true;
+    for (name, descriptor) in parked {
+        is_empty &= name.is_empty();
+        let Some((disk, part)) = Part::of(&name) else { continue };
+        let Some(parts) = parts.get_mut(disk) else { continue };
+        match part {
+            Part::Origin => parts.origin = Some(descriptor),
+            Part::Images => parts.images = Some(descriptor),
+            Part::Export => parts.export = Some(descriptor),
+            Part::Late(number) => parts.late.push((number, descriptor)),
+        }
+    }
+    if is_empty {
+        return Ok(None);
+    }
+    let disks = parts.into_iter().enumerate().map(|(disk, parts)| parts.open(disk, notify));
+    disks.collect::<Result<Vec<_>, _>>().map(Some)
+}
+
+/// What a descriptor of a disk is.
+enum Part {
+    Origin,
+    Images,
+    Export,
+    /// One with a number, which the state of the export names.
+    Late(u64),
+}
+
+impl Part {
+    /// The number of the disk, and what it is of it.
+    fn of(name: &str) -> Option<(usize, Part)> {
+        for (prefix, part) in
+            [(ORIGIN, Part::Origin), (IMAGES, Part::Images), (EXPORT, Part::Export)]
+        {
+            if let Some(disk) = name.strip_prefix(prefix) {
+                return Some((disk.parse().ok()?, part));
+            }
+        }
+        let (disk, number) = name.strip_prefix(LATE)?.split_once('-')?;
+        Some((disk.parse().ok()?, Part::Late(number.parse().ok()?)))
+    }
+}
+
+/// All that is kept of one disk.
+#[derive(Default)]
+struct Parts {
+    origin: Option<OwnedFd>,
+    images: Option<OwnedFd>,
+    export: Option<OwnedFd>,
+    late: Vec<(u64, OwnedFd)>,
+}
+
+impl Parts {
+    fn open(self, disk: usize, notify: &Arc<Notify>) -> Result<FoundDisk, Failure> {
+        let missing = || {
+            Failure::new(Exit::General, format!("what was kept of disk {disk} is not all there"))
+        };
+        let first = State::sealed(&self.origin.ok_or_else(missing)?)?;
+        let images = StateFile::open(self.images.ok_or_else(missing)?, first.clone())?;
+        let memory = File::from(self.export.ok_or_else(missing)?);
+        let (number, words) = FRONT_END.newest(&memory).ok_or_else(missing)?;
+        let words = String::from_utf8(words).map_err(|_| missing())?;
+        let keeper = DiskKeeper { notify: Arc::clone(notify), disk, memory, number };
+        let export = KeptState { words, descriptors: self.late };
+        Ok(FoundDisk { first, images, export, keeper: Box::new(keeper) })
+    }
+}
+
+/// Disks, as the process that holds them knows them.
+#[derive(Debug)]
+pub struct HeldDisks;
+
+impl Held for HeldDisks {
+    fn noun(&self) -> &'static str {
+        "disk"
+    }
+
+    fn option(&self) -> &'static str {
+        "--keep"
+    }
+
+    fn late_max(&self) -> usize {
+        let limit =
+            getrlimit(Resource::Nofile).current.and_then(|limit| usize::try_from(limit).ok());
+        limit.map_or(LATE_MAX, |limit| LATE_MAX.min(limit.saturating_sub(OTHERS)))
+    }
+
+    fn loss(&self) -> &'static str {
+        "its front end is disconnected"
+    }
+
+    fn remedy(&self) -> &'static str {
+        "look at what it said before it died, then serve the image again"
+    }
+
+    /// With the last copy of its socket a front end sees the end of the connection.
+    fn end(&mut self, parked: Named, _is_removed: bool) {
+        drop(parked);
+    }
+
+    fn undo(&mut self) {}
+}

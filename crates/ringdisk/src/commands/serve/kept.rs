@@ -1,0 +1,206 @@
+//! `--keep`: disks whose process may be killed without their virtual machines noticing more than a
+//! pause.
+//!
+//! Promises: a parent that serves nothing ([`holder`]) has what the next process needs before the
+//! first front end is served, and at every moment after that; the next process opens the images
+//! when the one before has let go of them, takes no other ones, and goes on with the same
+//! connections. What cannot be kept is refused before anything is made.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use ringdisk_daemon::background::Background;
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::helper::mark;
+use ringdisk_daemon::io_flusher;
+use ringdisk_daemon::keep::disks::{self, FoundDisk, HeldDisks, KeptDisks, Role};
+use ringdisk_daemon::keep::{State, StateFile, holder};
+use ringdisk_daemon::new_file::NewFiles;
+use ringdisk_daemon::signals::{Phase, Watcher};
+use ringdisk_daemon::sockets::{MadeSocket, Opened, Place, SocketOptions};
+use ringdisk_daemon::terminal;
+use ringdisk_disk::Disk;
+use ringdisk_vhost::ExportOptions;
+use ringdisk_vhost::export::Export;
+use ringdisk_vhost::keep::Keeper;
+
+use super::{Placed, Plan, Running, front};
+use crate::cli::ServeArgs;
+use crate::commands::open::reach;
+use crate::commands::reopen::{FREE, Walls, when_free};
+use crate::vhost::{self, Served};
+
+/// Whether this process serves, or has held the disks until their end.
+pub(super) enum Begun {
+    /// It serves; `Some`: its parent holds the disks.
+    Serves(Option<Kept>),
+    /// The exit code of the end.
+    Held(u8),
+}
+
+/// The serving side of kept disks.
+pub(super) struct Kept {
+    pub(super) disks: KeptDisks,
+    /// Of a process that was killed.
+    found: Option<Vec<FoundDisk>>,
+    /// What new overlays are marked with.
+    pub(super) mark: String,
+}
+
+/// Becomes the process that holds the disks, or one that serves.
+///
+/// Errors: those of [`holder::run`]; what was kept cannot be used.
+pub(super) fn begin(
+    args: &ServeArgs,
+    count: usize,
+    background: &mut Option<Background>,
+) -> Result<Begun, Failure> {
+    if !args.keep {
+        return Ok(Begun::Serves(None));
+    }
+    let mut disks = match disks::role(count)? {
+        Role::Holds => {
+            let code = holder::run(args.pidfile.as_deref(), &mut HeldDisks, background.take())?;
+            return Ok(Begun::Held(code));
+        }
+        Role::Serves(disks) => disks,
+    };
+    let found = disks.take_found();
+    let mark = match &found {
+        Some(found) => found.first().map(|disk| disk.first.mark.clone()).unwrap_or_default(),
+        None => mark::new().map_err(|error| {
+            Failure::system("no random bytes for the disks", &error, Exit::General)
+        })?,
+    };
+    Ok(Begun::Serves(Some(Kept { disks, found, mark })))
+}
+
+impl Kept {
+    /// Whether disks of another process are there to go on with.
+    pub(super) fn resumes(&self) -> bool {
+        self.found.is_some()
+    }
+
+    /// Goes on with all disks.
+    ///
+    /// Errors: one of them cannot be served; what was kept goes with this process.
+    pub(super) fn go_on(
+        &mut self,
+        plans: Vec<Plan<'_>>,
+        watcher: &Watcher,
+    ) -> Result<Vec<Running>, Failure> {
+        let found = self.found.take().unwrap_or_default();
+        let mut opened = Vec::new();
+        for (plan, found) in plans.into_iter().zip(found) {
+            let (plan, disk) = open(plan, &found, watcher)?;
+            opened.push((plan, disk, found));
+        }
+        watcher.enter(Phase::Mounting);
+        // Before there are threads that shall have it too.
+        io_flusher::become_one_if(
+            opened.iter().any(|(_, disk, _)| io_flusher::is_on_a_device(disk)),
+        );
+        opened.into_iter().map(|(plan, disk, found)| go_on(plan, disk, found)).collect()
+    }
+
+    /// The state of a disk that is about to be served for the first time.
+    ///
+    /// * `number`: which one it is.
+    ///
+    /// Errors: it is not kept.
+    pub(super) fn keep(
+        &self,
+        number: usize,
+        plan: &Plan<'_>,
+        disk: &Disk,
+    ) -> Result<Box<dyn Keeper>, Failure> {
+        let created = plan.new.as_ref().map(|(new, _)| new.format);
+        let mut state = State::of_images(created).begun_on(&disk.layers());
+        state.window = disk.window();
+        state.protect_raw = disk.protects_raw();
+        state.mark = self.mark.clone();
+        watch_chain(plan, disk, self.disks.keep_images(number, state)?);
+        self.disks.keep(number)
+    }
+}
+
+/// Keeps what the images are from now on.
+fn watch_chain(plan: &Plan<'_>, disk: &Disk, images: StateFile) {
+    let top = disk.layers().first().map(|top| top.name().to_owned());
+    let top = Mutex::new(top);
+    disk.watch_chain(walls(plan).may_be_top(), move |chain| {
+        let mut top = top.lock().unwrap_or_else(PoisonError::into_inner);
+        let new = chain.first().map(|top| top.name().to_owned());
+        images.set_chain(chain, *top != new);
+        *top = new;
+    });
+}
+
+fn walls<'a>(plan: &'a Plan<'_>) -> Walls<'a> {
+    Walls {
+        noun: "disk",
+        args: &plan.args.source,
+        image: plan.image.image.as_deref(),
+        confines: plan.confines,
+    }
+}
+
+/// Opens the images of a process that was killed.
+///
+/// Errors: they are others by now, or not free in time.
+fn open<'a>(
+    mut plan: Plan<'a>,
+    found: &FoundDisk,
+    watcher: &Watcher,
+) -> Result<(Plan<'a>, Arc<Disk>), Failure> {
+    let now = found.images.state().unwrap_or_else(|| found.first.clone());
+    let top = walls(&plan).checked_top(&found.first, &now)?;
+    let overlay = plan.args.source.overlay.as_deref().filter(|_| top.is_none());
+    // It would be made anew, empty.
+    if let Some(gone) = overlay.filter(|overlay| !overlay.exists()) {
+        let what = format!("the overlay '{}' of the disk is gone", gone.display());
+        return Err(Failure::new(Exit::Image, what));
+    }
+    plan.new = None;
+    plan.image.top = top;
+    plan.image.made_format = now.format();
+    plan.image.window = now.window;
+    plan.image.protect_raw = now.protect_raw;
+    plan.image.wait_for_locks = None;
+    let disk = when_free(watcher, FREE, || plan.image.open(&NewFiles::default(), None))?;
+    walls(&plan).check_same(&found.first, &now, &disk.layers())?;
+    watch_chain(&plan, &disk, found.images.clone());
+    Ok((plan, disk))
+}
+
+/// Goes on with one disk.
+///
+/// Errors: its state is not understood; the export cannot be made.
+fn go_on(plan: Plan<'_>, disk: Arc<Disk>, found: FoundDisk) -> Result<Running, Failure> {
+    let name = plan.image.name();
+    let ready = format!("{} is served {} again", plan.image.describe(&disk), plan.place.shown());
+    let reach = reach(&plan.args.source, plan.image.image.as_deref());
+    let makes = plan.args.place.vhost_user_blk.is_some();
+    let Opened { listen, path, .. } = plan.place.open()?;
+    let front = front(&listen).filter(|_| !makes);
+    let read_only = disk.is_read_only();
+    let options = vhost::options(plan.args, read_only, plan.restricted, listen, name.clone());
+    let options = ExportOptions { held: true, accel: None, keep: Some(found.keeper), ..options };
+    let prepared = Export::go_on(Arc::clone(&disk), found.export, options)?;
+    let served = Served::go(prepared, name.clone())?;
+    for note in served.notes() {
+        terminal::warn(note);
+    }
+    let made = path.as_deref().filter(|_| makes).and_then(|path| MadeSocket::adopt(path).ok());
+    let queues = vhost::queues(plan.args);
+    let allowed = plan.args.source.allow_path.clone();
+    let (restricted, shown) = (plan.restricted, plan.shown);
+    let placed =
+        Placed { ready, name, path, front, queues, allowed, reach, restricted, made, shown };
+    Ok(placed.attend(served, disk))
+}
+
+/// Where the sockets of disks are whose process was killed.
+pub(super) fn place(options: &SocketOptions) -> Place {
+    let path = options.make.clone().or_else(|| options.connect.clone());
+    Place::Take(path.unwrap_or_default())
+}

@@ -1,0 +1,295 @@
+//! `ringdisk serve --keep`: the serving process is killed, and the front end, which never connects
+//! again, sees every request answered exactly once. `RINGDISK_KILLS=N` or `RINGDISK_FULL=1` for
+//! more kills.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use ringdisk_testkit::images;
+use ringdisk_testkit::limits::full;
+use ringdisk_testkit::model::{
+    Discards, FrontEnd, Load, LoadOptions, Request, Vm, VmOptions, bits,
+};
+use ringdisk_testkit::mount::{scratch, text};
+use ringdisk_testkit::process::{LIMIT, Process, command, run, until};
+use ringdisk_testkit::sim::Prng;
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+
+use crate::common::tools::child_of;
+use crate::common::{MIB, program};
+
+pub(crate) const SIZE: u64 = 8 * MIB;
+/// `writeback` in the configuration space.
+const WRITEBACK: u32 = 32;
+/// New processes within 10 s of serving; the next death is the end.
+const RESTARTS: u64 = 5;
+
+fn kills() -> u64 {
+    let wanted = std::env::var("RINGDISK_KILLS").ok().and_then(|n| n.parse().ok());
+    // Four disks share them.
+    wanted.unwrap_or(if full() { 400_u64 } else { 80 }).div_ceil(4)
+}
+
+/// Processes that keep and serve a disk.
+pub(crate) struct Server {
+    directory: TempDir,
+    pub(crate) image: PathBuf,
+    pub(crate) socket: PathBuf,
+    /// The one that keeps it.
+    pub(crate) holder: Process,
+}
+
+impl Server {
+    pub(crate) fn start(format: &str, args: &[&str]) -> Server {
+        let directory = scratch();
+        let image = directory.path().join("disk");
+        match format {
+            "raw" => images::sparse(&image, SIZE),
+            _ => images::qcow2(&image, "8M", "cluster_size=4k"),
+        }
+        let socket = directory.path().join("socket");
+        let holder = Server::process(&image, format, &socket, args);
+        Server { directory, image, socket, holder }
+    }
+
+    fn process(image: &Path, format: &str, socket: &Path, args: &[&str]) -> Process {
+        let mut command = Command::new(program());
+        command.args(["serve", "--keep", "--format", format, "--queues", "3", "--threads", "2"]);
+        Process::spawn(command.args(args).arg("--vhost-user-blk").arg(socket).arg(image))
+    }
+
+    /// The process that serves.
+    pub(crate) fn server(&self) -> u32 {
+        let server = until(LIMIT, || child_of(self.holder.pid()));
+        server.unwrap_or_else(|| panic!("nobody serves: {}", self.holder.output()))
+    }
+
+    /// Kills it.
+    fn kill(&self) {
+        kill(self.server());
+    }
+
+    fn ctl(&self, words: &[&str]) -> ringdisk_testkit::process::Finished {
+        run(command(&[&[&*program(), "ctl", text(&self.socket)], words].concat()))
+    }
+
+    /// Ends it with a signal; nothing is left.
+    pub(crate) fn stop(mut self) -> (TempDir, PathBuf) {
+        self.holder.signal(Signal::TERM);
+        let ended = self.holder.wait(LIMIT).expect("it was asked to end");
+        assert!(ended.success(), "{}", self.holder.output());
+        assert!(!self.socket.exists(), "its socket is left");
+        (self.directory, self.image)
+    }
+}
+
+pub(crate) fn kill(pid: u32) {
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("a pid");
+    let _ = kill_process(pid, Signal::KILL);
+}
+
+/// A machine with three virtqueues.
+pub(crate) fn options(packed: bool, inflight: bool, seed: u64) -> VmOptions {
+    let ours = VmOptions::default();
+    VmOptions {
+        features: !bits::LOG_ALL & if packed { u64::MAX } else { !bits::PACKED },
+        protocol: if inflight { ours.protocol } else { ours.protocol & !bits::P_INFLIGHT },
+        queues: 3,
+        size: 64,
+        indirect: 16,
+        regions: 2,
+        seed,
+        ..ours
+    }
+}
+
+pub(crate) fn load(seed: u64) -> Load {
+    let (bytes_max, discards) = (64 << 10, Discards::Zero);
+    Load::new(LoadOptions {
+        size: SIZE,
+        block: 512,
+        bytes_max,
+        segments: 8,
+        depth: 8,
+        discards,
+        seed,
+    })
+}
+
+/// The image has what was answered.
+pub(crate) fn judge(load: &mut Load, image: &Path, format: &str) {
+    let content = match format {
+        "raw" => image.to_owned(),
+        _ => images::reference(image, format),
+    };
+    load.judge(&std::fs::read(content).expect("the image"));
+}
+
+/// Serves under load, is killed, and goes on with the same connection.
+///
+/// * `inflight`: the front end has an area of requests in flight.
+fn survive(format: &'static str, packed: bool, inflight: bool, seed: u64) {
+    let mut prng = Prng::new(seed);
+    let (mut left, mut answered) = (0, 0);
+    for round in 0..kills().div_ceil(RESTARTS) {
+        let server = Server::start(format, &[]);
+        let front = FrontEnd::connect(&server.socket);
+        let mut vm = Vm::started(front, options(packed, inflight, seed + round));
+        vm.front.set_config(WRITEBACK, &[0]).expect("CONFIG_WCE was agreed on");
+        let mut load = load(seed + round);
+        for _ in 0..RESTARTS {
+            load.run(&mut vm, prng.below(120));
+            (0..3).for_each(|queue| {
+                load.fill(&mut vm, queue);
+            });
+            let old = server.server();
+            std::thread::sleep(Duration::from_micros(prng.below(1500)));
+            kill(old);
+            load.reap(&mut vm);
+            left += load.in_flight();
+            load.run(&mut vm, 20);
+            assert_eq!(vm.front.config(WRITEBACK, 1).expect("a byte"), [0]);
+        }
+        load.drain(&mut vm);
+        load.read_all(&mut vm);
+        answered += load.answered;
+        drop(vm);
+        let (_directory, image) = server.stop();
+        judge(&mut load, &image, format);
+    }
+    println!("{format}, packed {packed}: {left} requests were left behind, of {answered}");
+    assert!(left > 0, "all kills came too late");
+}
+
+#[test]
+fn a_kept_raw_disk_on_split_rings_goes_on_without_an_area_of_the_front_end() {
+    survive("raw", false, false, 1);
+}
+
+#[test]
+fn a_kept_raw_disk_on_packed_rings_goes_on_without_an_area_of_the_front_end() {
+    survive("raw", true, false, 2);
+}
+
+#[test]
+fn a_kept_qcow2_disk_on_split_rings_goes_on() {
+    survive("qcow2", false, true, 3);
+}
+
+#[test]
+fn a_kept_raw_disk_on_packed_rings_goes_on() {
+    survive("raw", true, true, 4);
+}
+
+#[test]
+fn several_kept_disks_go_on_together_and_what_was_put_on_top_stays_there() {
+    let directory = scratch();
+    let socket = |number: u64| directory.path().join(format!("socket{number}"));
+    let mut command = Command::new(program());
+    command.args(["serve", "--keep", "--queues", "1"]);
+    for number in 0..2 {
+        let image = directory.path().join(format!("disk{number}"));
+        images::qcow2(&image, "8M", "cluster_size=4k");
+        let spec = format!("image={},socket={}", text(&image), text(&socket(number)));
+        command.args(["--disk", &spec]);
+    }
+    let mut holder = Process::spawn(&mut command);
+    let one = |seed| VmOptions { queues: 1, ..options(false, false, seed) };
+    let mut vms: Vec<Vm> =
+        (0..2).map(|number| Vm::started(FrontEnd::connect(&socket(number)), one(number))).collect();
+    let overlay = directory.path().join("overlay");
+    let (program, second) = (program(), socket(1));
+    let words = [&program, "ctl", text(&second), "snapshot", text(&overlay)];
+    let done = run(ringdisk_testkit::process::command(&words));
+    assert!(done.code() == Some(0), "{}", done.output());
+    for round in 0..3 {
+        let server = until(LIMIT, || child_of(holder.pid())).expect("somebody serves");
+        kill(server);
+        for (number, vm) in (0..).zip(&mut vms) {
+            let bytes = vec![number + round; 4096];
+            assert_eq!(vm.status(0, Request::write(8, bytes.clone())), 0, "{}", holder.output());
+            assert_eq!(vm.run(0, Request::read(8, 4096)).data, bytes);
+        }
+    }
+    drop(vms);
+    holder.signal(Signal::TERM);
+    assert!(holder.wait(LIMIT).expect("it ends").success(), "{}", holder.output());
+    let below = images::reference(&directory.path().join("disk1"), "qcow2");
+    let below = std::fs::read(below).expect("the image");
+    assert!(below[4096..8192].iter().all(|byte| *byte == 0), "written below the overlay");
+}
+
+#[test]
+fn without_the_process_that_keeps_it_a_disk_ends_cleanly() {
+    let mut server = Server::start("raw", &[]);
+    let mut vm = Vm::started(FrontEnd::connect(&server.socket), options(false, false, 9));
+    assert_eq!(vm.status(0, Request::write(0, vec![7; 4096])), 0);
+    let serving = server.server();
+    server.holder.signal(Signal::KILL);
+    server.holder.wait(LIMIT).expect("it was killed");
+    vm.front.expect_end();
+    let gone = || (!Path::new(&format!("/proc/{serving}")).exists()).then_some(());
+    assert!(until(LIMIT, gone).is_some(), "it goes on");
+    assert!(!server.socket.exists(), "its socket is left");
+    assert_eq!(std::fs::read(&server.image).expect("the image")[..4096], [7; 4096]);
+}
+
+#[test]
+fn a_process_that_dies_again_and_again_is_given_up() {
+    let mut server = Server::start("raw", &[]);
+    let mut vm = Vm::started(FrontEnd::connect(&server.socket), options(false, true, 9));
+    for _ in 0..RESTARTS {
+        server.kill();
+        assert_eq!(vm.status(0, Request::flush()), 0, "{}", server.holder.output());
+    }
+    server.kill();
+    vm.front.expect_end();
+    let ended = server.holder.wait(LIMIT).expect("it gives up");
+    assert_eq!(ended.code(), Some(7), "{}", server.holder.output());
+    assert!(server.holder.output().contains("the disk is given up"), "{}", server.holder.output());
+}
+
+#[test]
+fn a_kept_disk_is_stopped_and_asked_as_any_other_and_not_upgraded() {
+    let server = Server::start("raw", &[]);
+    let mut vm = Vm::started(FrontEnd::connect(&server.socket), options(false, false, 9));
+    server.kill();
+    assert_eq!(vm.status(0, Request::flush()), 0);
+    let stats = until(LIMIT, || Some(server.ctl(&["stats"])).filter(|done| done.code() == Some(0)));
+    assert!(stats.is_some(), "{}", server.holder.output());
+    let (program, socket) = (program(), text(&server.socket));
+    let words = [&program, "serve", "--upgrade", "--queues", "3", "--format", "raw"];
+    let place = ["--vhost-user-blk", socket, text(&server.image)];
+    let upgrade = run(command(&[&words[..], &place].concat()));
+    assert!(upgrade.code() != Some(0) && upgrade.stderr.contains("--keep"), "{}", upgrade.output());
+    assert_eq!(vm.status(0, Request::flush()), 0, "it goes on");
+    let mut server = server;
+    assert_eq!(server.ctl(&["stop"]).code(), Some(0));
+    vm.front.expect_end();
+    assert!(server.holder.wait(LIMIT).expect("it ends").success(), "{}", server.holder.output());
+}
+
+#[test]
+fn what_cannot_be_kept_is_refused_in_words() {
+    let program = program();
+    for words in [
+        &["--upgrade"][..],
+        &["--incoming"],
+        &["--snapshot"],
+        &["--accel", "require"],
+        &["--socket-fd", "9"],
+    ] {
+        let place: &[&str] =
+            if words[0] == "--socket-fd" { &[] } else { &["--vhost-user-blk", "/nowhere/s"] };
+        let all = [&[&program, "serve", "--keep"], words, place, &["/nowhere/disk"]].concat();
+        let done = run(command(&all));
+        assert_eq!(done.code(), Some(2), "{}", done.output());
+        assert!(
+            done.stderr.contains(words[0]) && done.stderr.contains("--keep"),
+            "{}",
+            done.output()
+        );
+    }
+}

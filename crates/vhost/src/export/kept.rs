@@ -1,0 +1,324 @@
+//! An export whose process may be killed at any moment, and that goes on in another one.
+//!
+//! Promises: each step of the control thread is recorded ([`Record`]) in such an order that the
+//! next process carries out every message of the front end and sends every reply exactly once. A
+//! defect of a queue thread ends the process, since the next one goes on. Control thread.
+//!
+//! Of one message, in order: it is looked at; it is recorded, with its descriptors; it is taken out
+//! of the socket; it is carried out; its reply is put into the pipe; what came of it is recorded;
+//! its reply is moved from the pipe into the socket.
+
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::control::{End, Host, MESSAGE_TIMEOUT};
+use super::record::{Moment, Pending, Record};
+use super::reply_pipe::ReplyPipe;
+use crate::closing::Held;
+use crate::connection::unconsumed;
+use crate::hand_over_state::{Role, Unpacked};
+use crate::keep::Keeper;
+use crate::protocol::{Header, Reply, Request};
+use crate::session::Session;
+use crate::signals;
+use crate::{Connection, Error, ErrorKind};
+
+/// A front end that has got the reply to `GET_INFLIGHT_FD` goes on within this time.
+const ANSWERS: Duration = Duration::from_millis(500);
+
+/// What a process that was killed left half done.
+#[derive(Debug, Default)]
+pub(super) enum Left {
+    /// Nothing.
+    #[default]
+    Nothing,
+    /// A message is to be carried out again.
+    Message(Pending),
+    /// A reply that is perhaps not sent.
+    Reply(Option<Reply>),
+}
+
+impl Left {
+    /// What the state of that process says.
+    pub(super) fn of(state: &mut Unpacked) -> Left {
+        let fds = state.all(Role::Pending);
+        let reply_fds = state.all(Role::ReplyDescriptor);
+        let Some(kept) = &mut state.words.kept else { return Left::Nothing };
+        match (kept.pending.take(), kept.reply.take()) {
+            (Some(words), _) => Left::Message(Pending { words, fds }),
+            (None, reply) => Left::Reply(reply.map(|bytes| Reply::again(bytes, reply_fds))),
+        }
+    }
+}
+
+/// A record for this export.
+///
+/// * `state`: of the process before this one, with the numbers of all that it has parked.
+///
+/// Errors: no descriptor is left.
+pub(super) fn record(
+    keeper: Box<dyn Keeper>,
+    state: Option<&mut Unpacked>,
+    parked: Vec<u64>,
+) -> Result<Record, Error> {
+    let before =
+        state.and_then(|state| state.one(Role::ReplyRead).zip(state.one(Role::ReplyWrite)));
+    let replies = match before {
+        Some((read, write)) => ReplyPipe::adopt(read, write)?,
+        None => ReplyPipe::make()?,
+    };
+    let next = parked.iter().map(|number| number.saturating_add(1)).max().unwrap_or(0);
+    Ok(Record::new(keeper, replies, next, parked))
+}
+
+impl Host {
+    /// Records how things are, if they are kept.
+    ///
+    /// Errors: they are not kept.
+    fn write_record(
+        &mut self,
+        front_end: Option<(&Session, &Connection)>,
+        pending: Option<&Pending>,
+        reply: Option<&Reply>,
+    ) -> Result<(), Error> {
+        let Some(record) = &mut self.record else { return Ok(()) };
+        let moment = Moment { control: &self.control, door: &self.door, front_end };
+        record.write(&moment, pending, reply)
+    }
+
+    /// Records an export that has just been made and has no front end.
+    ///
+    /// Errors: it is not kept.
+    pub(super) fn record_start(&mut self) -> Result<(), Error> {
+        match self.front_end {
+            // What was recorded before this process counts.
+            Some(_) => Ok(()),
+            None => self.write_record(None, None, None),
+        }
+    }
+
+    /// The connection of a front end. What it brings is recorded from now on.
+    ///
+    /// Errors: it cannot be, and the connection has ended.
+    pub(super) fn connection(
+        &mut self,
+        session: &Session,
+        socket: Held,
+    ) -> Result<Connection, End> {
+        if self.record.is_none() {
+            return Ok(Connection::of(socket));
+        }
+        let connection = Connection::kept(socket).map_err(End::NotKept)?;
+        if matches!(self.left, Left::Nothing) {
+            if let Some(record) = &mut self.record {
+                record.forget_front_end();
+            }
+            self.fit_area()?;
+            self.write_record(Some((session, &connection)), None, None).map_err(End::NotKept)?;
+        }
+        Ok(connection)
+    }
+
+    /// Makes an area for requests in flight, where one is missing.
+    fn fit_area(&mut self) -> Result<(), End> {
+        let Some(record) = &mut self.record else { return Ok(()) };
+        match self.control.fit_own_area() {
+            Ok(true) => record.area_changed(),
+            Ok(false) => {}
+            Err(refusal) => {
+                let text = format!("no area for requests in flight: {refusal}");
+                return Err(End::NotKept(Error::new(ErrorKind::System, text)));
+            }
+        }
+        Ok(())
+    }
+
+    /// The front end has gone.
+    pub(super) fn record_no_front_end(&mut self) -> End {
+        if let Some(record) = &mut self.record {
+            record.forget_front_end();
+            record.replies.drain();
+        }
+        match self.write_record(None, None, None) {
+            Ok(()) => End::Gone,
+            Err(error) => End::NotKept(error),
+        }
+    }
+
+    /// Records a message, and takes it out of the socket.
+    ///
+    /// Errors: it is not kept, or the socket has it no longer; the connection ends.
+    pub(super) fn record_message(
+        &mut self,
+        session: &Session,
+        connection: &Connection,
+        message: &Pending,
+    ) -> Result<(), End> {
+        if self.record.is_none() {
+            return Ok(());
+        }
+        self.write_record(Some((session, connection)), Some(message), None)
+            .and_then(|()| connection.consume(message.len()))
+            .map_err(|error| {
+                self.ends(&error);
+                End::Gone
+            })
+    }
+
+    /// Records what came of a message, and sends its reply.
+    ///
+    /// Errors: it is not kept; the front end does not take the reply.
+    pub(super) fn send_kept(
+        &mut self,
+        session: &Session,
+        connection: &Connection,
+        (header, payload): (&Header, &[u8]),
+        reply: Option<Reply>,
+    ) -> Result<(), Error> {
+        self.note_base(header, payload);
+        if let Err(End::NotKept(error)) = self.fit_area() {
+            return Err(error);
+        }
+        let Some(record) = &mut self.record else { return Ok(()) };
+        record.carried_out(header, payload);
+        let (in_pipe, with_fds) = match reply {
+            Some(reply) if reply.fds().is_empty() => (Some(reply), None),
+            other => (None, other),
+        };
+        if let Some(reply) = &in_pipe {
+            record.replies.fill(reply.bytes())?;
+        }
+        let front_end = Some((session, connection));
+        self.write_record(front_end, None, with_fds.as_ref())?;
+        self.control.retire();
+        if in_pipe.is_some()
+            && let Some(record) = &self.record
+        {
+            record.send(connection, MESSAGE_TIMEOUT)?;
+        }
+        let Some(reply) = with_fds else { return Ok(()) };
+        connection.send(&reply, MESSAGE_TIMEOUT)?;
+        self.write_record(front_end, None, None)
+    }
+
+    /// Where a virtqueue begins that does not run counts, although our own area of requests in
+    /// flight, which the front end does not know of, says another place.
+    fn note_base(&mut self, header: &Header, payload: &[u8]) {
+        if header.request != Request::SetVringBase as u32 || self.control.inflight.is_some() {
+            return;
+        }
+        if let Some(index) = payload.first_chunk::<4>().map(|bytes| u32::from_ne_bytes(*bytes)) {
+            self.control.retiring.extend(u16::try_from(index).ok());
+        }
+    }
+
+    /// Finishes what a process that was killed has begun. Gives the end of the connection, if it
+    /// ends by that.
+    pub(super) fn finish_what_was_left(
+        &mut self,
+        session: &mut Session,
+        connection: &Connection,
+    ) -> Option<End> {
+        match std::mem::take(&mut self.left) {
+            Left::Nothing => None,
+            Left::Message(message) => self.carry_out_again(session, connection, message),
+            Left::Reply(reply) => {
+                let sent = self.send_again(session, connection, reply);
+                let error = sent.err()?;
+                self.ends(&error);
+                Some(End::Gone)
+            }
+        }
+    }
+
+    fn carry_out_again(
+        &mut self,
+        session: &mut Session,
+        connection: &Connection,
+        message: Pending,
+    ) -> Option<End> {
+        if let Some(record) = &self.record {
+            // Of a reply whose message does not count as carried out.
+            record.replies.drain();
+        }
+        let left = unconsumed(connection.socket()).and_then(|left| match left > message.len() {
+            true => Err(Error::new(ErrorKind::Protocol, "the socket has more than was recorded")),
+            false => connection.consume(left),
+        });
+        if let Err(error) = left {
+            self.ends(&error);
+            return Some(End::Gone);
+        }
+        tracing::debug!("{}: request {} is carried out again", self.name, message.words.request);
+        let header = message.header();
+        let Pending { words, fds } = message;
+        let answer = if header.request == Request::SetDeviceStateFd as u32 {
+            // Half of the state may be in it already.
+            drop(fds);
+            session.refuse(&header, &words.payload, "the process was killed meanwhile")
+        } else {
+            session.handle(&mut self.control, &header, &words.payload, fds)
+        };
+        self.answer(session, connection, (&header, &words.payload), answer)
+    }
+
+    /// Sends a reply that is perhaps not sent.
+    fn send_again(
+        &mut self,
+        session: &Session,
+        connection: &Connection,
+        reply: Option<Reply>,
+    ) -> Result<(), Error> {
+        if let Some(record) = &self.record {
+            record.send(connection, MESSAGE_TIMEOUT)?;
+        }
+        let Some(reply) = reply else { return Ok(()) };
+        // It goes with a descriptor, so it was not sent through the pipe. A front end that waits
+        // for it says nothing.
+        let mut says = [PollFd::new(connection, PollFlags::IN)];
+        let until = Instant::now() + ANSWERS;
+        let is_sent = loop {
+            let left = until.saturating_duration_since(Instant::now());
+            match poll(&mut says, Timespec::try_from(left).ok().as_ref()) {
+                Err(rustix::io::Errno::INTR) => {}
+                ready => break ready.is_ok_and(|ready| ready > 0),
+            }
+        };
+        if !is_sent {
+            connection.send(&reply, MESSAGE_TIMEOUT)?;
+        }
+        self.write_record(Some((session, connection)), None, None)
+    }
+
+    /// A request to hand the export over to another process, if it may be handed over.
+    pub(super) fn next_request(&self) -> Option<signals::Request> {
+        let request = self.signals.take_request()?;
+        if self.record.is_none() {
+            return Some(request);
+        }
+        let text = "a process keeps it (--keep), and starts the next one with its own program: stop it, or leave --keep away";
+        request.refuse(Error::new(ErrorKind::Refused, text));
+        None
+    }
+
+    /// A defect ended a thread: the next process goes on, with what was recorded.
+    pub(super) fn die_if_kept(&self) {
+        if self.record.is_some() {
+            tracing::error!("{}: a queue thread ended by a defect", self.name);
+            std::process::abort();
+        }
+    }
+}
+
+/// Ends the process when the control thread panics, if another one goes on then.
+#[derive(Debug)]
+pub(super) struct DiesWithPanic(pub(super) bool);
+
+impl Drop for DiesWithPanic {
+    fn drop(&mut self) {
+        if self.0 && std::thread::panicking() {
+            std::process::abort();
+        }
+    }
+}
