@@ -24,7 +24,7 @@ use seccompiler::{
 mod list;
 mod need;
 
-use list::{ALLOWED, DEADLY, SOCKETS, VHOST};
+use list::{ALLOWED, DEADLY, KEPT, SOCKETS, VHOST};
 pub use need::{Argument, Is, Need};
 
 /// Needs of a plan besides the calls of every plan.
@@ -34,6 +34,8 @@ pub struct Calls {
     pub sockets: bool,
     /// Rings may be given to the module vhost_blk, through a device that is open already.
     pub vhost: bool,
+    /// What is sent comes from a pipe that another process keeps, too.
+    pub kept: bool,
     /// Single calls more, by number (`libc::SYS_…`), also of those that end the process.
     pub more: Vec<i64>,
 }
@@ -52,13 +54,14 @@ impl Calls {
     pub fn needs(&self) -> Vec<Need> {
         let sockets = if self.sockets { SOCKETS } else { &[] };
         let vhost = if self.vhost { VHOST } else { &[] };
+        let kept = if self.kept { KEPT } else { &[] };
         let more = self.more.iter().map(|call| Need {
             call: *call,
             constant: "",
             why: "the plan names it",
             arguments: &[],
         });
-        ALLOWED.iter().chain(sockets).chain(vhost).copied().chain(more).collect()
+        ALLOWED.iter().chain(sockets).chain(vhost).chain(kept).copied().chain(more).collect()
     }
 
     /// All calls that end the process.

@@ -100,7 +100,7 @@ impl Chain {
     }
 
     /// Whether a user who waits for an answer names this file in the command.
-    fn is_named_by_user(&self, id: Id) -> bool {
+    pub(crate) fn is_named_by_user(&self, id: Id) -> bool {
         self.words.iter().any(|(_, allows)| *allows == Allows::Notes(Some(id)))
     }
 
@@ -195,7 +195,8 @@ impl Chain {
 
     /// An image names a file that a user has named in a command: it is of the chain now, and may be
     /// written for a commit.
-    fn add(&mut self, path: PathBuf, format: Format) {
+    pub(crate) fn add(&mut self, path: PathBuf, format: Format) {
+        let Ok(path) = fs::canonicalize(path) else { return };
         let Ok(meta) = fs::metadata(&path) else { return };
         let id = (meta.dev(), meta.ino());
         let is_there = self.images.iter().any(|held| held.id() == id);

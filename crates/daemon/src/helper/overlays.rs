@@ -257,11 +257,17 @@ impl Overlays {
             return self.below.note(id, line, is_done, is_made);
         };
         let file = &self.files[index];
-        let is_known = |id, format| is_made(id, format) || self.below.has(id, format);
+        let below = &self.below;
+        let is_known =
+            |id, format| is_made(id, format) || below.has(id, format) || below.is_named_by_user(id);
         let directory = link(file.directory.as_fd());
         let line = chain::checked(line, &Names::default(), &directory, is_known)?;
         chain::change(file.file.as_fd(), &line, is_done)?;
-        self.files[index].names = Names::parse(&line).unwrap_or_default();
+        let names = Names::parse(&line).unwrap_or_default();
+        if is_done && let Some((path, format)) = names.backing() {
+            self.below.add(directory.join(path), format);
+        }
+        self.files[index].names = names;
         Ok(())
     }
 

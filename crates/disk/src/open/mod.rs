@@ -55,8 +55,9 @@ struct Candidate {
     without_backing: bool,
     /// The user has not stated that it is raw.
     is_guarded: bool,
-    /// A name that is in no note leads to it. A process that an attacker controlled may have written
-    /// that name, so what lies below must be where `--allow-path` allows, or be named by the user.
+    /// A name that is in no note leads to it. A process that an attacker controlled may have
+    /// written that name, so what lies below must be where `--allow-path` allows, or be named by
+    /// the user.
     is_unconfirmed: bool,
 }
 

@@ -135,7 +135,6 @@ pub(super) const ALLOWED: &[Need] = list![
         stop reading or writing",
     SYS_pwritev2 [[&[among(5, &[RWF_NOWAIT, RWF_APPEND])]]]: "the same; the end of a file that \
         others append to",
-    SYS_splice: "replies of a kept disk, from a pipe that is kept, too, to the front end",
     SYS_lseek: "holes of images",
     SYS_fsync: "what a virtqueue in the kernel has written",
     SYS_fdatasync: "the same",
@@ -208,6 +207,11 @@ pub(super) const VHOST: &[Need] = list![
     SYS_ioctl [[&[among(1, VHOST_IOCTLS)]]]: "virtqueues are handed to the kernel and taken back",
     SYS_sched_setaffinity: "threads of the kernel that serve virtqueues are bound; their numbers \
         are not known before",
+];
+
+/// For a plan whose disks are kept for a successor.
+pub(super) const KEPT: &[Need] = list![
+    SYS_splice: "replies to the front end come from a pipe that is kept, too",
 ];
 
 /// Operations of io_uring_register(2), `IORING_REGISTER_*` of linux/io_uring.h: those that rings

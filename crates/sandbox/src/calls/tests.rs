@@ -15,6 +15,7 @@ fn page() -> String {
         ("Every process", ALLOWED),
         ("`serve --connect`, where the helper process cannot connect", SOCKETS),
         ("`serve --accel`", VHOST),
+        ("`serve --keep`", KEPT),
     ];
     for (title, needs) in tables {
         let _ = write!(page, "\n## {title}\n\n| call | with | for |\n|---|---|---|\n");
@@ -66,7 +67,7 @@ fn the_page_about_system_calls_shows_the_lists() {
 
 #[test]
 fn each_call_has_one_row_and_a_reason() {
-    for needs in [ALLOWED, SOCKETS, VHOST, DEADLY] {
+    for needs in [ALLOWED, SOCKETS, VHOST, KEPT, DEADLY] {
         let numbers: BTreeSet<i64> = needs.iter().map(|need| need.call).collect();
         assert_eq!(numbers.len(), needs.len());
         assert!(needs.iter().all(|need| !need.why.is_empty() && need.name() != need.constant));
@@ -74,7 +75,7 @@ fn each_call_has_one_row_and_a_reason() {
         assert!(sets.clone().all(|set| !set.is_empty()), "a set without conditions allows all");
         assert!(sets.flat_map(|set| *set).all(|argument| argument.index < 6));
     }
-    let all = Calls { sockets: true, vhost: true, more: Vec::new() };
+    let all = Calls { sockets: true, vhost: true, kept: true, more: Vec::new() };
     let allowed: BTreeSet<i64> = all.needs().iter().map(|need| need.call).collect();
     assert!(all.deadly().iter().all(|need| !allowed.contains(&need.call)));
 }

@@ -71,6 +71,7 @@ pub(super) fn give_up(
     }
     files.extend(pidfile.and_then(Pidfile::identity));
     let fronts = disks.iter().filter_map(|disk| disk.front.clone()).collect();
+    let kept = !mark.is_empty();
     let vhost = disks.iter().any(|disk| disk.served.has_kernel());
     let tasks = Tasks {
         files,
@@ -82,7 +83,7 @@ pub(super) fn give_up(
         mark,
         ..Tasks::default()
     };
-    let (mut plan, no_helper) = through_helper(plan, &tasks, vhost);
+    let (mut plan, no_helper) = through_helper(plan, &tasks, vhost, kept);
     match &no_helper {
         None => notify.leave_to_helper(helper::say),
         Some(why) => {
@@ -109,11 +110,12 @@ pub(super) fn give_up(
 /// Gives why there is no such process, too, for people.
 ///
 /// * `vhost`: rings may be handed to the host kernel.
-fn through_helper(plan: Plan, tasks: &Tasks, vhost: bool) -> (Plan, Option<String>) {
+/// * `kept`: the disks are kept for a successor.
+fn through_helper(plan: Plan, tasks: &Tasks, vhost: bool, kept: bool) -> (Plan, Option<String>) {
     let helper = helper::ours::start(tasks);
     let is_ours = |front: &Path| helper.is_err() || !helper::is_for_helper(front);
     let sockets = tasks.fronts.iter().any(|front| is_ours(front));
-    let plan = plan.calls(Calls { sockets, vhost, ..Calls::default() });
+    let plan = plan.calls(Calls { sockets, vhost, kept, ..Calls::default() });
     let why = helper.err().map(|error| format!("nobody outside could remove sockets: {error}"));
     (plan, why)
 }
