@@ -23,7 +23,7 @@ const NO_LANDLOCK: i32 = 77;
 fn a_neighbour_of_the_images_can_be_neither_read_nor_changed() {
     let root = tempfile::tempdir().expect("a directory");
     let path = |name: &str| root.path().join(name);
-    for name in ["below", "top"] {
+    for name in ["below", "top", "allowed"] {
         fs::create_dir(path(name)).expect("mkdir");
         fs::write(path(&format!("{name}/neighbour")), "secret").expect("write");
     }
@@ -45,7 +45,8 @@ fn a_neighbour_of_the_images_can_be_neither_read_nor_changed() {
     assert!(output.status.success(), "{}: {said}", output.status);
     assert_eq!(listed("below"), ["base", "neighbour"]);
     assert_eq!(listed("top"), ["disk", "link", "neighbour"]);
-    for name in ["below/neighbour", "top/neighbour"] {
+    assert_eq!(listed("allowed"), ["neighbour"]);
+    for name in ["below/neighbour", "top/neighbour", "allowed/neighbour"] {
         assert_eq!(fs::read(path(name)).expect("read"), b"secret");
     }
 }
@@ -63,7 +64,8 @@ fn the_body() {
     };
     let source = Source::Path(place.join("below/base"));
     let disk = runtime.block_on(Disk::open(&ring, source, &options)).expect("a disk");
-    let plan = images(Plan::new(), &disk, &[], None);
+    let allowed = [place.join("allowed"), place.join("below/base")];
+    let plan = images(Plan::new(), &disk, &allowed, None);
     let in_force = plan.enter().expect("confined");
     if in_force.landlock.is_none() {
         std::process::exit(NO_LANDLOCK);
@@ -87,8 +89,15 @@ fn the_body() {
         fs::rename(place.join("top/disk"), place.join(name)).expect_err("replaced");
         fs::hard_link(place.join(name), place.join("top/new")).expect_err("linked");
     }
-    for name in ["below", "top"] {
-        fs::read_dir(place.join(name)).expect_err("listed");
+    // What --allow-path names is read, and no more.
+    open("allowed/neighbour", false).expect("read");
+    open("allowed/neighbour", true).expect_err("write");
+    fs::remove_file(place.join("allowed/neighbour")).expect_err("removed");
+    fs::rename(place.join("top/disk"), place.join("allowed/neighbour")).expect_err("replaced");
+    for name in ["below", "top", "allowed"] {
+        if name != "allowed" {
+            fs::read_dir(place.join(name)).expect_err("listed");
+        }
         fs::write(place.join(name).join("new"), "ours").expect_err("made");
         symlink("disk", place.join(name).join("new")).expect_err("a link");
         fs::create_dir(place.join(name).join("new")).expect_err("a directory");

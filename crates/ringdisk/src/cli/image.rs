@@ -112,9 +112,10 @@ pub(crate) struct ImageArgs {
     ///
     /// The directory of IMAGE and everything below are always allowed when it is opened. In a
     /// sandbox (--sandbox) what is opened later has to be named: a directory for `ringdisk ctl
-    /// snapshot` other than that of IMAGE, a file, or its directory, for `ringdisk ctl backing`. A
-    /// name that another program (`qemu-img rebase`) has put into IMAGE since it was served in a
-    /// sandbox is followed once it is given here. May be given several times.
+    /// snapshot` other than that of IMAGE, a file, or its directory, for `ringdisk ctl backing`;
+    /// it is read, and written by such commands only. A name that another program (`qemu-img
+    /// rebase`) has put into IMAGE since it was served in a sandbox is followed once it is given
+    /// here; for a data file it has to be the path of that file. May be given several times.
     #[arg(long, value_name = "DIR", value_hint = ValueHint::AnyPath, help_heading = "Image options")]
     pub(crate) allow_path: Vec<PathBuf>,
 
