@@ -54,14 +54,14 @@ fn kept(input: &mut Input<'_>) {
     assert!(sealed::open(&memory.into()).is_err(), "it is not sealed");
 }
 
-/// A parcel, as bytes of the stream and as the words of a disk with descriptors.
+/// A handed, as bytes of the stream and as the words of a disk with descriptors.
 fn handed(input: &mut Input<'_>) {
     let (mut ours, theirs) = UnixStream::pair().expect("sockets");
     ours.set_nonblocking(true).expect("a setting");
     let _ = ours.write_all(input.0);
     drop(ours);
     match link::receive(&theirs, Duration::from_secs(1)) {
-        Ok(Ok(parcel)) => assert!(parcel.fds.is_empty(), "there were none"),
+        Ok(Ok(handed)) => assert!(handed.fds.is_empty(), "there were none"),
         Ok(Err(_)) | Err(_) => {}
     }
 }

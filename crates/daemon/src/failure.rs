@@ -49,38 +49,48 @@ pub const MEANINGS: [(Exit, &str, &str); 15] = [
     (
         Exit::Clean,
         "success",
-        "The command did what it was told; a mount was stopped by a signal or unmounted and nobody uses it any more, a served disk was stopped.",
+        "The command did what it was told; a mount was stopped by a signal or unmounted and nobody \
+         uses it any more, a served disk was stopped.",
     ),
     (Exit::General, "failure", "A failure that has no code of its own; the message tells."),
     (
         Exit::Usage,
         "usage",
-        "The command line is wrong: an unknown option, a bad size, options that exclude each other; or it asks for what the image or the machine does not have, such as a snapshot of that name or a CPU.",
+        "The command line is wrong: an unknown option, a bad size, options that exclude each \
+         other; or it asks for what the image or the machine does not have, such as a snapshot of \
+         that name or a CPU.",
     ),
     (
         Exit::Image,
         "image",
-        "The image does not exist, is not an image, has an unknown format, is damaged, or cannot be read; or its disk has no such partition (`--partition`) or range (`--offset`, `--size`).",
+        "The image does not exist, is not an image, has an unknown format, is damaged, or cannot \
+         be read; or its disk has no such partition (`--partition`) or range (`--offset`, \
+         `--size`).",
     ),
     (
         Exit::Mountpoint,
         "mountpoint",
-        "The mountpoint does not exist and cannot be made, is not a regular file, or has a mount on it; for serve: the same of the socket; for umount and ctl: nothing of ours is mounted or served there.",
+        "The mountpoint does not exist and cannot be made, is not a regular file, or has a mount \
+         on it; for serve: the same of the socket; for umount and ctl: nothing of ours is mounted \
+         or served there.",
     ),
     (
         Exit::Locked,
         "busy",
-        "Another process holds the image, the pid file, the socket, or (umount, ctl stop) the mount; for ctl: another command is changing the disk.",
+        "Another process holds the image, the pid file, the socket, or (umount, ctl stop) the \
+         mount; for ctl: another command is changing the disk.",
     ),
     (
         Exit::Permission,
         "permission",
-        "The system does not allow it: a file mode, another owner, --allow-other without user_allow_other.",
+        "The system does not allow it: a file mode, another owner, --allow-other without \
+         user_allow_other.",
     ),
     (
         Exit::Halted,
         "halted",
-        "The mount was serving and then broke down: the kernel connection failed or sent what cannot be; or a served disk did. For ctl stop and umount also: the server was killed.",
+        "The mount was serving and then broke down: the kernel connection failed or sent what \
+         cannot be; or a served disk did. For ctl stop and umount also: the server was killed.",
     ),
     (Exit::IoUring, "io_uring", "io_uring is forbidden or missing here."),
     (Exit::Fuse, "fuse", "FUSE is missing here: no /dev/fuse, no driver, or no fusermount3."),
@@ -92,22 +102,32 @@ pub const MEANINGS: [(Exit, &str, &str); 15] = [
     (
         Exit::Unsupported,
         "unsupported",
-        "The image or the command asks for something that this version, or with `--sandbox on` or `--accel require` this kernel (a module that is not there, not allowed, or does not fit), does not do.",
+        "The image or the command asks for something that this version, or with `--sandbox on` or \
+         `--accel require` this kernel (a module that is not there, not allowed, or does not fit), \
+         does not do.",
     ),
     (
         Exit::Storage,
         "storage",
-        "Storage below the image did not answer in time, so requests ended with errors, or the last flush failed, or an image could not be written to the end: recent writes may not be on stable storage. Or there is no room for what the command writes (a full file system, a quota); the disk shows what it showed. For ctl stop and umount: the server has ended so.",
+        "Storage below the image did not answer in time, so requests ended with errors, or the \
+         last flush failed, or an image could not be written to the end: recent writes may not be \
+         on stable storage. Or there is no room for what the command writes (a full file system, a \
+         quota); the disk shows what it showed. For ctl stop and umount: the server has ended so.",
     ),
     (
         Exit::Forced,
         "forced",
-        "A mount ended while it was in use: by a second signal, by `ringdisk ctl stop --force`, at the end of --stop-timeout, or because its connection was aborted (`umount -f`), also while no process served a kept mount. What was answered is on stable storage; what its users had not written yet is lost. For ctl stop and umount without --force: the server has ended so.",
+        "A mount ended while it was in use: by a second signal, by `ringdisk ctl stop --force`, at \
+         the end of --stop-timeout, or because its connection was aborted (`umount -f`), also \
+         while no process served a kept mount. What was answered is on stable storage; what its \
+         users had not written yet is lost. For ctl stop and umount without --force: the server \
+         has ended so.",
     ),
     (
         Exit::Timeout,
         "timeout",
-        "For ctl, topology and umount: the server did not answer, or did not end, in time; it may be stopped or overloaded.",
+        "For ctl, topology and umount: the server did not answer, or did not end, in time; it may \
+         be stopped or overloaded.",
     ),
 ];
 

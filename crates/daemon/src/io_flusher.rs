@@ -25,7 +25,8 @@ pub fn become_one_if(is_needed: bool) {
     match rustix::process::configure_io_flusher_behavior(true) {
         Ok(()) => tracing::debug!("PR_SET_IO_FLUSHER is set"),
         Err(errno) => tracing::debug!(
-            "PR_SET_IO_FLUSHER was refused ({errno}); under memory pressure block devices that depend on this process could stall"
+            "PR_SET_IO_FLUSHER was refused ({errno}); under memory pressure block devices that \
+             depend on this process could stall"
         ),
     }
 }

@@ -279,7 +279,8 @@ impl Report {
             let counters = image.cache_counters();
             let _ = write!(
                 text,
-                "\n  metadata {}: about {:.2} % hits, {} tables loaded, {} pushed out, {} to be written, {} at most",
+                "\n  metadata {}: about {:.2} % hits, {} tables loaded, {} pushed out, {} to be \
+                 written, {} at most",
                 visible(&layer.name().to_string_lossy()),
                 100.0 * hit_rate(counters.loads, requests),
                 counters.loads,
@@ -335,7 +336,8 @@ fn write_device(
     writeln!(f, "  guest    {} kicks, {} calls", total.kicks, total.calls)?;
     writeln!(
         f,
-        "  device   {io_errors} requests answered with an I/O error; {image_errors} errors of the image, {refused} requests refused"
+        "  device   {io_errors} requests answered with an I/O error; {image_errors} errors of the \
+         image, {refused} requests refused"
     )?;
     match broken_reason {
         Some(reason) => writeln!(f, "  device   NEEDS A RESET by its driver: {}", visible(reason)),

@@ -47,7 +47,8 @@ impl fmt::Display for HaltReason {
             }
             HaltReason::Panicked => write!(
                 f,
-                "export halted: a queue thread panicked; this is a defect of ringdisk, please report it with the message above"
+                "export halted: a queue thread panicked; this is a defect of ringdisk, please \
+                 report it with the message above"
             ),
             HaltReason::Timeout(limit) => write!(
                 f,
@@ -56,11 +57,13 @@ impl fmt::Display for HaltReason {
             ),
             HaltReason::Flush(errno) => write!(
                 f,
-                "the last flush of the image failed ({errno}): recent writes may be lost; check the storage and the image"
+                "the last flush of the image failed ({errno}): recent writes may be lost; check \
+                 the storage and the image"
             ),
             HaltReason::StillInFlight(count) => write!(
                 f,
-                "{count} requests were still in flight and ended with errors; the storage below the image does not answer"
+                "{count} requests were still in flight and ended with errors; the storage below \
+                 the image does not answer"
             ),
             HaltReason::Forced(count) => write!(
                 f,
@@ -69,12 +72,14 @@ impl fmt::Display for HaltReason {
             ),
             HaltReason::StillInUse(limit, count) => write!(
                 f,
-                "still in use {limit:?} after the stop ({}), and ended all the same: what the users had not written yet is lost",
+                "still in use {limit:?} after the stop ({}), and ended all the same: what the \
+                 users had not written yet is lost",
                 open_files(*count)
             ),
             HaltReason::Aborted(count) => write!(
                 f,
-                "the connection was aborted (`umount -f`, or fusectl) while in use ({}): what the users had not written yet is lost",
+                "the connection was aborted (`umount -f`, or fusectl) while in use ({}): what the \
+                 users had not written yet is lost",
                 open_files(*count)
             ),
         }

@@ -2,10 +2,10 @@
 //!
 //! Buffers of 1 MiB are address space until they are used. The first large request takes the pages
 //! that it needs in one call, huge ones where there are any; then they stay, so that the next
-//! requests find them warm. A queue that has served something large looks a second later, and again until
-//! nothing came for a second; then it gives the pages of its idle buffers back and does not wake up
-//! any more until the next large request. Buffers that are pinned, or that other threads use, are
-//! not kept here.
+//! requests find them warm. A queue that has served something large looks a second later, and again
+//! until nothing came for a second; then it gives the pages of its idle buffers back and does not
+//! wake up any more until the next large request. Buffers that are pinned, or that other threads
+//! use, are not kept here.
 //!
 //! Queue thread only. Never allocates for a request; one look at a flag for each large one.
 

@@ -84,7 +84,8 @@ pub fn refuse(transport: Transport, zero_copy: ZeroCopy, passthrough: bool) -> O
     passthrough.then(|| {
         Error::new(
             ErrorKind::Unsupported,
-            "a mount with passthrough cannot be kept: between two processes the kernel would write the image while nobody holds its locks",
+            "a mount with passthrough cannot be kept: between two processes the kernel would write \
+             the image while nobody holds its locks",
         )
         .hint("leave `--passthrough` or `--keep-mount` away")
     })
@@ -98,9 +99,11 @@ pub fn refuse_successor(
     passthrough: bool,
 ) -> Option<Error> {
     let what = if passthrough {
-        "a mount with passthrough cannot be taken over: the kernel reads and writes its image itself"
+        "a mount with passthrough cannot be taken over: the kernel reads and writes its image \
+         itself"
     } else if transport == Transport::Uring || zero_copy == ZeroCopy::On {
-        "a mount over io_uring cannot be taken over: the kernel ties its rings to the process that registered them"
+        "a mount over io_uring cannot be taken over: the kernel ties its rings to the process that \
+         registered them"
     } else {
         return None;
     };
@@ -123,9 +126,13 @@ pub(crate) fn why_dev() -> String {
 fn no_rings() -> Error {
     Error::new(
         ErrorKind::Unsupported,
-        "a mount over io_uring cannot be kept: the kernel ties its rings to the process and sends their requests to no other",
+        "a mount over io_uring cannot be kept: the kernel ties its rings to the process \
+         and sends their requests to no other",
     )
-    .hint("use `--transport dev`, or `auto`, which takes it with --keep-mount; or leave --keep-mount away: after a crash the next mount replaces the dead one")
+    .hint(
+        "use `--transport dev`, or `auto`, which takes it with --keep-mount; or leave \
+        --keep-mount away: after a crash the next mount replaces the dead one",
+    )
 }
 
 /// Takes the mount of another process; not yet responsible for it.

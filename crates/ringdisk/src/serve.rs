@@ -79,9 +79,12 @@ pub(crate) fn check_keeps(args: &MountArgs) -> Result<(), Failure> {
 /// Errors: `Unsupported` with the option that excludes it.
 pub(crate) fn check_upgrades(args: &MountArgs) -> Result<(), Failure> {
     if args.keep_mount {
-        let what = "a mount with --keep-mount cannot be taken over: the process that keeps it starts each process that serves it";
+        let what = "a mount with --keep-mount cannot be taken over: the process that keeps it \
+            starts each process that serves it";
         return Err(Failure::new(Exit::Unsupported, what).hint(
-            "with a service manager that keeps it, `systemctl restart` goes on with it in the new version (docs/lifecycle.md); else end it with `ringdisk umount` and mount the image anew",
+            "with a service manager that keeps it, `systemctl restart` goes on with it in the new \
+             version (docs/lifecycle.md); else end it with `ringdisk umount` and mount the image \
+             anew",
         ));
     }
     check(args, refuse_successor)

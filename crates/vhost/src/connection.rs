@@ -233,10 +233,12 @@ impl Connection {
         }
         let Some(what) = foreign else { return Ok(()) };
         let message = format!(
-            "{name}: a descriptor of {what} is not taken: whoever answers for it could hold up every use of it"
+            "{name}: a descriptor of {what} is not taken: whoever answers for it could hold up \
+             every use of it"
         );
         Err(Error::new(ErrorKind::Protocol, message).hint(
-            "memory of a guest is a memfd or a file on tmpfs, hugetlbfs, ext4, xfs or btrfs (QEMU: memory-backend-memfd,share=on); what \
+            "memory of a guest is a memfd or a file on tmpfs, hugetlbfs, ext4, xfs or btrfs (QEMU: \
+             memory-backend-memfd,share=on); what \
              wakes somebody is an eventfd or a pipe",
         ))
     }
@@ -247,7 +249,8 @@ impl Connection {
         if !may_bring_sockets(&header) && self.fds.iter().any(is_socket) {
             let message = format!("{}: a socket is not taken", self.name());
             return Err(Error::new(ErrorKind::Protocol, message).hint(
-                "what wakes somebody is an eventfd or a pipe: a socket may hold descriptors that take long to close",
+                "what wakes somebody is an eventfd or a pipe: a socket may hold descriptors that \
+                 take long to close",
             ));
         }
         let payload = self.bytes.split_off(HEADER_BYTES);

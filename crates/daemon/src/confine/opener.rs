@@ -87,7 +87,8 @@ impl Opener for FromInside {
             Err(errno) => {
                 if errno == Errno::DQUOT {
                     tracing::warn!(
-                        "no overlay is made where {HELD_MAX} are in use, or after {MADE_MAX} of one process: commit some, or start it anew"
+                        "no overlay is made where {HELD_MAX} are in use, or after {MADE_MAX} of \
+                         one process: commit some, or start it anew"
                     );
                 }
                 Err(errno)

@@ -318,7 +318,10 @@ impl Client {
                 Exit::Halted,
                 format!("the server of '{}' was killed, or crashed", self.shown),
             )
-            .hint("what was written since the last flush may be lost, unless another process goes on (--keep-mount)")),
+            .hint(
+                "what was written since the last flush may be lost, unless another process goes \
+                on (--keep-mount)",
+            )),
             None => Ok(()),
         })
     }

@@ -200,15 +200,18 @@ impl DiskControl {
             failure.exit == Exit::Permission && !failure.message().contains("--allow-path");
         if let Some(user) = self.user.get().filter(|_| failure.exit == Exit::Permission) {
             return failure.hint(format!(
-                "the process serves as user {user}, who may not do this, or in a sandbox without it: let that user, \
-                 or serve the image with --user root; a directory other than the image's needs --allow-path, too"
+                "the process serves as user {user}, who may not do this, or in a sandbox without \
+                 it: let that user, \
+                 or serve the image with --user root; a directory other than the image's needs \
+                 --allow-path, too"
             ));
         }
         if !is_ours || self.sandbox.get().is_none() {
             return failure;
         }
         failure.hint(
-            "the process is in a sandbox: it opens the images of its chain and what --allow-path names, and makes overlays in the directory of \
+            "the process is in a sandbox: it opens the images of its chain and what --allow-path \
+             names, and makes overlays in the directory of \
              the image: serve the image with another --allow-path, or with --sandbox off",
         )
     }

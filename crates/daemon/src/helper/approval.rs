@@ -6,8 +6,8 @@
 //! other with its command; the process passes it on. The kernel knows who made the pair, and nobody
 //! inside can make one.
 //!
-//! Promises: the word counts as long as the user who gave it has the other end open, which is until the
-//! command is answered; it is root's, or that of the user of the process.
+//! Promises: the word counts as long as the user who gave it has the other end open, which is until
+//! the command is answered; it is root's, or that of the user of the process.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn a_word_lasts_as_long_as_its_giver_and_is_nobodys_own() {
+    fn a_word_lasts_as_long_as_its_user_and_is_nobodys_own() {
         let (kept, word) = give(Allows::Writing).expect("sockets");
         assert!(lasts(&word));
         assert_eq!(given(&word, 0), None, "this process has made it itself");

@@ -50,8 +50,8 @@ pub fn is_on(path: &Path, mark: &str) -> bool {
         && ATTRIBUTE.get_at(path).is_ok_and(|found| found.as_deref() == Some(wanted.as_bytes()))
 }
 
-/// Whether files of a mount with this mark have it, where this name leads: the mount has one, and the
-/// file system keeps such attributes.
+/// Whether files of a mount with this mark have it, where this name leads: the mount has one, and
+/// the file system keeps such attributes.
 pub fn is_kept(path: &Path, mark: &str) -> bool {
     mark.len() == LEN && ATTRIBUTE.get_at(path) != Err(Errno::OPNOTSUPP)
 }

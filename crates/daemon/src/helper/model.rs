@@ -228,7 +228,7 @@ mod tests {
     const SEQUENCES: u64 = 500;
 
     #[test]
-    fn whatever_is_ordered_only_what_duties_name_goes() {
+    fn whatever_is_ordered_only_what_tasks_name_goes() {
         let directory = tempfile::tempdir().expect("directory");
         let mut random = 0x9e37_79b9_7f4a_7c15_u64;
         for _ in 0..SEQUENCES {
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn duties_are_heard_as_they_are_told() {
+    fn tasks_are_heard_as_they_are_told() {
         for text in ["m/a\x007\nf/b\x001\x002\ns/c\n.", "f/b\x001\n", "m/a\x00-1", ".\nm", "m\x001"]
         {
             hear(text.as_bytes());

@@ -493,12 +493,14 @@ impl Holder<'_> {
             format!("the serving process {how} before the {noun} was ready")
         } else if self.stops {
             format!(
-                "the serving process {how} while it was stopping; requests in flight ended with errors"
+                "the serving process {how} while it was stopping; requests in flight ended with \
+                 errors"
             )
         } else {
             let seconds = WINDOW.as_secs();
             format!(
-                "the serving process {how}, and {RESTARTS_MAX} others before it within {seconds} s of serving: the {noun} is given up, and {}",
+                "the serving process {how}, and {RESTARTS_MAX} others before it within {seconds} s \
+                 of serving: the {noun} is given up, and {}",
                 self.held.loss()
             )
         }

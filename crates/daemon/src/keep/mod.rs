@@ -88,7 +88,8 @@ pub fn role(is_background: bool, queues: usize) -> Result<Role, Failure> {
     if Started::Kept.is_orphaned() {
         return Err(Failure::new(
             Exit::General,
-            "the process that keeps the mount was gone before this one could serve it: the mount has ended",
+            "the process that keeps the mount was gone before this one could serve it: the mount \
+             has ended",
         ));
     }
     let notify = Notify::from_environment();
@@ -121,7 +122,8 @@ fn manager_keeps(queues: usize) -> bool {
     let needed = queues + 3;
     if room < needed {
         terminal::warn(format_args!(
-            "the service manager keeps {room} descriptors and the mount may need {needed}, so a process of our own keeps them; \
+            "the service manager keeps {room} descriptors and the mount may need {needed}, so a \
+             process of our own keeps them; \
              set FileDescriptorStoreMax={needed}"
         ));
     }

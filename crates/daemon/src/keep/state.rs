@@ -201,8 +201,8 @@ impl State {
         meta.is_ok_and(|id| self.tops().contains(&id)) || mark::is_on(path, &self.mark)
     }
 
-    /// Whether a file in a directory of `--allow-path` may be written, and so be on top: one that may
-    /// be written anyway, or one where no mark can be.
+    /// Whether a file in a directory of `--allow-path` may be written, and so be on top: one that
+    /// may be written anyway, or one where no mark can be.
     pub fn takes_as_top(&self, path: &Path) -> bool {
         self.has_or_made(path) || !mark::is_kept(path, &self.mark)
     }

@@ -86,10 +86,12 @@ impl Wanted {
                 match judge::may_open(&user, disks) {
                     Ok(Ok(())) => {}
                     Ok(Err(why)) => terminal::warn(format_args!(
-                        "{why}: it is open now, and commands that open it again (ctl commit and backing, the end of a migration) will fail"
+                        "{why}: it is open now, and commands that open it again (ctl commit and \
+                         backing, the end of a migration) will fail"
                     )),
                     Err(why) => {
-                        let hint = "--user root serves as root; a container needs CAP_SETUID and CAP_SETGID";
+                        let hint = "--user root serves as root; a container needs CAP_SETUID and \
+                            CAP_SETGID";
                         return Err(Failure::new(Exit::Permission, why).hint(hint));
                     }
                 }

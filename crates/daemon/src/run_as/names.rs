@@ -122,7 +122,8 @@ mod tests {
     use super::*;
 
     const ALL: &str = "root:x:0:0:root:/root:/bin/sh\nqemu:x:64055:108::/:/bin/false\n\
-                       broken:x:y:1::/:\ntoor:x:0:0::/:\nagain:x:64055:7::/:\nend:x:4294967295:1::/:";
+                       broken:x:y:1::/:\ntoor:x:0:0::/:\nagain:x:64055:7::/:\n\
+                       end:x:4294967295:1::/:";
 
     fn found(user: &str, group: Option<&str>) -> String {
         match find_in(ALL, user, group) {

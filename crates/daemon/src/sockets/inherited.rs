@@ -114,12 +114,17 @@ fn no_socket(number: i32, has_manager: bool) -> Failure {
     if has_manager {
         return Failure::new(
             Exit::Usage,
-            format!("descriptor {number} cannot be used: the service manager passes sockets, and these have names"),
+            format!(
+                "descriptor {number} cannot be used: the service manager passes sockets, and \
+                these have names"
+            ),
         )
         .hint("leave --socket-fd away, or use --socket-name");
     }
-    Failure::new(Exit::Usage, format!("descriptor {number} is no socket of this process"))
-        .hint("whoever starts this process passes it without close-on-exec; or use --vhost-user-blk SOCKET")
+    Failure::new(Exit::Usage, format!("descriptor {number} is no socket of this process")).hint(
+        "whoever starts this process passes it without close-on-exec; or use \
+            --vhost-user-blk SOCKET",
+    )
 }
 
 /// What kind of socket it is.

@@ -124,7 +124,10 @@ fn check_path(path: &Path) -> Result<(), Failure> {
     if len > PATH_BYTES_MAX {
         return Err(Failure::new(
             Exit::Mountpoint,
-            format!("the path of the socket '{shown}' has {len} bytes; the system takes {PATH_BYTES_MAX}"),
+            format!(
+                "the path of the socket '{shown}' has {len} bytes; the system takes \
+                {PATH_BYTES_MAX}"
+            ),
         )
         .hint("give a shorter one, such as /run/vm1.sock, or one relative to its directory"));
     }

@@ -1,4 +1,5 @@
-//! HandOverStates over a stream socket: a line with numbers, the descriptors in lots, then the words.
+//! HandOverStates over a stream socket: a line with numbers, the descriptors in lots, then the
+//! words.
 
 use std::io::{self, IoSlice, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

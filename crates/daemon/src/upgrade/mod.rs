@@ -5,16 +5,17 @@
 //! on as long as the successor has not said that everything is ready, and never again after that.
 //! Clients see a pause, nothing else. If the predecessor is killed when the successor has
 //! everything, the successor serves; a kill at any other moment of the one whose turn it is leaves
-//! nobody, as a kill always does. Beside the control socket of a disk the predecessor listens on one
-//! for its successor, open to our user and to root only; the successor takes a disk from these only,
-//! since directories of sockets may be in /tmp, where all users make names.
+//! nobody, as a kill always does. Beside the control socket of a disk the predecessor listens on
+//! one for its successor, open to our user and to root only; the successor takes a disk from these
+//! only, since directories of sockets may be in /tmp, where all users make names.
 //!
 //! What is said: the successor connects and says [`ASK`] and what it would show to clients
 //! ([`Shown`]); the predecessor refuses if that is not what it shows itself, or else stands still
 //! and sends the state; the successor prepares everything and says [`READY`]; the predecessor says
 //! [`GO`]; the successor serves. The predecessor
-//! says [`STOP`] if a stop was asked for meanwhile, removes its names and closes the socket: one that
-//! serves other disks at once, one that has none left by its end, so that its pid file is free, too.
+//! says [`STOP`] if a stop was asked for meanwhile, removes its names and closes the socket: one
+//! that serves other disks at once, one that has none left by its end, so that its pid file is
+//! free, too.
 
 mod device;
 pub mod link;
@@ -84,7 +85,8 @@ impl Kind {
                 let text =
                     format!("no process of this user that serves '{name}' waits for a successor");
                 Failure::new(Exit::Mountpoint, text).hint(
-                    "it may be another user's, or of a version that cannot be upgraded: end it with `ringdisk umount` and mount the image anew",
+                    "it may be another user's, or of a version that cannot be upgraded: end it \
+                     with `ringdisk umount` and mount the image anew",
                 )
             }
         }

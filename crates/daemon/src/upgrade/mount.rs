@@ -195,7 +195,8 @@ fn parse(description: &str) -> Result<Words, Failure> {
 
 fn misfit(why: &str) -> Failure {
     Failure::new(Exit::Unsupported, format!("the mount cannot be taken over: {why}")).hint(
-        "the process that serves it goes on as before; end it with `ringdisk umount` and mount the image anew",
+        "the process that serves it goes on as before; end it with `ringdisk umount` and mount the \
+         image anew",
     )
 }
 
@@ -212,7 +213,8 @@ fn checked(device: OwnedFd, connection: u32) -> Result<OwnedFd, Failure> {
         Some(_) => return Err(misfit("the descriptor of the mount is one of another mount")),
         None => {
             return Err(misfit(
-                "the kernel does not say which mount a descriptor of /dev/fuse belongs to (`fuse_connection` in its fdinfo)",
+                "the kernel does not say which mount a descriptor of /dev/fuse belongs to \
+                 (`fuse_connection` in its fdinfo)",
             ));
         }
     }

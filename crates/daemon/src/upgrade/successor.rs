@@ -1,7 +1,7 @@
 //! The successor: asks for an export, and takes it.
 //!
-//! Promises: only a process of our user or of root is asked; whatever goes wrong before it has given
-//! the export up leaves it there.
+//! Promises: only a process of our user or of root is asked; whatever goes wrong before it has
+//! given the export up leaves it there.
 
 use std::fs;
 use std::io::{self, Read, Write};
@@ -24,7 +24,7 @@ use crate::failure::{Exit, Failure};
 
 /// The old process flushes its disk while the guest still works, and then stands still for as long
 /// as it allows itself (`ringdisk_vhost`, `export/hand_over.rs`): 30 s.
-const PARCEL: Duration = Duration::from_secs(40);
+const HANDED: Duration = Duration::from_secs(40);
 /// A process whose sockets are closed is gone after this time at the latest: it only has memory to
 /// give back.
 const GONE: Duration = Duration::from_secs(2);
@@ -99,7 +99,7 @@ pub fn ask(
     stream.set_write_timeout(Some(STEP)).map_err(failed)?;
     (&stream).write_all(&[ASK]).map_err(failed)?;
     link::send_shown(&stream, shown).map_err(failed)?;
-    match link::receive(&stream, PARCEL).map_err(failed)? {
+    match link::receive(&stream, HANDED).map_err(failed)? {
         Ok(state) => {
             stream.set_read_timeout(Some(STEP)).map_err(failed)?;
             Ok((state, Offer { stream, process }))
@@ -110,7 +110,8 @@ pub fn ask(
             let (who, sees) = (kind.clients(), kind.what_clients_see());
             let text = format!("{}: {who} would find another disk: {why}", doing());
             Err(Failure::new(Exit::Usage, text).hint(format!(
-                "it goes on as before; --upgrade takes the words that it was started with, and {sees} \
+                "it goes on as before; --upgrade takes the words that it was started with, and \
+                 {sees} \
                  changes only when it is stopped and started anew",
             )))
         }

@@ -45,9 +45,11 @@ pub const REQUEST_HEAD_BYTES: usize = IN_HEADER_BYTES + size_of::<SetattrIn>();
 
 /// Declares one wire structure: plain data, C layout, zero by default.
 macro_rules! wire {
-    ($(#[$meta:meta])* $name:ident, $bytes:literal { $($(#[$field_meta:meta])* $field:ident: $type:ty = $offset:literal,)* }) => {
+    ($(#[$meta:meta])* $name:ident,
+    $bytes:literal { $($(#[$field_meta:meta])* $field:ident: $type:ty = $offset:literal,)* }) => {
         $(#[$meta])*
-        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable,
+        KnownLayout)]
         #[repr(C)]
         pub struct $name { $($(#[$field_meta])* pub $field: $type,)* }
         const _: () = assert!(size_of::<$name>() == $bytes);

@@ -378,7 +378,8 @@ impl Attempt<'_> {
         let zero_copy = mode == RingMode::ZeroCopy && may_zero_copy(self.disk, wanted);
         if zero_copy && wanted == ZeroCopy::On {
             tracing::warn!(
-                "zero-copy for every open: a loop device with direct I/O over this file would damage the memory of the kernel (Linux 7.3), so use `--zero-copy auto` for one"
+                "zero-copy for every open: a loop device with direct I/O over this file would \
+                 damage the memory of the kernel (Linux 7.3), so use `--zero-copy auto` for one"
             );
         }
         let asked = self.options.queue_depth.is_some();

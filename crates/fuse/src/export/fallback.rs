@@ -108,7 +108,8 @@ pub(super) fn queue_devices(
             Ok(device) => devices.push(Arc::new(device)),
             Err(errno) => {
                 notes.push(format!(
-                    "all threads share one FUSE descriptor, since /dev/fuse cannot be opened ({errno}); \
+                    "all threads share one FUSE descriptor, since /dev/fuse cannot be opened \
+                     ({errno}); \
                      `chmod 666 /dev/fuse` gives each its own"
                 ));
                 devices.resize(count, first);

@@ -90,8 +90,8 @@ impl Export {
     }
 
     /// Prepares to go on with a mount that another process hands over
-    /// ([`HandOverHandle::hand_over`]). Nothing is served before [`Prepared::go`], which is for when
-    /// the other process will never go on.
+    /// ([`HandOverHandle::hand_over`]). Nothing is served before [`Prepared::go`], which is for
+    /// when the other process will never go on.
     ///
     /// * `disk`: what the other process hands over.
     /// * `options`: as the other process was given; the transport is `/dev/fuse`.

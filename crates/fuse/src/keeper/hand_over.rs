@@ -61,9 +61,11 @@ impl Keeper {
     fn refusal(&self, is_stopping: bool) -> Option<Error> {
         let never = |what: &str| Error::new(ErrorKind::Unsupported, what);
         if self.rings.is_some() {
-            let what = "its requests travel over io_uring, and the kernel ties the rings of a mount to the process that registered them";
+            let what = "its requests travel over io_uring, and the kernel ties the rings of a \
+                mount to the process that registered them";
             return Some(never(what).hint(
-                "end it with `ringdisk umount` and mount the image anew; a mount with `--transport dev` can be upgraded",
+                "end it with `ringdisk umount` and mount the image anew; a mount with `--transport \
+                 dev` can be upgraded",
             ));
         }
         if self.disk.is_lent() {

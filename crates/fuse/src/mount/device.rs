@@ -48,17 +48,38 @@ pub(crate) fn open_for_mount() -> Result<OwnedFd, Error> {
 /// Explains why the device could not be opened.
 pub(crate) fn open_error(errno: Errno) -> Error {
     match errno {
-        Errno::NOENT => Error::new(ErrorKind::DeviceMissing, format!("{DEVICE_PATH} does not exist"))
-            .hint("load the driver with `modprobe fuse`; in a container, pass the device in (`--device /dev/fuse`)"),
-        Errno::NODEV | Errno::NXIO => {
-            Error::new(ErrorKind::DeviceMissing, format!("{DEVICE_PATH} has no driver behind it")).hint("load it with `modprobe fuse`")
-        }
-        Errno::ACCESS | Errno::PERM => {
-            Error::new(ErrorKind::DeviceForbidden, format!("{DEVICE_PATH} may not be opened")).errno(errno).hint(
-                "let every user open it with `chmod 666 /dev/fuse` (the usual setting), run as root, or \
+        Errno::NOENT => Error::new(
+            ErrorKind::DeviceMissing,
+            format!(
+                "{DEVICE_PATH} does not \
+            exist"
+            ),
+        )
+        .hint(
+            "load the driver with `modprobe fuse`; in a container, pass the device in \
+                (`--device /dev/fuse`)",
+        ),
+        Errno::NODEV | Errno::NXIO => Error::new(
+            ErrorKind::DeviceMissing,
+            format!(
+                "{DEVICE_PATH} has no driver behind \
+                it"
+            ),
+        )
+        .hint("load it with `modprobe fuse`"),
+        Errno::ACCESS | Errno::PERM => Error::new(
+            ErrorKind::DeviceForbidden,
+            format!(
+                "{DEVICE_PATH} may not be \
+                opened"
+            ),
+        )
+        .errno(errno)
+        .hint(
+            "let every user open it with `chmod 666 /dev/fuse` (the usual setting), run as \
+                 root, or \
                      in a container pass the device in (`--device /dev/fuse`)",
-            )
-        }
+        ),
         _ => Error::new(ErrorKind::System, format!("cannot open {DEVICE_PATH}")).errno(errno),
     }
 }

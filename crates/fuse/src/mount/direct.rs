@@ -127,7 +127,8 @@ pub(super) fn mount_classic(
 ) -> Result<(), Errno> {
     let (user, group) = owner();
     let mut data = format!(
-        "fd={},rootmode={ROOT_MODE},user_id={user},group_id={group},default_permissions,max_read={}",
+        "fd={},rootmode={ROOT_MODE},user_id={user},group_id={group},\
+         default_permissions,max_read={}",
         device.as_raw_fd(),
         options.max_read
     );
@@ -148,10 +149,20 @@ fn explain(mountpoint: &Path, errno: Errno, log: &str) -> Error {
     let shown = mountpoint.display();
     let said = if log.is_empty() { String::new() } else { format!(" (kernel: {log})") };
     match errno {
-        Errno::PERM | Errno::ACCESS => Error::new(ErrorKind::PermissionDenied, format!("not allowed to mount on {shown}{said}"))
-            .errno(errno)
-            .hint("run as root, or install fuse3 for its fusermount3; in a container, add `--cap-add SYS_ADMIN --device /dev/fuse`"),
-        Errno::NODEV => Error::new(ErrorKind::TransportMissing, "this kernel has no FUSE").hint("load it with `modprobe fuse`"),
+        Errno::PERM | Errno::ACCESS => Error::new(
+            ErrorKind::PermissionDenied,
+            format!(
+                "not \
+            allowed to mount on {shown}{said}"
+            ),
+        )
+        .errno(errno)
+        .hint(
+            "run as root, or install fuse3 for its fusermount3; in a container, add \
+                `--cap-add SYS_ADMIN --device /dev/fuse`",
+        ),
+        Errno::NODEV => Error::new(ErrorKind::TransportMissing, "this kernel has no FUSE")
+            .hint("load it with `modprobe fuse`"),
         _ => Error::new(ErrorKind::System, format!("cannot mount on {shown}{said}")).errno(errno),
     }
 }

@@ -413,8 +413,8 @@ pub fn remove(mountpoint: &Path, connection: u32, how: Unmount) -> Result<(), Er
     }
 }
 
-/// Number of the connection that a `/dev/fuse` descriptor belongs to, as the kernel says it; `None`:
-/// it does not say, or there is none.
+/// Number of the connection that a `/dev/fuse` descriptor belongs to, as the kernel says it;
+/// `None`: it does not say, or there is none.
 #[must_use]
 pub fn connection_of(device: &OwnedFd) -> Option<u32> {
     abort::connection_of(device.as_fd())
@@ -485,7 +485,8 @@ fn detach(entry: &MountEntry, how: Unmount) -> Result<(), Error> {
 fn busy(mountpoint: &Path) -> Error {
     let shown = mountpoint.display();
     Error::new(ErrorKind::Busy, format!("{shown} is in use")).hint(format!(
-        "see who has it open with `fuser -v {shown}` or `losetup -a`, or end it anyway with `ringdisk umount --lazy {shown}`"
+        "see who has it open with `fuser -v {shown}` or `losetup -a`, or end it anyway with \
+         `ringdisk umount --lazy {shown}`"
     ))
 }
 

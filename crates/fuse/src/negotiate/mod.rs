@@ -167,7 +167,8 @@ impl fmt::Display for TooOld {
         }
         write!(
             formatter,
-            "the kernel speaks FUSE {}.{}, ringdisk needs {KERNEL_VERSION}.{KERNEL_MINOR_VERSION_MIN} or newer",
+            "the kernel speaks FUSE {}.{}, ringdisk needs \
+             {KERNEL_VERSION}.{KERNEL_MINOR_VERSION_MIN} or newer",
             self.major, self.minor
         )
     }

@@ -118,7 +118,8 @@ fn remarks(
         let (possible, online) = (topology.possible.len(), topology.online.len());
         let are = cpus_are(&offline);
         lines.push(format!(
-            "{are} offline ({possible} possible, {online} online): queues are ready for their callers"
+            "{are} offline ({possible} possible, {online} online): queues are ready for their \
+             callers"
         ));
     }
     if !placement.folded.is_empty() {

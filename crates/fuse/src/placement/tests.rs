@@ -146,9 +146,8 @@ fn a_cpuset_without_cpu_0_serves_it_from_elsewhere_and_says_so() {
     assert_eq!((cpus(&placement), served_on(&placement)), (vec![1, 3], vec![1, 1, 3, 3]));
     assert_eq!(
         placement.remarks,
-        [
-            "CPUs 0,2 are outside the CPU mask of this process: their callers are served by threads on 1,3"
-        ]
+        ["CPUs 0,2 are outside the CPU mask of this process: their callers are served by \
+             threads on 1,3"]
     );
     let one = auto(&Machine::even(2, 1).allow("1", "0"));
     assert_eq!((one.threads.len(), one.threads[0].node), (1, Some(0)));

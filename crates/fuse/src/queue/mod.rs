@@ -100,8 +100,8 @@ impl Queue {
         nanos
     }
 
-    /// A request is about to use the buffer of its entry. The data of a WRITE are there already; for
-    /// a READ the kernel looks up each page that it copies from.
+    /// A request is about to use the buffer of its entry. The data of a WRITE are there already;
+    /// for a READ the kernel looks up each page that it copies from.
     pub(crate) fn will_use(&self, entry: usize, request: &Request) {
         let bytes = match &request.operation {
             Operation::Read(argument) => argument.size,

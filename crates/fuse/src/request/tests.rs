@@ -237,7 +237,8 @@ fn arguments_that_end_early_are_refused_alone() {
 
 proptest! {
     #[test]
-    fn no_bytes_make_the_parser_panic(mut bytes in proptest::collection::vec(any::<u8>(), 0..300), fix in any::<bool>(), code in 0u8..60) {
+    fn no_bytes_make_the_parser_panic(mut bytes in proptest::collection::vec(any::<u8>(), 0..300),
+    fix in any::<bool>(), code in 0u8..60) {
         if fix && bytes.len() >= 8 {
             let len = u32::try_from(bytes.len()).expect("short");
             bytes[..4].copy_from_slice(&len.to_ne_bytes());
@@ -247,7 +248,8 @@ proptest! {
     }
 
     #[test]
-    fn no_parts_make_the_parser_panic(bytes in proptest::collection::vec(any::<u8>(), 0..140), length in 0usize..200, code in 0u32..60) {
+    fn no_parts_make_the_parser_panic(bytes in proptest::collection::vec(any::<u8>(), 0..140),
+    length in 0usize..200, code in 0u32..60) {
         let header = InHeader { opcode: code, ..InHeader::default() };
         let _ = Request::from_parts(header, &bytes, length);
     }

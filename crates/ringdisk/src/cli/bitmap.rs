@@ -28,11 +28,13 @@ pub(crate) struct BitmapArgs {
     pub(crate) granularity: Option<u64>,
 
     /// Image with the source of --merge [default: FILE]
-    #[arg(short = 'b', long, value_name = "FILE", value_hint = ValueHint::FilePath, requires = "merge")]
+    #[arg(short = 'b', long, value_name = "FILE", value_hint = ValueHint::FilePath,
+          requires = "merge")]
     pub(crate) source_file: Option<PathBuf>,
 
     /// Format of the source file
-    #[arg(short = 'F', long, value_name = "FORMAT", value_parser = format_parser(), requires = "source_file")]
+    #[arg(short = 'F', long, value_name = "FORMAT", value_parser = format_parser(),
+          requires = "source_file")]
     pub(crate) source_format: Option<Format>,
 
     #[command(flatten)]
@@ -75,7 +77,8 @@ impl BitmapArgs {
         if works.is_empty() {
             return refuse(
                 ErrorKind::MissingRequiredArgument,
-                "nothing to do: give --add, --remove, --remove-all, --clear, --enable, --disable or \
+                "nothing to do: give --add, --remove, --remove-all, --clear, --enable, --disable \
+                 or \
                  --merge",
             );
         }

@@ -42,11 +42,13 @@ pub(crate) struct CreateArgs {
     pub(crate) options: Vec<String>,
 
     /// The image that the new one shows until it is written to
-    #[arg(short, long, value_name = "BACKING", value_hint = ValueHint::FilePath, value_parser = parse_file)]
+    #[arg(short, long, value_name = "BACKING", value_hint = ValueHint::FilePath,
+          value_parser = parse_file)]
     pub(crate) backing: Option<String>,
 
     /// Format of BACKING, which is never guessed
-    #[arg(short = 'F', short_alias = 'B', long, value_name = "FORMAT", value_parser = format_parser())]
+    #[arg(short = 'F', short_alias = 'B', long, value_name = "FORMAT",
+          value_parser = format_parser())]
     pub(crate) backing_format: Option<Format>,
 
     /// Do not look at BACKING; SIZE is needed then
@@ -119,7 +121,8 @@ pub(crate) struct CheckArgs {
     pub(crate) format: Option<Format>,
 
     /// How the page cache is used
-    #[arg(short = 'T', long, value_name = "MODE", value_parser = cache_parser(), default_value = "writeback")]
+    #[arg(short = 'T', long, value_name = "MODE", value_parser = cache_parser(),
+          default_value = "writeback")]
     pub(crate) cache: Cache,
 
     /// Repair what is wrong
@@ -219,7 +222,8 @@ pub(crate) struct CommitArgs {
     pub(crate) format: Option<Format>,
 
     /// How the page cache is used
-    #[arg(short = 't', long, value_name = "MODE", value_parser = cache_parser(), default_value = "writeback")]
+    #[arg(short = 't', long, value_name = "MODE", value_parser = cache_parser(),
+          default_value = "writeback")]
     pub(crate) cache: Cache,
 
     /// The image of the chain to write into [default: the backing file of FILE]
@@ -261,19 +265,23 @@ pub(crate) struct RebaseArgs {
     pub(crate) format: Option<Format>,
 
     /// How the page cache is used for FILE
-    #[arg(short = 't', long, value_name = "MODE", value_parser = cache_parser(), default_value = "writeback")]
+    #[arg(short = 't', long, value_name = "MODE", value_parser = cache_parser(),
+          default_value = "writeback")]
     pub(crate) cache: Cache,
 
     /// The new backing file, "" for none
-    #[arg(short, long, value_name = "BACKING", value_hint = ValueHint::FilePath, value_parser = parse_file)]
+    #[arg(short, long, value_name = "BACKING", value_hint = ValueHint::FilePath,
+          value_parser = parse_file)]
     pub(crate) backing: Option<String>,
 
     /// Format of BACKING, which is never guessed
-    #[arg(short = 'F', short_alias = 'B', long, value_name = "FORMAT", value_parser = format_parser())]
+    #[arg(short = 'F', short_alias = 'B', long, value_name = "FORMAT",
+          value_parser = format_parser())]
     pub(crate) backing_format: Option<Format>,
 
     /// How the page cache is used for the backing files
-    #[arg(short = 'T', long, value_name = "MODE", value_parser = cache_parser(), default_value = "writeback")]
+    #[arg(short = 'T', long, value_name = "MODE", value_parser = cache_parser(),
+          default_value = "writeback")]
     pub(crate) backing_cache: Cache,
 
     /// Change the name only; look at no backing file

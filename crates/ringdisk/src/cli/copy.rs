@@ -25,14 +25,17 @@ Examples:
 ///
 /// Without --target-format the copy is a qcow2 when its name ends in .qcow2, and raw otherwise.
 #[derive(Args, Debug)]
-#[command(after_help = CONVERT_EXAMPLES, override_usage = "ringdisk convert [OPTIONS] SOURCE TARGET")]
+#[command(after_help = CONVERT_EXAMPLES, override_usage = "ringdisk convert [OPTIONS] SOURCE \
+    TARGET")]
 pub(crate) struct ConvertArgs {
     /// Format of the source [default: look at its first bytes]
-    #[arg(short, long, alias = "source-format", value_name = "FORMAT", value_parser = format_parser())]
+    #[arg(short, long, alias = "source-format", value_name = "FORMAT",
+          value_parser = format_parser())]
     pub(crate) format: Option<Format>,
 
     /// How the page cache is used for the source
-    #[arg(short = 'T', long, value_name = "MODE", value_parser = cache_parser(), default_value = "writeback")]
+    #[arg(short = 'T', long, value_name = "MODE", value_parser = cache_parser(),
+          default_value = "writeback")]
     pub(crate) source_cache: Cache,
 
     /// Copy the bitmaps too
@@ -56,12 +59,14 @@ pub(crate) struct ConvertArgs {
     pub(crate) options: Vec<String>,
 
     /// How the page cache is used for the target
-    #[arg(short = 't', long, value_name = "MODE", value_parser = cache_parser(), default_value = "unsafe")]
+    #[arg(short = 't', long, value_name = "MODE", value_parser = cache_parser(),
+          default_value = "unsafe")]
     pub(crate) target_cache: Cache,
 
     /// Make the target an overlay of BACKING, which has to show what lies below the top image of
     /// the source: only what that one holds is copied
-    #[arg(short = 'b', short_alias = 'B', long, value_name = "BACKING", value_hint = ValueHint::FilePath,
+    #[arg(short = 'b', short_alias = 'B', long, value_name = "BACKING",
+          value_hint = ValueHint::FilePath,
           value_parser = parse_file)]
     pub(crate) backing: Option<String>,
 
@@ -90,7 +95,8 @@ pub(crate) struct ConvertArgs {
     pub(crate) force_share: bool,
 
     /// Requests that run at once
-    #[arg(short = 'm', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=PARALLEL_MAX))]
+    #[arg(short = 'm', long, value_name = "N",
+          value_parser = clap::value_parser!(u32).range(1..=PARALLEL_MAX))]
     pub(crate) parallel: Option<u32>,
 
     /// Write in any order, which is faster and may spread the target
@@ -128,7 +134,8 @@ pub(crate) struct CompareArgs {
     pub(crate) strict: bool,
 
     /// How the page cache is used
-    #[arg(short = 'T', long, value_name = "MODE", value_parser = cache_parser(), default_value = "writeback")]
+    #[arg(short = 'T', long, value_name = "MODE", value_parser = cache_parser(),
+          default_value = "writeback")]
     pub(crate) cache: Cache,
 
     /// Read although another program is writing
@@ -162,7 +169,8 @@ pub(crate) struct MeasureArgs {
     pub(crate) format: Option<Format>,
 
     /// Format of the new image
-    #[arg(short = 'O', long, value_name = "FORMAT", value_parser = format_parser(), default_value = "raw")]
+    #[arg(short = 'O', long, value_name = "FORMAT", value_parser = format_parser(),
+          default_value = "raw")]
     pub(crate) target_format: Format,
 
     /// Options of the new image, as NAME=VALUE,NAME=VALUE; help lists them
@@ -170,7 +178,8 @@ pub(crate) struct MeasureArgs {
     pub(crate) options: Vec<String>,
 
     /// Size of a new disk
-    #[arg(short, long, value_name = "SIZE", value_parser = parse_size, conflicts_with = "file", allow_hyphen_values = true)]
+    #[arg(short, long, value_name = "SIZE", value_parser = parse_size, conflicts_with = "file",
+          allow_hyphen_values = true)]
     pub(crate) size: Option<u64>,
 
     /// Look although another program is writing to the image

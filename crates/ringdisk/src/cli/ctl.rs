@@ -23,7 +23,8 @@ Examples:
   ringdisk ctl /srv/disk commit                    and back into the image below it
   ringdisk ctl /srv/disk backing -F qcow2 copy.qcow2    a copy of the image below takes its place
   ringdisk ctl /srv/disk stop                      when nobody uses it any more; --force: now
-  ringdisk ctl /run/vm1.sock resize +10G           a disk of `ringdisk serve`: its guest sees the new size";
+  ringdisk ctl /run/vm1.sock resize +10G           a disk of `ringdisk serve`: its guest sees the \
+  new size";
 
 /// Control a mount, or a disk of a virtual machine, while it is served
 ///
@@ -65,7 +66,8 @@ pub(crate) enum CtlCommand {
         #[arg(long)]
         shrink: bool,
         /// What is prepared in the new part
-        #[arg(long, value_name = "MODE", value_parser = one_of(PREALLOCATION), default_value = "off")]
+        #[arg(long, value_name = "MODE", value_parser = one_of(PREALLOCATION),
+              default_value = "off")]
         preallocation: Preallocation,
     },
     /// Put a new overlay on top, or make a snapshot inside the image
@@ -100,7 +102,8 @@ pub(crate) enum CtlCommand {
     Backing {
         /// The new backing file, "" for none
         // A path of clap's own must not be empty.
-        #[arg(value_name = "FILE", value_hint = ValueHint::FilePath, value_parser = OsStringValueParser::new().map(PathBuf::from))]
+        #[arg(value_name = "FILE", value_hint = ValueHint::FilePath,
+              value_parser = OsStringValueParser::new().map(PathBuf::from))]
         file: PathBuf,
         /// Format of FILE, which is never guessed
         #[arg(short = 'F', long, value_name = "FORMAT", value_parser = format_parser())]

@@ -18,13 +18,15 @@ use crate::cli::{cache_parser, format_parser, is_named_qcow2};
 pub(crate) struct ImageArgs {
     /// Serve a disk of SIZE bytes that keeps nothing, instead of an image
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options",
-          conflicts_with_all = ["create", "format", "cache", "direct", "allow_path", "force_share", "offset", "size", "partition",
-                               "snapshot", "overlay", "discard", "discard_no_unref", "detect_zeroes",
-                               "lazy_refcounts", "metadata_cache"])]
+          conflicts_with_all = ["create", "format", "cache", "direct", "allow_path", "force_share",
+                                "offset", "size", "partition", "snapshot", "overlay", "discard",
+                                "discard_no_unref", "detect_zeroes", "lazy_refcounts",
+                                "metadata_cache"])]
     pub(crate) null: Option<u64>,
 
     /// How long each request to a null disk takes, such as 100us
-    #[arg(long, value_name = "TIME", value_parser = parse_time, requires = "null", help_heading = "Image options")]
+    #[arg(long, value_name = "TIME", value_parser = parse_time, requires = "null",
+          help_heading = "Image options")]
     pub(crate) latency: Option<Duration>,
 
     /// Reads of a null disk give zeroes (they cost time; without it they give anything)
@@ -53,7 +55,8 @@ pub(crate) struct ImageArgs {
 
     /// Leave IMAGE as it is: what is written goes to FILE, a qcow2 overlay, made when it is not
     /// there
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Image options",
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Image \
+        options",
           conflicts_with_all = ["read_only", "create", "snapshot"])]
     pub(crate) overlay: Option<PathBuf>,
 
@@ -104,7 +107,8 @@ pub(crate) struct ImageArgs {
     /// device, else in 512) is read when the image is opened. No request reaches a byte outside the
     /// partition. Refused: a partition that overlaps another one or goes past the end of the disk,
     /// and an extended one.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Image options",
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..),
+          help_heading = "Image options",
           conflicts_with_all = ["offset", "size", "create"])]
     pub(crate) partition: Option<u32>,
 
@@ -116,7 +120,8 @@ pub(crate) struct ImageArgs {
     /// it is read, and written by such commands only. A name that another program (`qemu-img
     /// rebase`) has put into IMAGE since it was served in a sandbox is followed once it is given
     /// here; for a data file it has to be the path of that file. May be given several times.
-    #[arg(long, value_name = "DIR", value_hint = ValueHint::AnyPath, help_heading = "Image options")]
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::AnyPath, help_heading = "Image \
+        options")]
     pub(crate) allow_path: Vec<PathBuf>,
 
     /// Read IMAGE although another program is writing to it; needs --read-only
@@ -141,7 +146,8 @@ pub(crate) struct ImageArgs {
     /// Write reference counts of a qcow2 late, or not [default: as the image says]
     ///
     /// Allocating becomes faster; after a crash the next one who writes has to rebuild the counts.
-    #[arg(long, value_name = "on|off", num_args = 0..=1, require_equals = true, default_missing_value = "on",
+    #[arg(long, value_name = "on|off", num_args = 0..=1, require_equals = true,
+          default_missing_value = "on",
           value_parser = parse_switch, help_heading = "Image options")]
     pub(crate) lazy_refcounts: Option<bool>,
 

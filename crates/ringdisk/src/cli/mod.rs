@@ -54,7 +54,8 @@ Serves a disk image, in place, as an ordinary file or to a virtual machine.
 
 `ringdisk mount disk.qcow2 disk.raw` makes disk.raw: a file that holds the disk inside the image. \
 Every program that reads or writes files now works on that disk, without a copy, without root and \
-without a virtual machine. `ringdisk serve disk.qcow2 --vhost-user-blk /run/vm1.sock` is a disk for QEMU and others. \
+without a virtual machine. `ringdisk serve disk.qcow2 --vhost-user-blk /run/vm1.sock` is a disk \
+for QEMU and others. \
 The other commands make, change, check and copy images, with the options \
 and the output of qemu-img.";
 

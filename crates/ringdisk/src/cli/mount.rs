@@ -15,7 +15,8 @@ Serves the disk inside IMAGE as the file MOUNTPOINT until it is unmounted or sto
 second signal does not.
 
 MOUNTPOINT is a regular file. It is made when it is not there, and then removed again at the end. \
-While the mount lasts, it is the disk: its size is the size of the disk, and reads and writes go to \
+While the mount lasts, it is the disk: its size is the size of the disk, and reads and writes go \
+to \
 the image.
 
 SIGUSR1 prints the counters of each queue on standard error. A service manager that sets \
@@ -111,7 +112,8 @@ pub(crate) struct MountArgs {
     /// Needs Linux 6.9 and root. A write past the end makes the image longer, with or without
     /// --growable, and reads and writes are not in the statistics. Other growth needs fallocate of
     /// the image's file system, which never cuts what the kernel has appended meanwhile.
-    #[arg(long, help_heading = "Serving options", conflicts_with_all = ["null", "kernel_cache", "snapshot", "overlay", "zero_copy"])]
+    #[arg(long, help_heading = "Serving options", conflicts_with_all = ["null", "kernel_cache",
+          "snapshot", "overlay", "zero_copy"])]
     pub(crate) passthrough: bool,
 
     /// Each entry of a ring has a payload of its own, as before Linux 7.3: to compare
@@ -126,7 +128,8 @@ pub(crate) struct MountArgs {
     ///
     /// The time for which requests wait while `ringdisk ctl` changes the disk does not count, up to
     /// ten times as long.
-    #[arg(long, value_name = "TIME", value_parser = parse_io_timeout, help_heading = "Serving options")]
+    #[arg(long, value_name = "TIME", value_parser = parse_io_timeout, help_heading = "Serving \
+        options")]
     pub(crate) io_timeout: Option<Duration>,
 
     /// How long a stop waits for those who still use the mount, before it ends all the same, with
@@ -136,7 +139,8 @@ pub(crate) struct MountArgs {
     /// once, and is served until its last user has closed it; what they write meanwhile is kept.
     /// `none` waits as long as they take, which is the default; under a service manager
     /// (NOTIFY_SOCKET) that is 60s. A second signal ends it at once.
-    #[arg(long, value_name = "TIME", value_parser = parse_stop_timeout, help_heading = "Serving options")]
+    #[arg(long, value_name = "TIME", value_parser = parse_stop_timeout, help_heading = "Serving \
+        options")]
     pub(crate) stop_timeout: Option<StopTimeout>,
 
     /// Serve in the background; return when the mount answers
@@ -178,7 +182,8 @@ pub(crate) struct MountArgs {
     pub(crate) upgrade: bool,
 
     /// Write the pid to FILE when the mount answers; locked, and removed at the end
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Serving options")]
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Serving \
+        options")]
     pub(crate) pidfile: Option<PathBuf>,
 
     /// Print IOPS, bytes, latencies, depth and CPU time per request on standard error at the end
@@ -325,7 +330,8 @@ mod tests {
     fn all_options_of_an_image_are_understood() {
         let args = mount(
             "-f raw --direct --growable --resizable --allow-other --allow-path /a --allow-path /b \
-             --kernel-cache --queue-depth 64 --threads 4 --cpus 0-3,8 --numa off --offset 1M --size 2G --io-timeout 5s \
+             --kernel-cache --queue-depth 64 --threads 4 --cpus 0-3,8 --numa off --offset 1M \
+             --size 2G --io-timeout 5s \
              --stop-timeout 30s --daemonize --pidfile /run/x --stats disk.img disk",
         )
         .expect("parses");

@@ -50,7 +50,8 @@ pub(crate) struct PlacementArgs {
     pub(crate) numa: NumaWord,
 
     /// Requests of each queue that run at once [default: 128; with uring up to 64, by memory]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(QUEUE_DEPTH_MAX)),
+    #[arg(long, value_name = "N",
+          value_parser = clap::value_parser!(u32).range(1..=i64::from(QUEUE_DEPTH_MAX)),
           help_heading = "Serving options")]
     pub(crate) queue_depth: Option<u32>,
 }

@@ -15,19 +15,25 @@ use ringdisk_vhost::export::{
 use crate::cli::{DiskWords, ImageArgs, NumaWord, SandboxArgs, UserArgs, refuse};
 
 const SERVE_LONG: &str = "\
-Serves the disk inside IMAGE to a virtual machine, through the socket SOCKET (vhost-user-blk), until it is \
+Serves the disk inside IMAGE to a virtual machine, through the socket SOCKET (vhost-user-blk), \
+until it is \
 stopped by Ctrl-C (SIGINT), SIGTERM, SIGHUP or `ringdisk ctl SOCKET stop`.
 
-QEMU, Cloud Hypervisor, Firecracker, crosvm and libblkio connect to it, one at a time; the virtual machine may \
+QEMU, Cloud Hypervisor, Firecracker, crosvm and libblkio connect to it, one at a time; the virtual \
+machine may \
 go, come back and migrate. Its memory must be shared (memfd), as this lives in another process.
 
-SIGUSR1 prints the counters of each queue on standard error. A service manager that sets NOTIFY_SOCKET \
-(Type=notify) is told when the socket answers and when it ends; one that passes listening sockets (LISTEN_FDS) \
+SIGUSR1 prints the counters of each queue on standard error. A service manager that sets \
+NOTIFY_SOCKET \
+(Type=notify) is told when the socket answers and when it ends; one that passes listening sockets \
+(LISTEN_FDS) \
 needs no SOCKET here.
 
-Several disks are served by one process with --disk, once for each. SPEC is a list of KEY=VALUE, or KEY alone for \
+Several disks are served by one process with --disk, once for each. SPEC is a list of KEY=VALUE, \
+or KEY alone for \
 a switch, between commas; a comma inside a value is written twice. Keys are `image`, `socket` (for \
---vhost-user-blk), and the long names of the options below without their dashes; the options themselves are what \
+--vhost-user-blk), and the long names of the options below without their dashes; the options \
+themselves are what \
 every disk has whose SPEC does not say otherwise. `ringdisk ctl` works with each disk on its own.
 
 Sizes are numbers of bytes, or numbers with K, M, G, T, P or E (powers of 1024): 512, 10G, 1.5T. \
@@ -73,7 +79,8 @@ pub(crate) struct ServeArgs {
 
     /// A disk of several, as KEY=VALUE,KEY=VALUE: image=root.qcow2,socket=/run/vm1.sock,serial=root
     #[arg(long, value_name = "SPEC", help_heading = "Socket options",
-          conflicts_with_all = ["image", "null", "create", "overlay", "vhost_user_blk", "connect", "socket_fd",
+          conflicts_with_all = ["image", "null", "create", "overlay", "vhost_user_blk", "connect",
+          "socket_fd",
                                "socket_name", "serial"])]
     disk: Vec<String>,
 
@@ -98,7 +105,8 @@ pub(crate) struct ServeArgs {
     /// The virtual machine sees a pause and nothing else, and every request is answered exactly
     /// once. After 5 deaths within 10 s the disk is given up. Needs the path of a socket; not with
     /// --upgrade, --incoming, --snapshot and --accel require.
-    #[arg(long, conflicts_with_all = ["upgrade", "incoming", "snapshot", "socket_fd", "socket_name"],
+    #[arg(long, conflicts_with_all = ["upgrade", "incoming", "snapshot", "socket_fd",
+          "socket_name"],
           help_heading = "Serving options")]
     pub(crate) keep: bool,
 
@@ -109,7 +117,8 @@ pub(crate) struct ServeArgs {
     pub(crate) user: UserArgs,
 
     /// Write the pid to FILE when the sockets answer; locked, and removed at the end
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Serving options")]
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Serving \
+        options")]
     pub(crate) pidfile: Option<PathBuf>,
 
     /// Print IOPS, bytes, latencies, depth and CPU time per request on standard error at the end
@@ -132,27 +141,33 @@ pub(crate) struct DiskArgs {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct SocketArgs {
     /// The socket to make and to listen on; one that a killed process left is replaced
-    #[arg(long, value_name = "SOCKET", value_hint = ValueHint::FilePath, help_heading = "Socket options")]
+    #[arg(long, value_name = "SOCKET", value_hint = ValueHint::FilePath, help_heading = "Socket \
+        options")]
     pub(crate) vhost_user_blk: Option<PathBuf>,
 
     /// Connect to a front end that listens on SOCKET, and again when it has gone
     ///
     /// While nobody listens there it is tried every 100 ms at first, then less and less often, down
     /// to every 2 s.
-    #[arg(long, value_name = "SOCKET", value_hint = ValueHint::FilePath, help_heading = "Socket options",
-          conflicts_with_all = ["vhost_user_blk", "second_front_end", "socket_mode", "socket_group"])]
+    #[arg(long, value_name = "SOCKET", value_hint = ValueHint::FilePath, help_heading = "Socket \
+        options",
+          conflicts_with_all = ["vhost_user_blk", "second_front_end", "socket_mode",
+          "socket_group"])]
     pub(crate) connect: Option<PathBuf>,
 
     /// Use descriptor N, a Unix socket that listens or that is connected, from the process that
     /// starts this one
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(i32).range(3..=i64::from(FD_MAX)),
-          help_heading = "Socket options", conflicts_with_all = ["vhost_user_blk", "connect", "socket_mode", "socket_group"])]
+    #[arg(long, value_name = "N",
+          value_parser = clap::value_parser!(i32).range(3..=i64::from(FD_MAX)),
+          help_heading = "Socket options", conflicts_with_all = ["vhost_user_blk", "connect",
+          "socket_mode", "socket_group"])]
     pub(crate) socket_fd: Option<i32>,
 
     /// Use the socket of this name from the service manager (FileDescriptorName=) [default: the
     /// next one]
     #[arg(long, value_name = "NAME", help_heading = "Socket options",
-          conflicts_with_all = ["vhost_user_blk", "connect", "socket_fd", "socket_mode", "socket_group"])]
+          conflicts_with_all = ["vhost_user_blk", "connect", "socket_fd", "socket_mode",
+          "socket_group"])]
     pub(crate) socket_name: Option<String>,
 
     /// Who may connect, as chmod writes it [default: 600, with --socket-group 660]
@@ -173,27 +188,32 @@ pub(crate) struct SocketArgs {
 pub(crate) struct DeviceArgs {
     /// Virtqueues that are offered; the virtual machine may use fewer [default: one for each CPU
     /// here, at most 64]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)),
+    #[arg(long, value_name = "N",
+          value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)),
           help_heading = "Device options")]
     pub(crate) queues: Option<u16>,
 
     /// Largest virtqueue that the virtual machine may ask for, descriptors
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(2..=i64::from(QUEUE_SIZE_MAX)),
+    #[arg(long, value_name = "N",
+          value_parser = clap::value_parser!(u16).range(2..=i64::from(QUEUE_SIZE_MAX)),
           default_value_t = QUEUE_SIZE_MAX, help_heading = "Device options")]
     pub(crate) queue_size: u16,
 
     /// Serial number of the disk, at most 20 characters: its name in /dev/disk/by-id of a Linux
     /// guest
-    #[arg(long, value_name = "TEXT", value_parser = parse_serial, default_value = "", hide_default_value = true,
+    #[arg(long, value_name = "TEXT", value_parser = parse_serial, default_value = "",
+          hide_default_value = true,
           help_heading = "Device options")]
     pub(crate) serial: String,
 
     /// Smallest piece that the guest reads and writes, bytes: 512, 4096, ...
-    #[arg(long, value_name = "SIZE", value_parser = parse_block_size, default_value = "512", help_heading = "Device options")]
+    #[arg(long, value_name = "SIZE", value_parser = parse_block_size, default_value = "512",
+          help_heading = "Device options")]
     pub(crate) logical_block_size: u32,
 
     /// Piece that the guest should read and write, bytes [default: what the storage has]
-    #[arg(long, value_name = "SIZE", value_parser = parse_block_size, help_heading = "Device options")]
+    #[arg(long, value_name = "SIZE", value_parser = parse_block_size, help_heading = "Device \
+        options")]
     pub(crate) physical_block_size: Option<u32>,
 
     /// Offer packed virtqueues: on, off, or auto, which does unless the kernel could serve split
@@ -210,7 +230,8 @@ pub(crate) struct DeviceArgs {
 
     /// The disk comes with a virtual machine that migrates here: wait until the source has let go
     /// of the image
-    #[arg(long, conflicts_with_all = ["read_only", "create", "snapshot", "overlay"], help_heading = "Device options")]
+    #[arg(long, conflicts_with_all = ["read_only", "create", "snapshot", "overlay"],
+          help_heading = "Device options")]
     pub(crate) incoming: bool,
 
     /// Queue threads: a number, or auto (one for each virtqueue that is offered, at most as many as
@@ -266,7 +287,8 @@ pub(crate) struct DeviceArgs {
     pub(crate) accel_engine: EngineWord,
 
     /// Threads of the kernel for it, at most one for each virtqueue [default: one for each]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)),
+    #[arg(long, value_name = "N",
+          value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)),
           help_heading = "Serving options")]
     pub(crate) accel_workers: Option<u16>,
 
@@ -388,7 +410,8 @@ impl DeviceArgs {
         match self.accel {
             AccelWord::Require if self.packed == PackedWord::On => {
                 return conflict(
-                    "--accel require and --packed on contradict each other: the kernel knows no packed virtqueues",
+                    "--accel require and --packed on contradict each other: the kernel knows no \
+                     packed virtqueues",
                 );
             }
             AccelWord::Off if self.accel_workers.is_some() => {
@@ -403,7 +426,8 @@ impl DeviceArgs {
         match self.accel_workers {
             Some(workers) if workers > queues => {
                 let text = format!(
-                    "--accel-workers {workers} is more than --queues {queues}: there is at most one for each virtqueue"
+                    "--accel-workers {workers} is more than --queues {queues}: there is at most \
+                     one for each virtqueue"
                 );
                 Err((ErrorKind::ValueValidation, text))
             }
@@ -440,7 +464,8 @@ impl ServeArgs {
                      ringdisk serve disk.qcow2 --vhost-user-blk /run/vm1.sock",
                 ),
                 Some(spec) => format!(
-                    "the image of --disk '{spec}' is missing: name what is to be served, such as\n\n  \
+                    "the image of --disk '{spec}' is missing: name what is to be served, such \
+                     as\n\n  \
                      ringdisk serve --disk image=disk.qcow2,socket=/run/vm1.sock"
                 ),
             };

@@ -130,7 +130,8 @@ fn stop(
     let users = value.get("in-use").and_then(Value::as_str).map(visible);
     if let Some(users) = &users {
         terminal::note(format_args!(
-            "in use by {users}: it goes on until they have closed it; `ringdisk ctl {shown} stop --force` ends it now"
+            "in use by {users}: it goes on until they have closed it; `ringdisk ctl {shown} stop \
+             --force` ends it now"
         ));
     }
     let forced = matches!(args.command, CtlCommand::Stop { force: true });

@@ -99,7 +99,8 @@ fn render_files(out: &mut dyn Write) -> io::Result<()> {
         ("NOTIFY_SOCKET", "The socket of a service manager, as sd_notify(3) describes it."),
         (
             "LISTEN_FDS, LISTEN_PID, LISTEN_FDNAMES",
-            "Listening sockets for serve from a service manager, as sd_listen_fds(3) describes them.",
+            "Listening sockets for serve from a service manager, as sd_listen_fds(3) describes \
+             them.",
         ),
         ("NO_COLOR", "No colours on a terminal."),
         ("/etc/fuse.conf", "user_allow_other in it lets users other than root give --allow-other."),

@@ -83,7 +83,8 @@ pub(crate) fn run(args: &MapArgs) -> Result<(), Failure> {
     match hidden {
         true => Err(Failure::new(
             Exit::General,
-            "the image has compressed clusters, which have no place in the file that others could read",
+            "the image has compressed clusters, which have no place in the file that others could \
+             read",
         )
         .hint("--json shows every range")),
         false => Ok(()),

@@ -102,7 +102,8 @@ impl OwnImage {
         };
         if Names::of(info).ask_at(path).other_data && is_said().is_err() {
             let text = format!(
-                "'{shown}' did not name the data file '{}' when it was served last, and it was not changed by ringdisk since",
+                "'{shown}' did not name the data file '{}' when it was served last, and it was not \
+                 changed by ringdisk since",
                 data.display()
             );
             return Err(Failure::new(Exit::Permission, text).hint(format!(

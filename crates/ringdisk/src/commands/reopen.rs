@@ -112,11 +112,13 @@ impl Walls<'_> {
             return Err(Failure::new(
                 Exit::Image,
                 format!(
-                    "'{name}' is not the file any more that the {noun} was made of: its clients would find another disk, so the {noun} is given up"
+                    "'{name}' is not the file any more that the {noun} was made of: its clients \
+                     would find another disk, so the {noun} is given up"
                 ),
             )
             .hint(format!(
-                "what was answered is in the file that had this name; {} the one that you want anew",
+                "what was answered is in the file that had this name; {} the one that you want \
+                 anew",
                 if noun == "mount" { "mount" } else { "serve" }
             )));
         }
@@ -125,7 +127,8 @@ impl Walls<'_> {
         }
         let Some(stranger) = first.stranger(&self.allowed(), layers) else { return Ok(()) };
         let what = format!(
-            "'{}' was not an image of the {noun} when that was made, was not made for it, and is not where --allow-path allows",
+            "'{}' was not an image of the {noun} when that was made, was not made for it, and is \
+             not where --allow-path allows",
             visible(&stranger.name().display().to_string())
         );
         Err(Failure::new(Exit::Permission, what).hint(
@@ -151,12 +154,14 @@ impl Walls<'_> {
         }
         let noun = self.noun;
         let what = format!(
-            "the process that served the {noun} before names '{}' as the image on top, which is not beside the image of the command line or was \
+            "the process that served the {noun} before names '{}' as the image on top, which is \
+             not beside the image of the command line or was \
              not made for this {noun}, is not where --allow-path allows, or is gone",
             visible(&top.display().to_string())
         );
         Err(Failure::new(Exit::Permission, what).hint(
-            "if a `ringdisk ctl snapshot` of yours put it there, name its directory with --allow-path",
+            "if a `ringdisk ctl snapshot` of yours put it there, name its directory with \
+             --allow-path",
         ))
     }
 
@@ -171,7 +176,8 @@ impl Walls<'_> {
         move |top| match !confines || is_taken(top) {
             true => Ok(()),
             false => Err(String::from(
-                "believes no names outside of the directory of the image of the command line: name it with --allow-path",
+                "believes no names outside of the directory of the image of the command line: name \
+                 it with --allow-path",
             )),
         }
     }

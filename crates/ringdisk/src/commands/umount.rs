@@ -136,8 +136,10 @@ fn late(mountpoint: &Path, limit: Duration) -> Failure {
     let text = format!(
         "{shown} {what} within {limit:?}: the kernel waits for its server, which does not run"
     );
-    Failure::new(Exit::Timeout, text)
-        .hint("it may be stopped (`kill -CONT` lets it go on) or waiting for its storage; the unmount goes on by itself")
+    Failure::new(Exit::Timeout, text).hint(
+        "it may be stopped (`kill -CONT` lets it go on) or waiting for its storage; the \
+            unmount goes on by itself",
+    )
 }
 
 fn detach(mountpoint: &Path, how: Unmount) -> Result<(), Failure> {
@@ -150,8 +152,10 @@ fn detach(mountpoint: &Path, how: Unmount) -> Result<(), Failure> {
             Some(number) => {
                 let users = mount_users::look(&Place::of(mountpoint, number)).text(None);
                 let shown = mountpoint.display();
-                Failure::new(failure.exit, format!("{shown} is in use by {users}"))
-                    .hint("close it there; or give --lazy, and it ends when they have closed it, or --force, and they get errors")
+                Failure::new(failure.exit, format!("{shown} is in use by {users}")).hint(
+                    "close it there; or give --lazy, and it ends when they have closed it, \
+                        or --force, and they get errors",
+                )
             }
             None => failure,
         }

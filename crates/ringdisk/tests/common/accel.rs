@@ -172,7 +172,8 @@ pub(crate) fn kills(place: &Place, count: u64, requests: u64, most_us: u64, seed
         becomes(place, true);
     }
     println!(
-        "{count} kills with {asked} requests in flight, of which {left} were left to the next process; {} in all",
+        "{count} kills with {asked} requests in flight, of which {left} were left to the next \
+         process; {} in all",
         load.answered
     );
     assert!(asked as u64 >= count * 2 * KILL_DEPTH as u64, "{asked}");

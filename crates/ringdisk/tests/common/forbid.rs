@@ -39,7 +39,8 @@ impl Forbidden<'_> {
     pub(crate) fn command(&self, launcher: &str, words: &[&str]) -> Command {
         let numbers: Vec<i64> = self.calls.iter().map(|call| *call as i64).collect();
         let what = json!({
-            "calls": numbers, "errno": self.errno.raw_os_error(), "above": self.above, "words": words,
+            "calls": numbers, "errno": self.errno.raw_os_error(), "above": self.above,
+            "words": words,
         });
         let this = std::env::current_exe().expect("this program");
         let mut command = Command::new(this);

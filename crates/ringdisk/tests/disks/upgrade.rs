@@ -358,9 +358,9 @@ fn a_process_of_somebody_else_that_has_the_name_is_not_asked() {
     planted.args([text(&program), "serve"]).args(&words);
     planted.env_remove("NOTIFY_SOCKET").env_remove("LISTEN_FDS").env("XDG_RUNTIME_DIR", &runtime);
     let stranger = Daemon::of(&mut planted);
-    let mut taker = serve_command(&[&words[..], &["--upgrade"]].concat());
-    taker.env("XDG_RUNTIME_DIR", &runtime);
-    let refused = run(taker);
+    let mut successor = serve_command(&[&words[..], &["--upgrade"]].concat());
+    successor.env("XDG_RUNTIME_DIR", &runtime);
+    let refused = run(successor);
     assert_eq!(refused.code(), Some(4), "{}", refused.output());
     for wanted in ["belongs to another user", "no ringdisk serves a disk at"] {
         assert!(refused.stderr.contains(wanted), "{}", refused.output());
@@ -393,9 +393,9 @@ fn a_new_process_that_dies_or_stays_silent_on_the_way_changes_nothing() {
         // One that says nothing more: the old process waits for a while (8 s) and goes on.
         let mut stream = UnixStream::connect(&path).expect("it listens");
         stream.write_all(ASK).expect("it listens");
-        let mut parcel = Vec::new();
-        stream.read_to_end(&mut parcel).expect("a parcel, and the end");
-        assert!(parcel.len() > 100, "{} bytes", parcel.len());
+        let mut handed = Vec::new();
+        stream.read_to_end(&mut handed).expect("a handed, and the end");
+        assert!(handed.len() > 100, "{} bytes", handed.len());
     });
     load.read_all(&mut vm);
     old.stop(&[&place.socket]);

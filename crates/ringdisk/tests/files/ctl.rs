@@ -350,11 +350,22 @@ fn rubbish_and_slow_clients_hurt_nobody() {
         (b"\xff\x00\n", "not a line of JSON"),
         (b"{\"execute\": \"format-disk\"}\n", "no such command"),
         (b"{\"execute\": \"resize\", \"arguments\": {\"size\": -5}}\n", "resize"),
-        (b"{\"execute\": \"resize\", \"arguments\": {\"size\": {\"to\": 9223372036854775808}}}\n", ""),
+        (
+            b"{\"execute\": \"resize\", \"arguments\": {\"size\": {\"to\": \
+            9223372036854775808}}}\n",
+            "",
+        ),
         (b"{\"execute\": \"snapshot\", \"arguments\": {\"file\": \"\"}}\n", "needs a name"),
-        (b"{\"execute\": \"snapshot\", \"arguments\": {\"file\": \"a\\nb\"}}\n", "control character"),
+        (
+            b"{\"execute\": \"snapshot\", \"arguments\": {\"file\": \"a\\nb\"}}\n",
+            "control character",
+        ),
         (b"{\"execute\": \"snapshot\"}\n", "either 'file' or 'internal'"),
-        (b"{\"execute\": \"commit\", \"arguments\": {\"top\": \"/nowhere\"}}\n", "not in the chain"),
+        (
+            b"{\"execute\": \"commit\", \"arguments\": {\"top\": \"/nowhere\"}}\n",
+            "not in the \
+            chain",
+        ),
     ] {
         raw.send(line);
         let reply = raw.line();

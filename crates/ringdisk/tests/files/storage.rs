@@ -209,7 +209,8 @@ fn errors_of_clients_are_in_the_log_the_first_of_a_kind_with_its_cause_and_the_o
         let finished = disk.stop();
         let node = text(device.device());
         let read = format!(
-            "a read of 4096 bytes at {} failed for a client: Input/output error (os error 5) (a read of '{node}', 4096 bytes at {})",
+            "a read of 4096 bytes at {} failed for a client: Input/output error (os error 5) (a \
+             read of '{node}', 4096 bytes at {})",
             6 * MIB,
             6 * MIB
         );
@@ -218,8 +219,8 @@ fn errors_of_clients_are_in_the_log_the_first_of_a_kind_with_its_cause_and_the_o
     }
 }
 
-/// Errors that the log counts after the first one, in one line. A queue thread that meets the thread
-/// of the log at the table counts an error without its kind, in a second line.
+/// Errors that the log counts after the first one, in one line. A queue thread that meets the
+/// thread of the log at the table counts an error without its kind, in a second line.
 fn errors_counted(log: &str) -> u64 {
     let lines: Vec<&str> = log.lines().filter(|line| line.contains("failed for")).collect();
     let number = |line: &str, before: &str, behind: &str| -> u64 {
@@ -255,7 +256,8 @@ fn errors_of_guests_are_in_the_log_in_the_same_way() {
     let finished = daemon.stop(&[&place.socket]);
     let node = text(device.device());
     let first = format!(
-        "a read of 4096 bytes at {} failed for a client: Input/output error (os error 5) (a read of '{node}', 4096 bytes at {})",
+        "a read of 4096 bytes at {} failed for a client: Input/output error (os error 5) (a read \
+         of '{node}', 4096 bytes at {})",
         6 * MIB,
         6 * MIB
     );

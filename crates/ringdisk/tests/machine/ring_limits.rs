@@ -109,8 +109,10 @@ fn without_the_right_to_zero_copy_pools_serve_and_asking_for_it_is_an_error() {
     }
     let (directory, image) = raw_image(4 * MIB, 1);
     let script = format!(
-        "cd {dir} && : >disk && {{ {program} -v mount --transport uring --zero-copy $1 -f raw {image} disk & }} \
-         && n=0 && until {program} topology disk | grep transport; do kill -0 $! || exit 9; sleep 0.05; done \
+        "cd {dir} && : >disk && {{ {program} -v mount --transport uring --zero-copy $1 -f raw \
+         {image} disk & }} \
+         && n=0 && until {program} topology disk | grep transport; do kill -0 $! || exit 9; sleep \
+         0.05; done \
          && cmp disk {image} && {program} umount disk; wait",
         dir = text(directory.path()),
         program = program(),

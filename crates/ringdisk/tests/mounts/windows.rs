@@ -19,10 +19,13 @@ use crate::common::tools::ringdisk;
 use crate::common::{MIB, assert_refused, errno, open, patch, refused, serve, try_mount};
 
 /// A GPT with three partitions that do not lie in the order of their numbers.
-const GPT: &str = "label: gpt\n1 : start=2048, size=2048\n3 : start=4096, size=4096\n2 : start=16384, size=32768\n";
+const GPT: &str = "label: gpt\n1 : start=2048, size=2048\n3 : start=4096, size=4096\n2 : \
+    start=16384, size=32768\n";
 /// An MBR with logical partitions; 3 is missing.
-const MBR: &str = "label: dos\n1 : start=2048, size=2048\n2 : start=4096, size=40960, type=5\n4 : start=49152, size=2048\n\
-                   5 : start=6144, size=2048\n6 : start=10240, size=4096\n7 : start=16384, size=2048\n";
+const MBR: &str = "label: dos\n1 : start=2048, size=2048\n2 : start=4096, size=40960, type=5\n4 : \
+    start=49152, size=2048\n\
+                   5 : start=6144, size=2048\n6 : start=10240, size=4096\n7 : start=16384, \
+                   size=2048\n";
 
 /// Writes a partition table to a file.
 fn partitioned(disk: &Path, script: &str) {

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 const USAGE: &str = "load SOCKET [--queues N] [--depth N[,N…]] [--block BYTES] [--op read|write] \
-[--order random|sequential] [--size BYTES] [--seconds S] [--wait poll|call] [--indirect] [--each] [--hold S]";
+[--order random|sequential] [--size BYTES] [--seconds S] [--wait poll|call] [--indirect] [--each] \
+[--hold S]";
 
 /// What a thread does while nothing has come back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -57,8 +57,10 @@ impl Figures {
         let Figures { ios, failed, seconds, kicks, calls, waits, batches, .. } = self;
         let (cpu, pause) = (self.cpu.as_secs_f64(), self.pause.as_secs_f64());
         format!(
-            "{{\"ios\": {ios}, \"failed\": {failed}, \"seconds\": {seconds:.6}, \"cpu_s\": {cpu:.6}, \"kicks\": {kicks}, \
-             \"calls\": {calls}, \"waits\": {waits}, \"batches\": {batches}, \"pause_s\": {pause:.6}}}"
+            "{{\"ios\": {ios}, \"failed\": {failed}, \"seconds\": {seconds:.6}, \"cpu_s\": \
+             {cpu:.6}, \"kicks\": {kicks}, \
+             \"calls\": {calls}, \"waits\": {waits}, \"batches\": {batches}, \"pause_s\": \
+             {pause:.6}}}"
         )
     }
 }
@@ -197,7 +199,8 @@ impl Lane {
         let (p50, p99, longest) = (micros(0.5), micros(0.99), micros(1.0));
         let (index, depth, ios) = (self.index, self.depth, self.figures.ios);
         format!(
-            "{{\"queue\": {index}, \"depth\": {depth}, \"ios\": {ios}, \"p50_us\": {p50:.1}, \"p99_us\": {p99:.1}, \
+            "{{\"queue\": {index}, \"depth\": {depth}, \"ios\": {ios}, \"p50_us\": {p50:.1}, \
+             \"p99_us\": {p99:.1}, \
              \"longest_us\": {longest:.1}}}"
         )
     }

@@ -297,7 +297,8 @@ impl Host {
         if self.record.is_none() {
             return Some(request);
         }
-        let text = "a process keeps it (--keep), and starts the next one with its own program: stop it, or leave --keep away";
+        let text = "a process keeps it (--keep), and starts the next one with its own program: \
+            stop it, or leave --keep away";
         request.refuse(Error::new(ErrorKind::Refused, text));
         None
     }

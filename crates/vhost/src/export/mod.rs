@@ -101,7 +101,8 @@ impl AccelHandle {
         answered.recv_timeout(SWITCHING).unwrap_or_else(|error| {
             Err(String::from(match error {
                 RecvTimeoutError::Timeout => {
-                    "requests in flight are still waited for; the virtqueues move as soon as they are done"
+                    "requests in flight are still waited for; the virtqueues move as soon as they \
+                     are done"
                 }
                 RecvTimeoutError::Disconnected => "the disk is served no longer",
             }))

@@ -191,7 +191,8 @@ impl ExportOptions {
             let logical = self.logical_block_size;
             if physical < logical {
                 return usage(format!(
-                    "physical blocks of {physical} bytes are smaller than the logical ones of {logical}"
+                    "physical blocks of {physical} bytes are smaller than the logical ones of \
+                     {logical}"
                 ));
             }
         }
@@ -228,7 +229,8 @@ pub fn check_block_size(bytes: u32) -> Result<(), String> {
         return Ok(());
     }
     Err(format!(
-        "blocks of {bytes} bytes; it must be a power of two from {BLOCK_SIZE_MIN} to {BLOCK_SIZE_MAX}"
+        "blocks of {bytes} bytes; it must be a power of two from {BLOCK_SIZE_MIN} to \
+         {BLOCK_SIZE_MAX}"
     ))
 }
 

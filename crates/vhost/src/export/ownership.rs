@@ -25,7 +25,8 @@ impl Control {
         let taken = self.threads[0].ask_task(|worker| async move {
             worker.disk.activate(&worker.ring, TAKE_OVER).await.map_err(|error| {
                 format!(
-                    "the disk is not ours: {error}. A ringdisk that serves it elsewhere gives it away as soon as its guest is paused or gone"
+                    "the disk is not ours: {error}. A ringdisk that serves it elsewhere gives it \
+                     away as soon as its guest is paused or gone"
                 )
             })
         });

@@ -244,7 +244,8 @@ mod tests {
     #[test]
     fn a_socket_that_wants_more_bytes_than_there_are_is_given_up() {
         let (reader, writer) = sockets();
-        let wish = "import socket; s = socket.socket(fileno=0); s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 4096)";
+        let wish = "import socket; s = socket.socket(fileno=0); s.setsockopt(socket.SOL_SOCKET, \
+            socket.SO_RCVLOWAT, 4096)";
         let mut python = Command::new("python3");
         python.args(["-c", wish]).stdin(reader.try_clone().expect("a descriptor"));
         assert!(python.status().expect("python3 (tests/tally needs it, too)").success());

@@ -67,7 +67,8 @@ impl Regions {
         let known = Known::of(region);
         if let Some(other) = self.0.iter().find(|other| other.overlaps(&known)) {
             return Err(format!(
-                "region at {guest_addr:#x} ({size:#x} bytes) overlaps the one at {:#x} ({:#x} bytes)",
+                "region at {guest_addr:#x} ({size:#x} bytes) overlaps the one at {:#x} ({:#x} \
+                 bytes)",
                 other.guest_addr, other.size
             ));
         }

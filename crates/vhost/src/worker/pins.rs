@@ -122,7 +122,8 @@ impl Pins {
             let rest =
                 if reported.len() < REPORTED_MAX { "" } else { " (of others nothing is said)" };
             tracing::warn!(
-                "{left:#x} of the {size:#x} bytes of guest memory at {start:#x} are not pinned: {why}{rest}"
+                "{left:#x} of the {size:#x} bytes of guest memory at {start:#x} are not pinned: \
+                 {why}{rest}"
             );
         }
     }

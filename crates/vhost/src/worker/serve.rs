@@ -22,7 +22,8 @@ pub(super) async fn serve(worker: &Worker, vring: &Vring, slot: &Slot) -> u32 {
     };
     if readable < HEADER_BYTES as u64 || writable < 1 || !slot.read(0, &mut bytes) {
         let why = format!(
-            "a request of {readable} bytes to read and {writable} to write has no header or no status"
+            "a request of {readable} bytes to read and {writable} to write has no header or no \
+             status"
         );
         vring.set_broken(&worker.device, &why);
         return 0;

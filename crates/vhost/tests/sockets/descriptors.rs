@@ -26,7 +26,8 @@ if libc.mount(b'silent', path, b'fuse', 6, options):
     sys.exit(os.strerror(ctypes.get_errno()))
 init = os.read(device, 1 << 17)
 body = struct.pack('<IIIIHHIIHHI28x', 7, 31, 65536, 0, 16, 12, 65536, 1, 0, 0, 0)
-os.write(device, struct.pack('<IiQ', 16 + len(body), 0, struct.unpack_from('<Q', init, 8)[0]) + body)
+os.write(device, struct.pack('<IiQ', 16 + len(body), 0, struct.unpack_from('<Q', init, 8)[0]) + \
+body)
 print('mounted', flush=True)
 sys.stdin.read()
 libc.umount2(path, 2)

@@ -1,5 +1,5 @@
-//! Descriptors of front ends whose use or closing blocks. These tests fill the threads of the process
-//! that close, so they are apart from other devices.
+//! Descriptors of front ends whose use or closing blocks. These tests fill the threads of the
+//! process that close, so they are apart from other devices.
 
 mod closing;
 #[path = "../common/mod.rs"]

@@ -274,7 +274,7 @@ fn no_lock_of_a_file_stays_with_the_helper() {
 }
 
 #[test]
-fn duties_carry_these_orders_out() {
+fn tasks_carry_these_orders_out() {
     let world = World::new();
     let told = named(world.path("images")).expect("it is there");
     let (dev, ino) = told.1;

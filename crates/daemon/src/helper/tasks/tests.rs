@@ -11,7 +11,7 @@ fn told(tasks: &Tasks) -> Option<Tasks> {
 }
 
 #[test]
-fn duties_arrive_as_they_were_told() {
+fn tasks_arrive_as_they_were_told() {
     let files = vec![(PathBuf::from("/a b"), (1, 2)), (PathBuf::from("/c"), (3, u64::MAX))];
     let mount = Some((PathBuf::from("/mnt"), 77));
     let fronts = vec![PathBuf::from("/run/vm.sock")];

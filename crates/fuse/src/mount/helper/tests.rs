@@ -21,7 +21,8 @@ fn commas_and_backslashes_in_the_name_are_protected() {
     let text = option_text(&options("a,b\\c"));
     assert_eq!(
         text.to_str().expect("ASCII"),
-        "fsname=a\\,b\\\\c,subtype=ringdisk,max_read=1048576,default_permissions,noatime,nosuid,nodev,rw"
+        "fsname=a\\,b\\\\c,subtype=ringdisk,max_read=1048576,default_permissions,\
+         noatime,nosuid,nodev,rw"
     );
 }
 
@@ -36,7 +37,8 @@ fn read_only_and_allow_other_are_passed_on() {
 fn refusals_are_put_into_our_words() {
     let cases = [
         (
-            "fusermount3: option allow_other only allowed if 'user_allow_other' is set in /etc/fuse.conf",
+            "fusermount3: option allow_other only allowed if 'user_allow_other' is set in \
+             /etc/fuse.conf",
             ErrorKind::AllowOtherDenied,
         ),
         (

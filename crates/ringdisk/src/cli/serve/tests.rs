@@ -23,8 +23,10 @@ fn path(text: &str) -> Option<PathBuf> {
 #[test]
 fn one_disk_has_the_options_of_the_command_line() {
     let all = disks(
-        "disk.img -f raw --direct --vhost-user-blk s --queues 4 --queue-size 128 --threads 2 --cpus 0-1 --numa off \
-         --serial root --logical-block-size 4k --physical-block-size 64k --packed off --pin-guest-memory --on-error stop \
+        "disk.img -f raw --direct --vhost-user-blk s --queues 4 --queue-size 128 --threads 2 \
+         --cpus 0-1 --numa off \
+         --serial root --logical-block-size 4k --physical-block-size 64k --packed off \
+         --pin-guest-memory --on-error stop \
          --second-front-end refuse --socket-mode 660 --socket-group kvm",
     )
     .expect("parses");
@@ -59,7 +61,9 @@ fn disks_have_their_own_options_and_those_of_all() {
     let all = disks(
         "--cache none --queues 4 -f qcow2 --allow-path /x --read-only \
          --disk image=a,socket=a.sock,serial=one \
-         --disk image=b,,c,connect=b.sock,cache=unsafe,format=raw,read-only=off,allow-path=/y,allow-path=/z,lazy-refcounts \
+         --disk \
+         image=b,,c,connect=b.sock,cache=unsafe,format=raw,read-only=off,allow-path=/y,\
+         allow-path=/z,lazy-refcounts \
          --disk null=1G,read-zeroes,socket-fd=5,queues=1",
     )
     .expect("parses");

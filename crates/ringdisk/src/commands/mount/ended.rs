@@ -46,7 +46,8 @@ pub(super) fn ended_meanwhile(
     };
     let what = match ended {
         Some(Ended::Aborted) => {
-            "the connection was aborted (`umount -f`, or fusectl) while no process served the mount: requests that waited ended with errors, \
+            "the connection was aborted (`umount -f`, or fusectl) while no process served the \
+             mount: requests that waited ended with errors, \
              and what the users had not written yet is lost"
         }
         _ => "the mount was removed while no process served it",

@@ -101,8 +101,8 @@ impl<'a> Plan<'a> {
         Ok(Plan { args, image, mountpoint_shown, mountpoint, pidfile, kept, first, mark, is_taken })
     }
 
-    /// For a mount of a live process, which is to be taken over. Gives the number of its connection,
-    /// too.
+    /// For a mount of a live process, which is to be taken over. Gives the number of its
+    /// connection, too.
     ///
     /// Errors: there is no mount of ours.
     pub(super) fn taken(
@@ -148,8 +148,8 @@ impl<'a> Plan<'a> {
         words.shown(&args.disk, self.image.image.as_deref())
     }
 
-    /// Where the images of a disk that another process has handed over count by their names; `None`:
-    /// this process has opened them itself.
+    /// Where the images of a disk that another process has handed over count by their names;
+    /// `None`: this process has opened them itself.
     fn told_within(&self) -> Option<Reach> {
         let image = self.image.image.as_deref();
         self.is_taken.then(|| reach(&self.args.disk, image))
@@ -247,8 +247,10 @@ impl<'a> Plan<'a> {
             }
             let shown = shell_word(&self.mountpoint_shown);
             failure.hint(format!(
-                "the mount that was here was stopped and goes on until its last user has closed it: \
-                 `ringdisk ctl {shown} stats` says who that is, `ringdisk ctl {shown} stop --force` ends it"
+                "the mount that was here was stopped and goes on until its last user has closed \
+                 it: \
+                 `ringdisk ctl {shown} stats` says who that is, `ringdisk ctl {shown} stop \
+                 --force` ends it"
             ))
         })
     }

@@ -294,8 +294,8 @@ impl<'a> Serving<'a> {
         Ok(())
     }
 
-    /// Gets a helper process for what a confined process may not do. Gives what is to be taken away:
-    /// less, where there is none.
+    /// Gets a helper process for what a confined process may not do. Gives what is to be taken
+    /// away: less, where there is none.
     ///
     /// * `control_names`: of the control socket.
     ///
@@ -381,7 +381,8 @@ impl<'a> Serving<'a> {
             let (handle, notify) = (self.handle.clone(), Arc::clone(&self.notify));
             kept.watch(move || {
                 tracing::error!(
-                    "the process that keeps the mount is gone: the mount ends when nobody uses it any more"
+                    "the process that keeps the mount is gone: the mount ends when nobody uses it \
+                     any more"
                 );
                 notify.stopping("the process that keeps the mount is gone");
                 handle.stop();

@@ -122,7 +122,8 @@ impl<'a> Start<'a> {
         }
         if self.plan.wants_to_size_a_part(disk) && self.resumed.is_none() {
             terminal::note(
-                "the size of a part of a disk is fixed, so --growable and --resizable change nothing",
+                "the size of a part of a disk is fixed, so --growable and --resizable change \
+                 nothing",
             );
         }
         Ok(decision)

@@ -37,8 +37,10 @@ pub(super) fn watch(
         let found = helper::users().or_else(|| place.as_ref().map(mount_users::look));
         let text = found.unwrap_or_default().text(Some(open_files));
         terminal::warn(format_args!(
-            "{shown} is in use by {text}: it goes on without its name until they have closed it{most}, and then ends; \
-             a second signal, or `ringdisk ctl {shown} stop --force`, ends it at once, and what they have not written yet is lost"
+            "{shown} is in use by {text}: it goes on without its name until they have closed \
+             it{most}, and then ends; \
+             a second signal, or `ringdisk ctl {shown} stop --force`, ends it at once, and what \
+             they have not written yet is lost"
         ));
         notify.in_use(&format!("stopping; still in use by {text}"));
         if let Some(lock) = &lock {

@@ -66,8 +66,10 @@ mod tests {
         assert_eq!(
             qemu(&disks),
             "-object memory-backend-memfd,id=mem,size=4G,share=on -numa node,memdev=mem \
-             -chardev socket,id=disk0,path=/run/vm.sock,reconnect-ms=100 -device vhost-user-blk-pci,chardev=disk0,num-queues=4 \
-             -chardev 'socket,id=disk1,path=/run/a,, b,server=on,wait=off' -device vhost-user-blk-pci,chardev=disk1,num-queues=1"
+             -chardev socket,id=disk0,path=/run/vm.sock,reconnect-ms=100 -device \
+             vhost-user-blk-pci,chardev=disk0,num-queues=4 \
+             -chardev 'socket,id=disk1,path=/run/a,, b,server=on,wait=off' -device \
+             vhost-user-blk-pci,chardev=disk1,num-queues=1"
         );
     }
 }

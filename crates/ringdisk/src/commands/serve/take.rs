@@ -108,7 +108,8 @@ pub(in crate::commands) fn complain_of(lingering: &Lingering, disk: &Disk, name:
     let mut failure = Failure::new(Exit::General, text).context(name);
     if let Some(pid) = lingering.pid {
         failure = failure.hint(format!(
-            "the disk is served here; one that serves other disks, too, may go on, any other is ended with `kill -9 {pid}`"
+            "the disk is served here; one that serves other disks, too, may go on, any other is \
+             ended with `kill -9 {pid}`"
         ));
     }
     terminal::complain(&failure);
@@ -185,7 +186,8 @@ pub(in crate::commands) fn check_top(
     let hint = "if a command of yours put it on top, name its directory with --allow-path";
     if !is_led_to {
         let what = format!(
-            "the process that serves the disk hands over '{}', which is not the image of the command line, is no overlay that was made for it, and \
+            "the process that serves the disk hands over '{}', which is not the image of the \
+             command line, is no overlay that was made for it, and \
              is not where --allow-path allows",
             visible(&top.name().display().to_string())
         );
@@ -197,7 +199,8 @@ pub(in crate::commands) fn check_top(
     };
     if let Some(layer) = layers.iter().find(has_other_data) {
         let what = format!(
-            "the process that serves the disk hands over '{}', which names another data file than it did",
+            "the process that serves the disk hands over '{}', which names another data file than \
+             it did",
             visible(&layer.name().display().to_string())
         );
         return Err(Failure::new(Exit::Permission, what).hint(hint));

@@ -1,5 +1,5 @@
-//! The line to the helper process: nothing but what it was told of at the start can be had, whatever has
-//! become of names and numbers since.
+//! The line to the helper process: nothing but what it was told of at the start can be had,
+//! whatever has become of names and numbers since.
 
 use std::fs;
 use std::os::unix::ffi::OsStrExt;

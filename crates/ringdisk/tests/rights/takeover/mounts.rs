@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::{scratch, text};
-use ringdisk_testkit::process::{LIMIT, Process};
+use ringdisk_testkit::process::Process;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 use tempfile::TempDir;
@@ -19,7 +19,9 @@ use crate::common::{MIB, open};
 use crate::takeover::agent::Agent;
 use crate::takeover::mounted::{Taken, ready};
 use crate::takeover::others::{Others, identity, number};
-use crate::takeover::successor::{PATIENCE, Parcel, asked, listener, parcel_of, read_only, send};
+use crate::takeover::successor::{
+    Handed, SUCCESSOR_LIMIT, asked, handed_of, listener, read_only, send,
+};
 
 /// A mount whose process was taken over.
 struct Hostile {
@@ -45,29 +47,29 @@ impl Hostile {
     }
 
     /// What it would hand over, and the process, which runs no more.
-    fn parcel(&self) -> (Parcel, Agent) {
+    fn handed(&self) -> (Handed, Agent) {
         let pid = i32::try_from(self.mounted.process.pid()).ok().and_then(Pid::from_raw);
         kill_process(pid.expect("a pid"), Signal::CONT).expect("it lives");
-        let parcel = parcel_of(&self.path);
-        (parcel, Agent::over(self.mounted.process.pid()))
+        let handed = handed_of(&self.path);
+        (handed, Agent::over(self.mounted.process.pid()))
     }
 
-    fn successor(&self, parcel: &Parcel) -> (Process, UnixStream) {
+    fn successor(&self, handed: &Handed) -> (Process, UnixStream) {
         let process = Process::spawn(&mut self.mounted.successor(&[]));
         let stream = asked(&self.listener);
-        send(&stream, parcel.words.to_string().as_bytes(), &parcel.fds);
+        send(&stream, handed.words.to_string().as_bytes(), &handed.fds);
         (process, stream)
     }
 
     /// A successor gets this, and refuses it. The process that was taken over goes on.
     #[track_caller]
-    fn refuses(&self, what: &str, text: &str, change: impl FnOnce(&mut Parcel)) {
-        let (mut parcel, agent) = self.parcel();
-        change(&mut parcel);
-        let (process, stream) = self.successor(&parcel);
+    fn refuses(&self, what: &str, text: &str, change: impl FnOnce(&mut Handed)) {
+        let (mut handed, agent) = self.handed();
+        change(&mut handed);
+        let (process, stream) = self.successor(&handed);
         let said = (&stream).read(&mut [0]).unwrap_or(0);
         assert_eq!(said, 0, "{what} is taken: {}", process.output());
-        let finished = process.finish(PATIENCE);
+        let finished = process.finish(SUCCESSOR_LIMIT);
         let output = finished.output();
         assert!(finished.code().is_some_and(|code| code != 0), "{what}: {output}");
         assert!(!output.contains("panicked"), "{what}: {output}");
@@ -106,26 +108,26 @@ fn another_mount_is_not_taken() {
         ("one of no mount", "does not say which mount", nobodys),
         ("a file", "none of /dev/fuse", file),
     ] {
-        hostile.refuses(what, why, |parcel| {
-            let place = parcel.place("Device");
-            parcel.fds[place] = device;
+        hostile.refuses(what, why, |handed| {
+            let place = handed.place("Device");
+            handed.fds[place] = device;
         });
     }
     // With all that belongs to it.
     let connection = number(second.path());
     let mountpoint = text(second.path()).to_owned();
-    hostile.refuses("another mountpoint", "another mount", |parcel| {
-        parcel.words["mount"]["mountpoint"] = json!(mountpoint);
+    hostile.refuses("another mountpoint", "another mount", |handed| {
+        handed.words["mount"]["mountpoint"] = json!(mountpoint);
     });
-    hostile.refuses("another number", "another mount", |parcel| {
-        parcel.words["mount"]["connection"] = json!(connection);
-        let place = parcel.place("Device");
-        parcel.fds[place] = devices(second.process.pid()).pop().expect("one");
+    hostile.refuses("another number", "another mount", |handed| {
+        handed.words["mount"]["connection"] = json!(connection);
+        let place = handed.place("Device");
+        handed.fds[place] = devices(second.process.pid()).pop().expect("one");
     });
-    hostile.refuses("no descriptor", "no descriptor of the mount", |parcel| {
-        let place = parcel.place("Device");
-        parcel.fds.remove(place);
-        parcel.words["roles"].as_array_mut().expect("roles").remove(place);
+    hostile.refuses("no descriptor", "no descriptor of the mount", |handed| {
+        let place = handed.place("Device");
+        handed.fds.remove(place);
+        handed.words["roles"].as_array_mut().expect("roles").remove(place);
     });
     others.assert_same();
     drop(second.stop());
@@ -140,16 +142,16 @@ fn another_image_is_not_served() {
     let hostile = Hostile::new();
     let others = Others::new();
     let secret = others.path("secret");
-    hostile.refuses("a secret", "--allow-path", |parcel| {
-        parcel.with_image(read_only(&secret), identity(&secret), true);
+    hostile.refuses("a secret", "--allow-path", |handed| {
+        handed.with_image(read_only(&secret), identity(&secret), true);
     });
     let neighbour = hostile.directory.path().join("neighbour");
     images::raw(&neighbour, 8 * MIB, 2);
-    hostile.refuses("a neighbour", "--allow-path", |parcel| {
-        parcel.with_image(open(&neighbour).into(), identity(&neighbour), false);
+    hostile.refuses("a neighbour", "--allow-path", |handed| {
+        handed.with_image(open(&neighbour).into(), identity(&neighbour), false);
     });
-    hostile.refuses("an image to read", "ringdisk: error", |parcel| {
-        parcel.with_image(read_only(&hostile.image), identity(&hostile.image), false);
+    hostile.refuses("an image to read", "ringdisk: error", |handed| {
+        handed.with_image(read_only(&hostile.image), identity(&hostile.image), false);
     });
     others.assert_same();
     hostile.end();
@@ -169,8 +171,8 @@ fn words_that_make_no_sense_are_refused() {
         ("/roles", json!([]), "it names 0"),
         ("/disk", json!("{}"), "ringdisk: error"),
     ] {
-        hostile.refuses(at, why, |parcel| {
-            *parcel.words.pointer_mut(at).expect("a field") = value;
+        hostile.refuses(at, why, |handed| {
+            *handed.words.pointer_mut(at).expect("a field") = value;
         });
     }
     hostile.end();
@@ -183,18 +185,18 @@ fn a_file_of_the_user_below_the_mount_stays() {
         return;
     }
     let hostile = Hostile::new();
-    let (mut parcel, agent) = hostile.parcel();
+    let (mut handed, agent) = hostile.handed();
     // The file that the mount hides is shown once more, and filled, as if it had never been empty.
-    let lock = parcel.place("Lock");
-    let below = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&parcel.fds[lock]));
+    let lock = handed.place("Lock");
+    let below = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&handed.fds[lock]));
     fs::write(Path::new(&below), "the user's").expect("root may");
     let id = identity(Path::new(&below));
-    parcel.words["mount"]["made"] = json!([id.0, id.1]);
-    parcel.words["file"]["since_s"] = json!(u64::MAX);
-    parcel.words["file"]["open_files"] = json!(0);
-    parcel.words["file"]["mode"] = json!(0o600);
-    let (process, mut stream) = hostile.successor(&parcel);
-    drop(parcel);
+    handed.words["mount"]["made"] = json!([id.0, id.1]);
+    handed.words["file"]["since_s"] = json!(u64::MAX);
+    handed.words["file"]["open_files"] = json!(0);
+    handed.words["file"]["mode"] = json!(0o600);
+    let (process, mut stream) = hostile.successor(&handed);
+    drop(handed);
     let mut word = [0];
     stream.read_exact(&mut word).expect("it is ready");
     stream.write_all(b"G").expect("it goes");
@@ -204,7 +206,7 @@ fn a_file_of_the_user_below_the_mount_stays() {
     let path = hostile.mounted.path().to_owned();
     open(&path).write_all_at(b"served", 0).expect("a write");
     process.signal(Signal::TERM);
-    let finished = process.finish(LIMIT);
+    let finished = process.finish(SUCCESSOR_LIMIT);
     assert_eq!(finished.code(), Some(0), "{}", finished.output());
     assert_eq!(fs::read(&path).expect("it stays"), b"the user's");
 }

@@ -1,6 +1,6 @@
 //! What a process that was taken over hands to its successor (`serve --upgrade`).
 //!
-//! The parcel is a real one, which this test got by asking as a successor does; it comes changed,
+//! The handed is a real one, which this test got by asking as a successor does; it comes changed,
 //! over the socket of the process itself.
 
 use std::fs::{self, File};
@@ -29,16 +29,16 @@ use crate::takeover::agent::Agent;
 use crate::takeover::others::{Others, identity, with_data_file};
 
 /// A successor gives up after the time that the slowest honest process may take: 40 s.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const SUCCESSOR_LIMIT: Duration = Duration::from_secs(60);
 
 /// Words and descriptors.
-pub(crate) struct Parcel {
+pub(crate) struct Handed {
     pub(crate) words: Value,
     pub(crate) fds: Vec<OwnedFd>,
 }
 
 /// The role of each descriptor.
-impl Parcel {
+impl Handed {
     pub(crate) fn place(&self, role: &str) -> usize {
         let roles = self.words["roles"].as_array().expect("roles");
         roles.iter().position(|one| one == role || one.get(role).is_some()).expect("a descriptor")
@@ -97,11 +97,11 @@ fn is_ready(socket: &UnixListener) -> bool {
 }
 
 /// Asks for the disk as a successor does, and lets it go on.
-pub(crate) fn parcel_of(path: &Path) -> Parcel {
+pub(crate) fn handed_of(path: &Path) -> Handed {
     let mut stream = UnixStream::connect(path).expect("it listens");
     stream.write_all(b"A\x02\0\0\0{}").expect("it listens");
     let mut numbers = [0; 8];
-    stream.read_exact(&mut numbers).expect("a parcel");
+    stream.read_exact(&mut numbers).expect("a handed");
     let number = |at: usize| u32::from_le_bytes(numbers[at..at + 4].try_into().expect("four"));
     let (len, count) = (number(0) as usize, number(4) as usize);
     assert!(count < 253, "one lot");
@@ -119,7 +119,7 @@ pub(crate) fn parcel_of(path: &Path) -> Parcel {
     let mut words = vec![0; len];
     stream.read_exact(&mut words).expect("words");
     assert_eq!(fds.len(), count);
-    Parcel { words: serde_json::from_slice(&words).expect("JSON"), fds }
+    Handed { words: serde_json::from_slice(&words).expect("JSON"), fds }
 }
 
 fn send_lot(stream: &UnixStream, fds: &[OwnedFd]) {
@@ -170,21 +170,21 @@ struct Taken {
 }
 
 impl Taken {
-    fn new() -> (Taken, Parcel) {
+    fn new() -> (Taken, Handed) {
         Taken::after("raw", |_| ())
     }
 
     /// * `change`: what a user does before.
-    fn after(format: &'static str, change: impl FnOnce(&Place)) -> (Taken, Parcel) {
+    fn after(format: &'static str, change: impl FnOnce(&Place)) -> (Taken, Handed) {
         let place = Place::new(format);
         let daemon = place.start(&[]);
         change(&place);
         let agent = Agent::over(daemon.process.pid());
         let (listener, path) = listener(&agent, successor_of(&place.socket));
         agent.goes_on();
-        let parcel = parcel_of(&path);
+        let handed = handed_of(&path);
         let agent = Agent::over(daemon.process.pid());
-        (Taken { place, daemon, agent, listener, path }, parcel)
+        (Taken { place, daemon, agent, listener, path }, handed)
     }
 
     /// A successor, and the stream that it has asked on.
@@ -205,7 +205,7 @@ impl Taken {
         let mut word = [0];
         let said = (&stream).read(&mut word).unwrap_or(0);
         assert_eq!(said, 0, "{what} is taken: {}", process.output());
-        let finished = process.finish(PATIENCE);
+        let finished = process.finish(SUCCESSOR_LIMIT);
         let output = finished.output();
         assert!(finished.code().is_some_and(|code| code != 0), "{what}: {output}");
         assert!(!output.contains("panicked"), "{what}: {output}");
@@ -255,10 +255,10 @@ fn another_file_as_the_image_is_not_served() {
         ("a file of the system", read_only(status), identity_of(&read_only(status)), true),
     ];
     for (what, file, id, is_read_only) in files {
-        let mut parcel = fresh(&taken);
-        parcel.with_image(file, id, is_read_only);
+        let mut handed = fresh(&taken);
+        handed.with_image(file, id, is_read_only);
         taken.refuses(what, |stream| {
-            send(stream, parcel.words.to_string().as_bytes(), &parcel.fds);
+            send(stream, handed.words.to_string().as_bytes(), &handed.fds);
         });
         others.assert_same();
     }
@@ -279,19 +279,19 @@ fn a_neighbour_as_the_image_is_not_served() {
     for path in [&neighbour, &deep] {
         fs::write(path, vec![7; 8 << 20]).expect("an image");
         let file = File::options().read(true).write(true).open(path).expect("there");
-        let mut parcel = fresh(&taken);
-        parcel.with_image(file.into(), identity(path), false);
+        let mut handed = fresh(&taken);
+        handed.with_image(file.into(), identity(path), false);
         let finished = taken.refuses("a neighbour", |stream| {
-            send(stream, parcel.words.to_string().as_bytes(), &parcel.fds);
+            send(stream, handed.words.to_string().as_bytes(), &handed.fds);
         });
         assert!(finished.stderr.contains("--allow-path"), "{}", finished.output());
     }
     // The right image, which cannot be written by what is handed over.
-    let mut parcel = fresh(&taken);
+    let mut handed = fresh(&taken);
     let image = taken.place.image.clone();
-    parcel.with_image(read_only(&image), identity(&image), false);
+    handed.with_image(read_only(&image), identity(&image), false);
     taken.refuses("an image to read", |stream| {
-        send(stream, parcel.words.to_string().as_bytes(), &parcel.fds);
+        send(stream, handed.words.to_string().as_bytes(), &handed.fds);
     });
     taken.end();
 }
@@ -303,10 +303,10 @@ fn a_process_that_does_not_end_is_named_with_what_it_has() {
         return;
     }
     let (taken, _) = Taken::new();
-    let parcel = fresh(&taken);
+    let handed = fresh(&taken);
     let (process, mut stream) = taken.successor(&[]);
-    send(&stream, parcel.words.to_string().as_bytes(), &parcel.fds);
-    drop(parcel);
+    send(&stream, handed.words.to_string().as_bytes(), &handed.fds);
+    drop(handed);
     let mut word = [0];
     stream.read_exact(&mut word).expect("it is ready");
     stream.write_all(b"G").expect("it goes");
@@ -316,7 +316,7 @@ fn a_process_that_does_not_end_is_named_with_what_it_has() {
     // It is in its sandbox after 8 s.
     let new = Daemon { process };
     let said = || new.process.output().contains("it still has open").then_some(());
-    ringdisk_testkit::process::until(PATIENCE, said)
+    ringdisk_testkit::process::until(SUCCESSOR_LIMIT, said)
         .unwrap_or_else(|| panic!("{}", new.process.output()));
     for part in [format!("(pid {pid})"), text(&place.image).to_owned()] {
         assert!(new.process.output().contains(&part), "{part}: {}", new.process.output());
@@ -327,14 +327,14 @@ fn a_process_that_does_not_end_is_named_with_what_it_has() {
     new.ready().stop(&[&place.socket]);
 }
 
-/// Another parcel of the same process.
-fn fresh(taken: &Taken) -> Parcel {
+/// Another handed of the same process.
+fn fresh(taken: &Taken) -> Handed {
     let pid = taken.daemon.process.pid();
     let pid = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw).expect("a pid");
     rustix::process::kill_process(pid, rustix::process::Signal::CONT).expect("it lives");
-    let parcel = parcel_of(&taken.path);
+    let handed = handed_of(&taken.path);
     drop(Agent::over(taken.daemon.process.pid()));
-    parcel
+    handed
 }
 
 #[test]
@@ -347,26 +347,26 @@ fn descriptors_that_are_not_what_they_are_called_are_refused() {
     // Closing one may wait for its other end.
     let network = std::net::TcpListener::bind("127.0.0.1:0").expect("a socket");
     for role in ["Listener", "Call", "Error", "Region", "Log", "LogEvent", "Channel", "Inflight"] {
-        let mut parcel = fresh(&taken);
+        let mut handed = fresh(&taken);
         let odd = network.as_fd().try_clone_to_owned().expect("a copy");
         let named = match role {
             "Call" | "Error" => json!({role: 0}),
             _ => json!(role),
         };
-        let roles = parcel.words["roles"].as_array_mut().expect("roles");
+        let roles = handed.words["roles"].as_array_mut().expect("roles");
         match roles.iter().position(|one| *one == named) {
-            Some(place) => parcel.fds[place] = odd,
+            Some(place) => handed.fds[place] = odd,
             None => {
                 roles.push(named);
-                parcel.fds.push(odd);
+                handed.fds.push(odd);
             }
         }
         if role == "Region" {
-            parcel.words["regions"] =
+            handed.words["regions"] =
                 json!([{"guest_addr": 0, "user_addr": 0, "size": 4096, "mmap_offset": 0}]);
         }
         let finished = taken.refuses(role, |stream| {
-            send(stream, parcel.words.to_string().as_bytes(), &parcel.fds);
+            send(stream, handed.words.to_string().as_bytes(), &handed.fds);
         });
         assert!(finished.stderr.contains("is a network socket"), "{}", finished.output());
     }
@@ -379,8 +379,8 @@ fn words_and_numbers_that_do_not_fit_are_refused() {
     if !needs_root() {
         return;
     }
-    let (taken, parcel) = Taken::new();
-    let words = parcel.words.to_string();
+    let (taken, handed) = Taken::new();
+    let words = handed.words.to_string();
     let deep = format!("{}{}", "[".repeat(100_000), "]".repeat(100_000));
     let numbers = |words: u32, fds: u32| [words.to_le_bytes(), fds.to_le_bytes()].concat();
     let raw = |bytes: Vec<u8>| move |mut stream: &UnixStream| drop(stream.write_all(&bytes));
@@ -390,12 +390,12 @@ fn words_and_numbers_that_do_not_fit_are_refused() {
         drop((&mut &*stream).write_all(&numbers(100, 0)));
         drop(stream.shutdown(std::net::Shutdown::Write));
     });
-    taken.refuses("fewer descriptors", |stream| send(stream, words.as_bytes(), &parcel.fds[1..]));
+    taken.refuses("fewer descriptors", |stream| send(stream, words.as_bytes(), &handed.fds[1..]));
     taken.refuses("none", |stream| send(stream, words.as_bytes(), &[]));
     taken.refuses("a lot with more than were said", |mut stream| {
         let _ = stream.write_all(&numbers(u32::try_from(words.len()).expect("few"), 1));
-        send_lot(stream, &parcel.fds);
-        send_lot(stream, &parcel.fds);
+        send_lot(stream, &handed.fds);
+        send_lot(stream, &handed.fds);
         let _ = stream.write_all(words.as_bytes());
     });
     taken.refuses("lots without descriptors", |mut stream| {
@@ -403,27 +403,30 @@ fn words_and_numbers_that_do_not_fit_are_refused() {
         send_lot(stream, &[]);
         let _ = stream.write_all(words.as_bytes());
     });
-    taken.refuses("rubbish", |stream| send(stream, &[0xff; 999], &parcel.fds));
-    taken.refuses("depth", |stream| send(stream, deep.as_bytes(), &parcel.fds));
+    taken.refuses("rubbish", |stream| send(stream, &[0xff; 999], &handed.fds));
+    taken.refuses("depth", |stream| send(stream, deep.as_bytes(), &handed.fds));
     for (at, value) in [
         ("/version", json!(2)),
         ("/log", json!([u64::MAX, u64::MAX])),
         (
             "/inflight",
-            json!({"size": u64::MAX, "offset": 1, "queues": 65535, "queue_size": 65535, "packed": true}),
+            json!({"size": u64::MAX, "offset": 1, "queues": 65535, "queue_size": 65535,
+                   "packed": true}),
         ),
         (
             "/regions",
-            json!([{"guest_addr": u64::MAX, "user_addr": u64::MAX, "size": u64::MAX, "mmap_offset": u64::MAX}]),
+            json!([{"guest_addr": u64::MAX, "user_addr": u64::MAX, "size": u64::MAX,
+                    "mmap_offset": u64::MAX}]),
         ),
         (
             "/session",
-            json!({"features": u64::MAX, "protocol_features": u64::MAX, "status": 255, "regions": [[0, 1, 2]], "vrings": []}),
+            json!({"features": u64::MAX, "protocol_features": u64::MAX, "status": 255,
+                   "regions": [[0, 1, 2]], "vrings": []}),
         ),
         ("/disk", json!("{}")),
     ] {
-        let mut parcel = fresh(&taken);
-        *parcel.words.pointer_mut(at).expect("a field") = value;
+        let mut handed = fresh(&taken);
+        *handed.words.pointer_mut(at).expect("a field") = value;
         let descriptor = match at {
             "/log" => Some("Log"),
             "/inflight" => Some("Inflight"),
@@ -432,14 +435,14 @@ fn words_and_numbers_that_do_not_fit_are_refused() {
             _ => None,
         };
         if let Some(role) = descriptor {
-            parcel.words["roles"].as_array_mut().expect("roles").push(json!(role));
+            handed.words["roles"].as_array_mut().expect("roles").push(json!(role));
             let fd = match role {
                 "Connection" => UnixStream::pair().expect("sockets").0.into(),
                 _ => memory(),
             };
-            parcel.fds.push(fd);
+            handed.fds.push(fd);
         }
-        taken.refuses(at, |stream| send(stream, parcel.words.to_string().as_bytes(), &parcel.fds));
+        taken.refuses(at, |stream| send(stream, handed.words.to_string().as_bytes(), &handed.fds));
     }
     for (at, value) in [
         ("/layers", json!([])),
@@ -448,9 +451,9 @@ fn words_and_numbers_that_do_not_fit_are_refused() {
         ("/layers/0/kind", json!({"qcow2": []})),
         ("/layers/0/kind", json!({"raw": [u64::MAX, u64::MAX]})),
     ] {
-        let mut parcel = fresh(&taken);
-        parcel.change_disk(|disk| *disk.pointer_mut(at).expect("a field") = value);
-        taken.refuses(at, |stream| send(stream, parcel.words.to_string().as_bytes(), &parcel.fds));
+        let mut handed = fresh(&taken);
+        handed.change_disk(|disk| *disk.pointer_mut(at).expect("a field") = value);
+        taken.refuses(at, |stream| send(stream, handed.words.to_string().as_bytes(), &handed.fds));
     }
     taken.end();
 }
@@ -463,15 +466,15 @@ fn directories_that_are_named_are_not_the_successors() {
     }
     let others = Others::new();
     let (taken, _) = Taken::new();
-    let mut parcel = fresh(&taken);
+    let mut handed = fresh(&taken);
     let elsewhere = others.path("memory");
-    parcel.change_disk(|disk| {
+    handed.change_disk(|disk| {
         disk["layers"][0]["directory"] = json!(text(&elsewhere));
         disk["layers"][0]["full-backing-name"] = json!(text(&others.path("secret")));
     });
     let (process, mut stream) = taken.successor(&[]);
-    send(&stream, parcel.words.to_string().as_bytes(), &parcel.fds);
-    drop(parcel);
+    send(&stream, handed.words.to_string().as_bytes(), &handed.fds);
+    drop(handed);
     let mut word = [0];
     stream.read_exact(&mut word).expect("it is ready");
     assert_eq!(&word, b"R");
@@ -501,21 +504,21 @@ fn another_data_file_of_an_image_below_the_top_is_not_served() {
     for path in [&secret, &evil] {
         fs::write(path, vec![7; 1 << 20]).expect("a file");
     }
-    let mut parcel = fresh(&taken);
+    let mut handed = fresh(&taken);
     // It has its image open to write, from before the snapshot.
     let forged = with_data_file(&secret, &made);
     let image = File::options().write(true).open(&taken.place.image).expect("there");
     image.write_all_at(&forged, 0).expect("write");
     let (device, inode) = identity(&evil);
-    parcel.change_disk(|disk| {
+    handed.change_disk(|disk| {
         let layer = &mut disk["layers"][1];
         layer["data-name"] = layer["name"].clone();
         layer["files"].as_array_mut().expect("files").push(json!([device, inode, 1]));
     });
-    parcel.words["roles"].as_array_mut().expect("roles").push(json!("Image"));
-    parcel.fds.push(read_only(&evil));
+    handed.words["roles"].as_array_mut().expect("roles").push(json!("Image"));
+    handed.fds.push(read_only(&evil));
     let finished = taken.refuses("another data file", |stream| {
-        send(stream, parcel.words.to_string().as_bytes(), &parcel.fds);
+        send(stream, handed.words.to_string().as_bytes(), &handed.fds);
     });
     assert!(finished.stderr.contains("another data file"), "{}", finished.output());
     taken.end();

@@ -83,7 +83,8 @@ impl Control {
         if new > 0 {
             let name = &self.device.name;
             tracing::error!(
-                "{name}: {new} requests failed for the guest with I/O errors in the host kernel, whose log may say where and why"
+                "{name}: {new} requests failed for the guest with I/O errors in the host kernel, \
+                 whose log may say where and why"
             );
         }
     }

@@ -75,21 +75,24 @@ impl fmt::Display for Obstacle {
             }
             Obstacle::Align(bytes) => write!(
                 f,
-                "direct I/O on the image wants blocks of {bytes} bytes (--logical-block-size {bytes})"
+                "direct I/O on the image wants blocks of {bytes} bytes (--logical-block-size \
+                 {bytes})"
             ),
             Obstacle::Engine => f.write_str(
                 "bios are for block devices, and the image is a file (--accel-engine kiocb)",
             ),
             Obstacle::Odd { size, block } => write!(
                 f,
-                "the image has {size} bytes, which is no multiple of its blocks of {block} (`ringdisk resize` mends that)"
+                "the image has {size} bytes, which is no multiple of its blocks of {block} \
+                 (`ringdisk resize` mends that)"
             ),
             Obstacle::Packed => f.write_str("the driver has packed virtqueues (--packed off)"),
             Obstacle::Legacy => f.write_str("the driver does not know VIRTIO_F_VERSION_1"),
             Obstacle::Logged => f.write_str("the guest is being migrated"),
             Obstacle::Regions { regions, max } => write!(
                 f,
-                "the guest's memory has {regions} regions, and vhost takes {max} (its parameter max_mem_regions)"
+                "the guest's memory has {regions} regions, and vhost takes {max} (its parameter \
+                 max_mem_regions)"
             ),
             Obstacle::Size { size, max } => {
                 write!(f, "a virtqueue has {size} descriptors, and the module takes {max}")

@@ -308,7 +308,8 @@ proptest! {
         peer.set_up_if(ready);
         peer.mock.refuse = refuse.into_iter().collect();
         for (number, flags, payload, count) in messages {
-            let header = Header { request: number, flags, size: u32::try_from(payload.len()).unwrap() };
+            let header = Header { request: number, flags,
+            size: u32::try_from(payload.len()).unwrap() };
             let result = peer.session.handle(&mut peer.mock, &header, &payload, fds(count));
             match result {
                 Ok(answer) => {
