@@ -196,6 +196,11 @@ impl Handle {
     pub(crate) fn stop(&self) {
         self.stop.stop();
     }
+
+    /// Whether one was asked for.
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.stop.is_stopped()
+    }
 }
 
 impl Serving for Handle {

@@ -516,7 +516,10 @@ impl Running {
         drop(self.control);
         // Who has taken the disk may use its names. With the last disk it gets the pid file, too,
         // which is free when this process has ended.
-        let successor = self.successor.and_then(SuccessorSocket::end);
+        let successor = self.successor.and_then(|successor| match handle.is_stopped() {
+            true => successor.end_with_stop(),
+            false => successor.end(),
+        });
         if left.fetch_sub(1, Ordering::AcqRel) == 1 {
             std::mem::forget(successor);
         }

@@ -440,6 +440,29 @@ fn a_process_that_is_stopped_and_goes_on_while_it_listens_to_its_successor_still
 }
 
 #[test]
+fn a_stop_in_the_middle_of_it_is_the_successors() {
+    if !needs_root() {
+        return;
+    }
+    let place = Place::new("raw");
+    let old = place.start(&[]);
+    let mut stream = UnixStream::connect(successor_of(&place.socket)).expect("it listens");
+    stream.write_all(ASK).expect("it listens");
+    // The length of the words; the number of descriptors, which come with one byte.
+    let mut numbers = [0; 8];
+    stream.read_exact(&mut numbers).expect("a state");
+    let len = u32::from_le_bytes(numbers[..4].try_into().expect("four"));
+    stream.read_exact(&mut vec![0; len as usize + 1]).expect("a state");
+    old.process.signal(Signal::TERM);
+    std::thread::sleep(Duration::from_millis(200));
+    stream.write_all(b"R").expect("it waits");
+    let mut said = Vec::new();
+    stream.read_to_end(&mut said).expect("its end");
+    assert_eq!(said, b"GS");
+    old.ends(0);
+}
+
+#[test]
 fn a_disk_that_is_being_migrated_stays() {
     let place = Place::new("raw");
     let old = place.start(&[]);

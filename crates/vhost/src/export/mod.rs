@@ -61,6 +61,12 @@ impl StopHandle {
     pub fn stop(&self) {
         self.0.stop();
     }
+
+    /// Whether one was asked for.
+    #[must_use]
+    pub fn is_stopped(&self) -> bool {
+        self.0.is_stopped()
+    }
 }
 
 /// Hands an export over to another process, from any thread; also after its end.

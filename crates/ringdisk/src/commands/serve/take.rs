@@ -80,6 +80,9 @@ pub(super) fn take_over(plans: Vec<Plan<'_>>, watcher: &Watcher) -> Result<Vec<R
         if let Some(lingering) = predecessor.wait(since) {
             complain_of(&lingering, &disk, &placed.name);
         }
+        if predecessor.was_stopped() {
+            served.handle().stop();
+        }
         if let Some(path) = placed.path.as_deref().filter(|_| makes) {
             placed.made = MadeSocket::adopt(path).ok();
         }
