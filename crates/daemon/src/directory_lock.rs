@@ -18,7 +18,7 @@ pub const START: Duration = Duration::from_secs(5);
 /// How long an end waits: the names are its own, and looked at before they go.
 pub const END: Duration = Duration::from_millis(500);
 /// How often one looks.
-const LOOK: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Locks a directory until the value is dropped. `None`: it cannot be read, or others have had its
 /// lock for all of this time.
@@ -29,7 +29,7 @@ pub fn lock(directory: &Path, limit: Duration) -> Option<File> {
     loop {
         match flock(&directory, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => return Some(directory),
-            Err(Errno::WOULDBLOCK) if Instant::now() < end => thread::sleep(LOOK),
+            Err(Errno::WOULDBLOCK) if Instant::now() < end => thread::sleep(POLL_INTERVAL),
             Err(Errno::INTR) => {}
             Err(_) => return None,
         }
@@ -50,7 +50,7 @@ mod tests {
         assert!(begun.elapsed() >= END);
         let path = directory.path().to_owned();
         let waits = thread::spawn(move || lock(&path, Duration::from_secs(60)).is_some());
-        thread::sleep(LOOK * 4);
+        thread::sleep(POLL_INTERVAL * 4);
         assert!(!waits.is_finished());
         drop(first);
         assert!(waits.join().expect("no panic"));

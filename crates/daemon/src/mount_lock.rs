@@ -18,7 +18,7 @@ use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 
 /// How often one looks.
-const LOOK: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Holds the lock of the file at `mountpoint`, before it is mounted on, until the value is dropped.
 pub fn hold(mountpoint: &Path) -> Option<File> {
@@ -53,7 +53,7 @@ pub fn wait(mountpoint: &Path, limit: Duration) -> bool {
         if Instant::now() >= end {
             return false;
         }
-        thread::sleep(LOOK);
+        thread::sleep(POLL_INTERVAL);
     }
 }
 
@@ -72,13 +72,13 @@ mod tests {
     fn the_end_of_the_holder_ends_the_wait() {
         let directory = tempfile::tempdir().expect("directory");
         let path = directory.path().join("disk");
-        assert!(hold(&path).is_none() && wait(&path, LOOK), "a file that is not there");
+        assert!(hold(&path).is_none() && wait(&path, POLL_INTERVAL), "a file that is not there");
         std::fs::write(&path, "").expect("write");
         let held = hold(&path).expect("free");
         assert!(hold(&path).is_none());
-        assert!(!wait(&path, LOOK), "it is held");
+        assert!(!wait(&path, POLL_INTERVAL), "it is held");
         let waiting = thread::spawn(move || wait(&path, Duration::from_secs(60)));
-        thread::sleep(LOOK * 4);
+        thread::sleep(POLL_INTERVAL * 4);
         assert!(!waiting.is_finished());
         drop(held);
         assert!(waiting.join().expect("no panic"));
@@ -92,6 +92,6 @@ mod tests {
         let _held = hold(&path("other")).expect("free");
         std::os::unix::fs::symlink("other", path("disk")).expect("a link");
         assert!(hold(&path("disk")).is_none());
-        assert!(wait(&path("disk"), LOOK), "the file that it leads to is held");
+        assert!(wait(&path("disk"), POLL_INTERVAL), "the file that it leads to is held");
     }
 }

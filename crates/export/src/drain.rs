@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use ringdisk_ring::{Parker, Ring};
 
 /// How often the control thread looks whether requests are still in flight.
-const LOOK: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Which requests a queue takes: all, or none while it is held.
 ///
@@ -102,7 +102,7 @@ pub fn wait_drained(in_flight: impl Fn() -> usize, limit: Duration) -> Result<()
         match in_flight() {
             0 => return Ok(()),
             count if Instant::now() >= deadline => return Err(count),
-            _ => std::thread::sleep(LOOK),
+            _ => std::thread::sleep(POLL_INTERVAL),
         }
     }
 }

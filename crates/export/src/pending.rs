@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::{Error, ErrorKind};
 
 /// How often a thread that waits calls its function.
-const LOOK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// An answer that may not be there yet.
 #[derive(Debug)]
@@ -36,7 +36,7 @@ impl<T> Pending<T> {
     /// Errors: [`Gone`].
     pub fn wait(self, mut idle: impl FnMut() -> bool) -> Result<T, Gone> {
         loop {
-            match self.0.recv_timeout(LOOK) {
+            match self.0.recv_timeout(POLL_INTERVAL) {
                 Ok(answer) => return Ok(answer),
                 Err(RecvTimeoutError::Timeout) if idle() => {}
                 Err(_) => return Err(Gone),

@@ -28,7 +28,7 @@ use crate::{Error, Pending};
 
 /// How often a thread that waits for the end of a queue thread calls the function that it was given
 /// for that.
-const LOOK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 thread_local! {
     /// The [`QueueWork::Local`] of this queue thread.
@@ -203,9 +203,9 @@ impl<W: QueueWork> QueueThread<W> {
     pub fn join(&mut self, deadline: Instant, idle: impl Fn()) -> bool {
         let has_ended = loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            match self.ended.recv_timeout(left.min(LOOK)) {
+            match self.ended.recv_timeout(left.min(POLL_INTERVAL)) {
                 Ok(()) => break true,
-                Err(RecvTimeoutError::Timeout) if left > LOOK => idle(),
+                Err(RecvTimeoutError::Timeout) if left > POLL_INTERVAL => idle(),
                 Err(_) => break false,
             }
         };

@@ -47,15 +47,15 @@ const LOOK_AGAIN: Duration = Duration::from_millis(20);
 /// as taken.
 const QUIET: Duration = Duration::from_millis(100);
 /// How often the keeper looks whether requests are still in flight.
-const LOOK: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// How long a mount may be busy because of a client that is about to close it: a program that has
 /// just ended, whose RELEASE is on its way.
 const CLOSING: Duration = Duration::from_millis(300);
 /// How often a stopped mount that is in use is looked at: whether its last user has closed it, and
 /// whether the time is up.
-const IN_USE_LOOK: Duration = Duration::from_millis(50);
+const IN_USE_POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// How often the last flush looks whether the end is to come at once.
-const LAST_FLUSH_LOOK: Duration = Duration::from_millis(100);
+const LAST_FLUSH_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Called with the number of open files when a stop has to wait for clients.
 type InUse = Box<dyn Fn(u64) + Send + Sync>;
@@ -154,7 +154,7 @@ impl Keeper {
         loop {
             let looks = self.look_until.is_some_and(|end| Instant::now() < end);
             let pause = self.io_timeout.map(|limit| (limit / 4).max(Duration::from_millis(1)));
-            let drains = draining.map(|_| IN_USE_LOOK);
+            let drains = draining.map(|_| IN_USE_POLL_INTERVAL);
             let pause = [pause, drains, looks.then_some(LOOK_AGAIN)].into_iter().flatten().min();
             let event = match pause {
                 None => self.events.recv().map_err(|_| RecvTimeoutError::Disconnected),
@@ -240,7 +240,7 @@ impl Keeper {
         let unmounted = loop {
             match self.mount.unmount(Unmount::Normal) {
                 Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < deadline => {
-                    std::thread::sleep(LOOK);
+                    std::thread::sleep(POLL_INTERVAL);
                 }
                 result => break result.is_ok(),
             }
@@ -259,7 +259,7 @@ impl Keeper {
                 }
                 return false;
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
         if unmounted {
             return self.closes();
@@ -463,7 +463,7 @@ impl Keeper {
                 quiet_at = Instant::now() + QUIET;
             }
             self.queues.iter().for_each(FuseThread::look_again);
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 
@@ -503,9 +503,9 @@ impl Keeper {
             let end = Instant::now() + (limit - quiet);
             loop {
                 let left = end.saturating_duration_since(Instant::now());
-                match ring.within(left.min(LAST_FLUSH_LOOK), flush.as_mut()).await {
+                match ring.within(left.min(LAST_FLUSH_POLL_INTERVAL), flush.as_mut()).await {
                     Ok(result) => return Ok(result),
-                    Err(late) if left <= LAST_FLUSH_LOOK || self.is_forced_meanwhile() => {
+                    Err(late) if left <= LAST_FLUSH_POLL_INTERVAL || self.is_forced_meanwhile() => {
                         return Err(late);
                     }
                     Err(_) => {}

@@ -5,7 +5,7 @@
 
 /// Bytes of a sector: the unit of disk sizes and of the lengths of compressed clusters, and what a
 /// disk writes in one piece or not at all.
-pub(crate) const SECTOR: u64 = 512;
+pub const SECTOR: u64 = 512;
 /// The same as a length in memory.
 pub(crate) const SECTOR_LEN: usize = 512;
 /// Smallest `cluster_bits` of the specification: clusters of 512 bytes.

@@ -15,12 +15,10 @@ use ringdisk_daemon::terminal::visible;
 use ringdisk_disk::Format;
 use ringdisk_disk::name::FileName;
 use ringdisk_disk::names_note::{Names, renew};
+use ringdisk_qcow2::limits::SECTOR;
 use ringdisk_qcow2::{CompressionType, CreateOptions, Preallocation};
 use ringdisk_ring::Ring;
 use ringdisk_storage::{OpenOptions, Storage};
-
-/// A sector: QEMU counts the length of disks in them.
-pub(crate) const SECTOR: u64 = 512;
 
 /// Options of qcow2 in the order of qemu-img's lines, with what they mean.
 const QCOW2: [(&str, &str); 12] = [

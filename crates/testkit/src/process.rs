@@ -17,7 +17,7 @@ use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 /// Enough for every single command of the tests, also on a busy machine with two CPUs.
 pub const LIMIT: Duration = Duration::from_secs(60);
 /// How often a waiting test looks.
-const LOOK: Duration = Duration::from_millis(3);
+const POLL_INTERVAL: Duration = Duration::from_millis(3);
 /// Bytes of an output that are looked at: a program in trouble can print gigabytes.
 const KEPT: u64 = 4 << 20;
 /// How long a killed process may take to be gone.
@@ -260,7 +260,7 @@ pub fn until<T>(limit: Duration, mut found: impl FnMut() -> Option<T>) -> Option
         if Instant::now() >= end {
             return None;
         }
-        std::thread::sleep(LOOK);
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 

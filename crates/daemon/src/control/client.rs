@@ -34,7 +34,7 @@ use crate::failure::{Exit, Failure};
 use crate::helper::approval::{self, Allows};
 
 /// How often a signal is looked for while the server says nothing.
-const LOOK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// How long a server may take to answer unless the user says otherwise: the thread that does has
 /// nothing else to do.
@@ -339,7 +339,7 @@ impl Client {
     ///
     /// * `leave`: asked whenever nothing came for a while, or no end of a line.
     fn line(&mut self, mut leave: impl FnMut() -> bool) -> Result<Vec<u8>, Failure> {
-        let _ = self.stream.set_read_timeout(Some(LOOK));
+        let _ = self.stream.set_read_timeout(Some(POLL_INTERVAL));
         loop {
             if let Some(end) = self.buffer.iter().position(|byte| *byte == b'\n') {
                 let rest = self.buffer.split_off(end + 1);

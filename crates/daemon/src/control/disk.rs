@@ -73,10 +73,10 @@ pub struct DiskControl {
 
 /// How long the answer to a stop waits until it is known whether the mount is in use, and by whom:
 /// 5 s in looks of 20 ms.
-const STOP_LOOK: Duration = Duration::from_millis(20);
+const STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
 const STOP_LOOKS: u32 = 250;
 /// How often it is looked whether the process is in its sandbox, which takes some milliseconds.
-const ENTER_LOOK: Duration = Duration::from_millis(5);
+const ENTER_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 impl fmt::Debug for DiskControl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -134,7 +134,7 @@ impl DiskControl {
                 let text = "the command was given up before the server was ready";
                 return Err(Failure::new(Exit::General, text));
             }
-            ring.sleep(ENTER_LOOK).await;
+            ring.sleep(ENTER_POLL_INTERVAL).await;
         }
         Ok(())
     }
@@ -153,7 +153,7 @@ impl DiskControl {
             if progress.is_cancelled() {
                 break;
             }
-            ring.sleep(STOP_LOOK).await;
+            ring.sleep(STOP_POLL_INTERVAL).await;
         }
         json!({})
     }

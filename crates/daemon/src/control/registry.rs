@@ -41,7 +41,7 @@ const UNFINISHED: Duration = Duration::from_secs(60);
 /// A process that was killed closes its sockets one after the other, and has them until then.
 const DYING: Duration = Duration::from_secs(2);
 /// How often it is looked at meanwhile.
-const LOOK: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Clients that may wait to be taken.
 const BACKLOG: i32 = 128;
@@ -312,7 +312,7 @@ pub fn listen(name: &str) -> io::Result<Listening> {
     loop {
         match listen_somewhere(&directories, Path::new(TEMPORARY), name) {
             Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < end => {
-                std::thread::sleep(LOOK);
+                std::thread::sleep(POLL_INTERVAL);
             }
             result => return result,
         }

@@ -29,7 +29,7 @@ const BACKLOG: i32 = 16;
 /// the socket until its exec.
 const LEFT: Duration = Duration::from_millis(500);
 /// How often it is looked at meanwhile.
-const LOOK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A socket of ours; dropping it removes its name.
 #[derive(Debug)]
@@ -172,7 +172,7 @@ pub(super) fn check(path: &Path) -> Result<Option<(u64, u64)>, Failure> {
     let end = Instant::now() + LEFT;
     let mut probed = probe(path);
     while probed.is_ok() && Instant::now() < end {
-        std::thread::sleep(LOOK);
+        std::thread::sleep(POLL_INTERVAL);
         probed = probe(path);
     }
     match probed {

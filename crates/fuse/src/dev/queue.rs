@@ -16,7 +16,7 @@ use super::place::{MESSAGE_LOOK_AGAIN, MESSAGE_UPDATE, Place};
 use crate::queue::{Buffers, PollsFor, Queue};
 
 /// How often a queue that is being drained looks whether it is.
-const STILL_LOOK: Duration = Duration::from_micros(100);
+const STILL_POLL_INTERVAL: Duration = Duration::from_micros(100);
 
 /// A queue and how it fetches from `/dev/fuse`.
 pub(crate) struct DevQueue {
@@ -140,7 +140,7 @@ impl DevQueue {
         while self.place.is_draining() && !self.has_ended() && !self.fetch.is_still() {
             // Also fetches that were not in the ring yet when they were cancelled.
             self.fetch.stop(&self.ring);
-            self.ring.sleep(STILL_LOOK).await;
+            self.ring.sleep(STILL_POLL_INTERVAL).await;
         }
     }
 

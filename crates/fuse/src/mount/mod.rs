@@ -41,7 +41,7 @@ pub use table::{FSTYPE, MountEntry};
 const GONE_BUFFER_BYTES: usize = (1 << 20) + 8192;
 
 /// How often it is looked whether a connection is closed.
-const CLOSED_LOOK: Duration = Duration::from_millis(1);
+const CLOSED_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// How to mount.
 #[derive(Clone, Debug)]
@@ -227,7 +227,7 @@ impl Mount {
     pub(crate) fn wait_closed(&self, limit: Duration) {
         let deadline = Instant::now() + limit;
         while !self.is_closed() && Instant::now() < deadline {
-            std::thread::sleep(CLOSED_LOOK);
+            std::thread::sleep(CLOSED_POLL_INTERVAL);
         }
     }
 

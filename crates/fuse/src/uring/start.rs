@@ -23,7 +23,7 @@ use super::rings::Rings;
 /// How long all threads may take to register: a few milliseconds, unless the machine is overloaded.
 const WAIT: Duration = Duration::from_secs(10);
 /// How often the thread of the last queue looks whether it may go on.
-const LOOK: Duration = Duration::from_micros(200);
+const POLL_INTERVAL: Duration = Duration::from_micros(200);
 
 /// What the starting thread has decided, in this order.
 const WAITING: u8 = 0;
@@ -118,7 +118,7 @@ async fn decided(queue: &RingQueue, decision: &AtomicU8, wanted: u8) -> bool {
         match decision.load(Ordering::Acquire) {
             STOP => return false,
             so_far if so_far >= wanted => return true,
-            _ => queue.ring.sleep(LOOK).await,
+            _ => queue.ring.sleep(POLL_INTERVAL).await,
         }
     }
 }
@@ -153,6 +153,6 @@ async fn spawn(queue: &Rc<RingQueue>, rings: &Arc<Rings>, wanted: impl Fn(usize)
     // A refusal completes in the enter that submits it, and is taken in the turn after that.
     let start = queue.ring.turn();
     while queue.ring.turn() < start + 3 {
-        queue.ring.sleep(LOOK).await;
+        queue.ring.sleep(POLL_INTERVAL).await;
     }
 }

@@ -9,13 +9,14 @@ use ringdisk_daemon::signals::{Phase, Watcher};
 use ringdisk_daemon::terminal::{self, shell_word};
 use ringdisk_disk::name::FileName;
 use ringdisk_disk::{Disk, Format, ImageOptions, Source};
+use ringdisk_qcow2::limits::SECTOR;
 use ringdisk_ring::Runtime;
 use ringdisk_storage::Storage;
 
 use crate::cli::{CreateArgs, is_named_qcow2};
 use crate::commands::look;
 use crate::commands::operation;
-use crate::new_image::{Described, NewImage, SECTOR};
+use crate::new_image::{Described, NewImage};
 
 /// Makes an image.
 ///

@@ -10,6 +10,7 @@ use ringdisk_daemon::terminal::{self, Results, visible};
 use ringdisk_disk::name::FileName;
 use ringdisk_disk::{Disk, ImageOptions, Layer, Source, describe};
 use ringdisk_qcow2::Info;
+use ringdisk_qcow2::limits::SECTOR;
 use ringdisk_ring::Runtime;
 use ringdisk_storage::Kind;
 use serde_json::{Map, Value};
@@ -17,9 +18,6 @@ use serde_json::{Map, Value};
 use crate::cli::InfoArgs;
 use crate::commands::output::json;
 use crate::commands::{look, snapshot};
-
-/// QEMU counts the length of files in sectors of so many bytes.
-const SECTOR: u64 = 512;
 
 /// Prints what an image is.
 ///

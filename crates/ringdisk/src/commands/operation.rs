@@ -23,7 +23,7 @@ use signal_hook::low_level::emulate_default_handler;
 use crate::cli::ProgressArgs;
 
 /// How often the display looks.
-const LOOK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// An operation that is done sooner than this shows no bar.
 const SHOW_AFTER: Duration = Duration::from_millis(400);
@@ -184,7 +184,7 @@ fn bar(what: &str, progress: &Progress, stopped: &Receiver<bool>) {
         bar.set_style(style.progress_chars("=> "));
     }
     bar.set_prefix(what.to_owned());
-    while wait(stopped, LOOK).is_none() {
+    while wait(stopped, POLL_INTERVAL).is_none() {
         bar.set_length(progress.total());
         bar.set_position(progress.done());
     }
@@ -198,7 +198,7 @@ fn lines(progress: &Progress, stopped: &Receiver<bool>, out: &mut impl Write) {
     let mut shown = 0.0;
     print(0.0, "\r");
     let done = loop {
-        if let Some(done) = wait(stopped, LOOK) {
+        if let Some(done) = wait(stopped, POLL_INTERVAL) {
             break done;
         }
         let now = progress.fraction();
@@ -222,7 +222,7 @@ mod tests {
         let (stop, stopped) = channel();
         let mut out = Vec::new();
         let thread = std::thread::spawn(move || {
-            std::thread::sleep(LOOK * 3);
+            std::thread::sleep(POLL_INTERVAL * 3);
             stop.send(true).expect("send");
         });
         lines(&progress, &stopped, &mut out);

@@ -28,7 +28,7 @@ pub(crate) const FREE_STOPPED: Duration = Duration::from_secs(2);
 /// After so long it is said what is waited for.
 const FREE_QUIET: Duration = Duration::from_secs(1);
 /// How often one looks.
-const FREE_LOOK: Duration = Duration::from_millis(20);
+const FREE_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Opens an image as soon as the process before this one has let go of it: its locks stay until the
 /// last write that it began has landed, and until then nothing may be read or carried out again.
@@ -69,13 +69,13 @@ pub(crate) fn when_free(
                 failure.message()
             ));
         }
-        std::thread::sleep(FREE_LOOK);
+        std::thread::sleep(FREE_POLL_INTERVAL);
     }
 }
 
 /// What the command line lets images be.
 #[derive(Debug)]
-pub(crate) struct Walls<'a> {
+pub(crate) struct AllowedImages<'a> {
     /// `mount` or `disk`, for messages.
     pub(crate) noun: &'static str,
     pub(crate) args: &'a ImageArgs,
@@ -85,7 +85,7 @@ pub(crate) struct Walls<'a> {
     pub(crate) confines: bool,
 }
 
-impl Walls<'_> {
+impl AllowedImages<'_> {
     /// What `--allow-path` names.
     fn allowed(&self) -> Reach {
         Reach::of(std::iter::empty(), &self.args.allow_path)

@@ -4,13 +4,11 @@ use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::terminal;
 use ringdisk_disk::{Disk, Format, ImageOptions, ResizeOptions, Source};
 use ringdisk_qcow2::Preallocation;
+use ringdisk_qcow2::limits::SECTOR;
 
 use crate::cli::{ProgressArgs, ResizeArgs};
 use crate::commands::look;
 use crate::commands::operation::Operation;
-
-/// Sizes of qcow2 images are multiples of this, bytes.
-const SECTOR: u64 = 512;
 
 /// Changes the size.
 ///

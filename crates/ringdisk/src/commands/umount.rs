@@ -123,7 +123,7 @@ fn wait(mut child: Child, end: Instant) -> Option<u8> {
                 return Some(code.unwrap_or(Exit::General.code()));
             }
             _ if Instant::now() >= end => return None,
-            _ => thread::sleep(LOOK),
+            _ => thread::sleep(POLL_INTERVAL),
         }
     }
 }
@@ -170,7 +170,7 @@ const BUSY_TIMEOUT: Duration = Duration::from_millis(300);
 const AGAIN: Duration = Duration::from_millis(10);
 
 /// How often one looks for the end of a process.
-const LOOK: Duration = Duration::from_millis(2);
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Tries again for a moment while the mount is busy.
 fn while_busy(mut unmount: impl FnMut() -> Result<(), Error>) -> Result<(), Error> {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::accel::{KERNEL_LOOK, Occasion};
+use super::accel::{KERNEL_POLL_INTERVAL, Occasion};
 use super::backend::Control;
 use super::hand_over::{self, FrontEnd, Outcome};
 use super::kept::Left;
@@ -33,7 +33,7 @@ const CLAIM: Duration = Duration::from_secs(10);
 /// How often to look whether another process waits for a disk that no guest uses. A guest that was
 /// paused for its migration does not mind a second more, nor does a front end that comes behind a
 /// silent one; an idle disk is to cost nothing that could be measured.
-const LOOK: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// How a connection ended.
 pub(super) enum End {
     /// The front end has gone; another one may come.
@@ -194,7 +194,7 @@ impl Host {
                 return Ok(Next::FrontEnd(socket));
             }
             self.control.give_disk_if_wanted();
-            let look = self.control.may_give_disk().then_some(LOOK);
+            let look = self.control.may_give_disk().then_some(POLL_INTERVAL);
             let closed = self.door.closed_for();
             let timeout = closed.or(look).and_then(|time| Timespec::try_from(time).ok());
             let wake = PollFd::from_borrowed_fd(self.signals.as_fd(), PollFlags::IN);
@@ -321,8 +321,8 @@ impl Host {
             self.control.tell_kernel_errors(Occasion::Regular);
             let looks = self.is_deaf || !session.is_claimed() || self.control.may_give_disk();
             let look = match looks {
-                true => Some(LOOK),
-                false => self.control.uses_kernel().then_some(KERNEL_LOOK),
+                true => Some(POLL_INTERVAL),
+                false => self.control.uses_kernel().then_some(KERNEL_POLL_INTERVAL),
             };
             match connection.receive(wake, MESSAGE_TIMEOUT, look) {
                 Ok(Received::Silence) => self.control.give_disk_if_wanted(),

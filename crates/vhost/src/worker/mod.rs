@@ -48,7 +48,7 @@ const BATCH_MAX: u32 = 32;
 
 /// How often to look whether requests of a process before us were taken: a batch may be all that
 /// there is room for.
-const SETTLE_LOOK: Duration = Duration::from_micros(200);
+const SETTLE_POLL_INTERVAL: Duration = Duration::from_micros(200);
 
 /// The thread-local side of a queue thread.
 pub(crate) struct Worker {
@@ -163,7 +163,7 @@ impl Worker {
     /// this thread.
     async fn catch_up(&self, vring: &Vring) {
         while !self.device.needs_reset() && vring.is_behind() {
-            self.ring.sleep(SETTLE_LOOK).await;
+            self.ring.sleep(SETTLE_POLL_INTERVAL).await;
         }
     }
 

@@ -27,7 +27,7 @@ fn a_server_that_talks_on_after_its_end_is_not_listened_to_for_ever() {
         let (tell, told) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
             let mut client = of(stream, true);
-            let end = client.wait_for_end(LOOK, false, &Progress::new());
+            let end = client.wait_for_end(POLL_INTERVAL, false, &Progress::new());
             tell.send(end.map(|end| end.is_ok())).expect("somebody waits");
         });
         let end = told.recv_timeout(Duration::from_secs(60)).expect("it is left");

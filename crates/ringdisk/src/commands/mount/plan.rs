@@ -24,7 +24,7 @@ use ringdisk_fuse::mount::{MountEntry, Unmount, mountpoint, table, unmount};
 
 use crate::cli::{MountArgs, MountPaths, StopTimeout};
 use crate::commands::open::{ImagePlan, reach};
-use crate::commands::reopen::{Walls, when_free};
+use crate::commands::reopen::{AllowedImages, when_free};
 use crate::commands::shown::ShownWords;
 use crate::new_image::NewImage;
 use crate::serve::Options;
@@ -227,7 +227,11 @@ impl<'a> Plan<'a> {
     /// Errors: it is another one.
     fn check_same(&self, disk: Arc<Disk>) -> Result<Arc<Disk>, Failure> {
         if let Some((first, now)) = self.first.as_ref().zip(self.kept.as_ref()) {
-            walls(self.args, self.image.image.as_deref()).check_same(first, now, &disk.layers())?;
+            allowed_images(self.args, self.image.image.as_deref()).check_same(
+                first,
+                now,
+                &disk.layers(),
+            )?;
         }
         Ok(disk)
     }
@@ -257,7 +261,7 @@ impl<'a> Plan<'a> {
 
     /// Whether the next process of a kept mount takes an image on top, by its name.
     pub(super) fn may_be_top(&self) -> impl Fn(&Layer) -> Result<(), String> + Send + Sync + use<> {
-        walls(self.args, self.image.image.as_deref()).may_be_top()
+        allowed_images(self.args, self.image.image.as_deref()).may_be_top()
     }
 
     /// Whether this is in a sandbox.
@@ -335,9 +339,9 @@ impl<'a> Plan<'a> {
 }
 
 /// What the command line lets images be.
-fn walls<'a>(args: &'a MountArgs, image: Option<&'a Path>) -> Walls<'a> {
+fn allowed_images<'a>(args: &'a MountArgs, image: Option<&'a Path>) -> AllowedImages<'a> {
     let confines = confine::confines_files(args.sandbox.word);
-    Walls { noun: "mount", args: &args.disk, image, confines }
+    AllowedImages { noun: "mount", args: &args.disk, image, confines }
 }
 
 /// The image that a command has put on top, as the process before this one says.
@@ -349,7 +353,7 @@ fn checked_top(
     state: &State,
     first: Option<&State>,
 ) -> Result<Option<(PathBuf, Format)>, Failure> {
-    first.map_or(Ok(None), |first| walls(args, image).checked_top(first, state))
+    first.map_or(Ok(None), |first| allowed_images(args, image).checked_top(first, state))
 }
 
 /// How long the kernel may take to let go of an image that was passed through.

@@ -26,7 +26,7 @@ use ringdisk_vhost::keep::Keeper;
 use super::{Placed, Plan, Running, front};
 use crate::cli::ServeArgs;
 use crate::commands::open::reach;
-use crate::commands::reopen::{FREE, Walls, when_free};
+use crate::commands::reopen::{AllowedImages, FREE, when_free};
 use crate::vhost::{self, Served};
 
 /// Whether this process serves, or has held the disks until their end.
@@ -127,7 +127,7 @@ impl Kept {
 fn watch_chain(plan: &Plan<'_>, disk: &Disk, images: StateFile) {
     let top = disk.layers().first().map(|top| top.name().to_owned());
     let top = Mutex::new(top);
-    disk.watch_chain(walls(plan).may_be_top(), move |chain| {
+    disk.watch_chain(allowed_images(plan).may_be_top(), move |chain| {
         let mut top = top.lock().unwrap_or_else(PoisonError::into_inner);
         let new = chain.first().map(|top| top.name().to_owned());
         images.set_chain(chain, *top != new);
@@ -135,8 +135,8 @@ fn watch_chain(plan: &Plan<'_>, disk: &Disk, images: StateFile) {
     });
 }
 
-fn walls<'a>(plan: &'a Plan<'_>) -> Walls<'a> {
-    Walls {
+fn allowed_images<'a>(plan: &'a Plan<'_>) -> AllowedImages<'a> {
+    AllowedImages {
         noun: "disk",
         args: &plan.args.source,
         image: plan.image.image.as_deref(),
@@ -153,7 +153,7 @@ fn open<'a>(
     watcher: &Watcher,
 ) -> Result<(Plan<'a>, Arc<Disk>), Failure> {
     let now = found.images.state().unwrap_or_else(|| found.first.clone());
-    let top = walls(&plan).checked_top(&found.first, &now)?;
+    let top = allowed_images(&plan).checked_top(&found.first, &now)?;
     let overlay = plan.args.source.overlay.as_deref().filter(|_| top.is_none());
     // It would be made anew, empty.
     if let Some(gone) = overlay.filter(|overlay| !overlay.exists()) {
@@ -167,7 +167,7 @@ fn open<'a>(
     plan.image.protect_raw = now.protect_raw;
     plan.image.wait_for_locks = None;
     let disk = when_free(watcher, FREE, || plan.image.open(&NewFiles::default(), None))?;
-    walls(&plan).check_same(&found.first, &now, &disk.layers())?;
+    allowed_images(&plan).check_same(&found.first, &now, &disk.layers())?;
     watch_chain(&plan, &disk, found.images.clone());
     Ok((plan, disk))
 }

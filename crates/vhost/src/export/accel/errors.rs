@@ -1,8 +1,8 @@
 //! The log of I/O errors that the host kernel gives a guest.
 //!
 //! The module counts them; it keeps neither the place nor the reason, which the log of the kernel
-//! may have. So the control thread has to look: every [`KERNEL_LOOK`], when virtqueues come back,
-//! and when the front end is gone. Control thread.
+//! may have. So the control thread has to look: every [`KERNEL_POLL_INTERVAL`], when virtqueues
+//! come back, and when the front end is gone. Control thread.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use super::locked;
 use crate::export::backend::Control;
 
 /// How often the counters are looked at. An idle disk is to cost nothing that could be measured.
-pub(in crate::export) const KERNEL_LOOK: Duration = Duration::from_secs(2);
+pub(in crate::export) const KERNEL_POLL_INTERVAL: Duration = Duration::from_secs(2);
 
 /// After a line the next one comes so much later.
 const WINDOW: Duration = Duration::from_secs(10);
@@ -40,7 +40,7 @@ pub(super) struct KernelErrors {
 impl KernelErrors {
     /// Whether it is time to look.
     fn is_due(&mut self, now: Instant) -> bool {
-        let is_due = self.looked.is_none_or(|then| now - then >= KERNEL_LOOK);
+        let is_due = self.looked.is_none_or(|then| now - then >= KERNEL_POLL_INTERVAL);
         if is_due {
             self.looked = Some(now);
         }
@@ -131,8 +131,8 @@ mod tests {
         let mut errors = KernelErrors::default();
         let start = Instant::now();
         assert!(errors.is_due(start));
-        assert!(!errors.is_due(start + KERNEL_LOOK / 2));
-        assert!(errors.is_due(start + KERNEL_LOOK));
-        assert!(!errors.is_due(start + KERNEL_LOOK));
+        assert!(!errors.is_due(start + KERNEL_POLL_INTERVAL / 2));
+        assert!(errors.is_due(start + KERNEL_POLL_INTERVAL));
+        assert!(!errors.is_due(start + KERNEL_POLL_INTERVAL));
     }
 }

@@ -25,7 +25,7 @@ use crate::session::Refusal;
 use crate::{Error, ErrorKind};
 
 use errors::KernelErrors;
-pub(super) use errors::{KERNEL_LOOK, Occasion};
+pub(super) use errors::{KERNEL_POLL_INTERVAL, Occasion};
 pub(crate) use obstacle::Obstacle;
 use obstacle::{Look, obstacle};
 pub use ringdisk_vblk::{Engine, State, Stats as QueueCounters};
