@@ -57,7 +57,7 @@ fn allocations(vm: &mut Vm, warm_up: u64, between: &Request) -> u64 {
         }
         // The device makes a task for each request that it has at once: on a busy machine the first
         // rounds may not get as deep as the others.
-        let depth = if round < warm_up { 4 * DEPTH } else { DEPTH };
+        let depth = if round < warm_up { 2 * DEPTH } else { DEPTH };
         for number in 0..depth {
             let sector = (round * DEPTH + number) % 97 * 8;
             let request = match number % 4 {

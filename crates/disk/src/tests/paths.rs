@@ -12,6 +12,7 @@ use rustix::fs::{CWD, FileType, Mode, RenameFlags, mknodat, renameat_with};
 use tempfile::TempDir;
 
 use super::directory;
+use crate::name::shell_path;
 use crate::resolve::{Access, Held, Resolver};
 use crate::{Error, ErrorKind};
 
@@ -193,7 +194,7 @@ fn the_way_out_that_a_refusal_names_works() {
     for name in ["link", "../outside/secret", "sub/../../outside/secret"] {
         let path = tree.path().join("inside").join(name);
         let error = open(&tree, name).expect_err("refused");
-        let advice = format!("--allow-path '{}'", path.to_str().expect("text"));
+        let advice = format!("--allow-path {}", shell_path(&path));
         assert!(error.message().contains(&advice), "{error}");
         assert_eq!(open_with(&tree, name, &[path]).expect(name), "secret");
     }
