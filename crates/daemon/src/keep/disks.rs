@@ -181,7 +181,7 @@ fn cannot(error: &io::Error) -> Failure {
 
 /// Sorts parked descriptors out; `None`: there are none.
 ///
-/// Errors: a state is of another version, or cannot be read; something is missing.
+/// Errors: a state is of another version, or cannot be read; something is missing, or there twice.
 fn found(
     parked: Named,
     count: usize,
@@ -193,11 +193,19 @@ fn found(
         is_empty &= name.is_empty();
         let Some((disk, part)) = Part::of(&name) else { continue };
         let Some(parts) = parts.get_mut(disk) else { continue };
-        match part {
-            Part::Origin => parts.origin = Some(descriptor),
-            Part::Images => parts.images = Some(descriptor),
-            Part::Export => parts.export = Some(descriptor),
-            Part::Late(number) => parts.late.push((number, descriptor)),
+        let place = match part {
+            Part::Origin => &mut parts.origin,
+            Part::Images => &mut parts.images,
+            Part::Export => &mut parts.export,
+            Part::Late(number) => {
+                parts.late.push((number, descriptor));
+                continue;
+            }
+        };
+        // Which one was sealed at the start cannot be told.
+        if place.replace(descriptor).is_some() {
+            let what = format!("of disk {disk} two descriptors '{name}' were kept");
+            return Err(Failure::new(Exit::General, what));
         }
     }
     if is_empty {
@@ -289,4 +297,23 @@ impl Held for HeldDisks {
     }
 
     fn undo(&mut self) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file() -> OwnedFd {
+        tempfile::tempfile().expect("a file").into()
+    }
+
+    #[test]
+    fn a_second_descriptor_of_the_start_is_refused() {
+        let notify = Arc::new(Notify::from_environment());
+        for name in ["ringdisk-origin-0", "ringdisk-images-0", "ringdisk-export-0"] {
+            let parked = vec![(name.to_owned(), file()), (name.to_owned(), file())];
+            let failure = found(parked, 1, &notify).expect_err("refused");
+            assert!(failure.message().contains("two descriptors"), "{}", failure.message());
+        }
+    }
 }

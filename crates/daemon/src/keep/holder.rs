@@ -9,7 +9,7 @@
 //! code of the process that served, or with 7 when it gave up.
 //!
 //! What it holds it knows by name only. After the start it takes and lets go of only those
-//! descriptors that are named as [`LATE`] says, at most [`Held::late_max`]: the process that gives
+//! descriptors that are named exactly as [`LATE`] says, at most [`Held::late_max`]: the process that gives
 //! them is confined, and may have been taken over. A second thread closes them, since a close may
 //! wait for the process that made the descriptor.
 
@@ -41,8 +41,11 @@ use crate::signals::is_ignored;
 use crate::stopping::{Asked, Insist};
 use crate::terminal;
 
-/// What the names of descriptors begin with that come and go after the start.
+/// What the names of descriptors begin with that come and go after the start. The number of a disk
+/// and the number of a descriptor follow, as in `ringdisk-late-0-8`.
 pub const LATE: &str = "ringdisk-late-";
+/// Longest name of such a descriptor, bytes.
+const LATE_NAME_BYTES_MAX: usize = 48;
 /// So many new processes within [`WINDOW`] of serving; then the mount is given up.
 const RESTARTS_MAX: usize = 5;
 const WINDOW: Duration = Duration::from_secs(10);
@@ -271,6 +274,15 @@ pub fn run(
     }
 }
 
+/// Whether a descriptor of this name may come and go after the start. The serving process chooses
+/// the name, and the next one gets it in a list with others, from which nothing else may come out.
+fn is_late(name: &str) -> bool {
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let numbers = name.strip_prefix(LATE).and_then(|numbers| numbers.split_once('-'));
+    name.len() <= LATE_NAME_BYTES_MAX
+        && numbers.is_some_and(|(disk, number)| is_number(disk) && is_number(number))
+}
+
 /// How a process ended, for people.
 fn how(status: ExitStatus) -> String {
     match (status.signal(), status.code()) {
@@ -414,10 +426,10 @@ impl Holder<'_> {
 
     /// Takes descriptors of the serving process.
     fn park(&mut self, name: &str, descriptors: Vec<OwnedFd>) {
-        let is_late = name.starts_with(LATE);
-        let late = self.parked.iter().filter(|(name, _)| name.starts_with(LATE)).count();
-        let is_full = is_late && late + descriptors.len() > self.held.late_max();
-        if self.is_parked && !is_late || is_full {
+        let comes_late = is_late(name);
+        let late = self.parked.iter().filter(|(name, _)| is_late(name)).count();
+        let is_full = comes_late && late + descriptors.len() > self.held.late_max();
+        if self.is_parked && !comes_late || is_full {
             tracing::warn!(
                 "the serving process gives {} after its start; they are not kept",
                 if is_full { "too many descriptors" } else { "descriptors" }
@@ -431,7 +443,7 @@ impl Holder<'_> {
 
     /// Lets go of descriptors, unless they are of the start.
     fn let_go(&mut self, name: &str) {
-        if self.is_parked && !name.starts_with(LATE) {
+        if self.is_parked && !is_late(name) {
             return;
         }
         while let Some(place) = self.parked.iter().position(|(parked, _)| parked == name) {

@@ -136,15 +136,37 @@ fn after_the_start_descriptors_come_and_go_by_their_names_and_not_too_many() {
     let mut holder = holder();
     let file = || vec![OwnedFd::from(tempfile::tempfile().expect("file"))];
     holder.hear("BARRIER=1", file()).expect("closed");
-    for name in ["x", "ringdisk-late-1", "ringdisk-late-2", "ringdisk-late-3"] {
+    for name in ["x", "ringdisk-late-0-1", "ringdisk-late-0-2", "ringdisk-late-0-3"] {
         holder.hear(&format!("FDSTORE=1\nFDNAME={name}"), file()).expect("heard");
     }
     let names = |holder: &Holder<'_>| -> Vec<String> {
         holder.parked.iter().map(|(name, _)| name.clone()).collect()
     };
-    assert_eq!(names(&holder), ["x", "ringdisk-late-1", "ringdisk-late-2"]);
-    for name in ["x", "ringdisk-late-1"] {
+    assert_eq!(names(&holder), ["x", "ringdisk-late-0-1", "ringdisk-late-0-2"]);
+    for name in ["x", "ringdisk-late-0-1"] {
         holder.hear(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), Vec::new()).expect("heard");
     }
-    assert_eq!(names(&holder), ["x", "ringdisk-late-2"]);
+    assert_eq!(names(&holder), ["x", "ringdisk-late-0-2"]);
+}
+
+#[test]
+fn after_the_start_no_name_becomes_another_one_or_several() {
+    let mut holder = holder();
+    let file = || vec![OwnedFd::from(tempfile::tempfile().expect("file"))];
+    holder.hear("BARRIER=1", file()).expect("closed");
+    let long = format!("ringdisk-late-0-{}", "1".repeat(40));
+    for name in [
+        "ringdisk-late-0-8:ringdisk-origin-0",
+        "ringdisk-late-0-8:x",
+        "ringdisk-late-",
+        "ringdisk-late-0",
+        "ringdisk-late-0-",
+        "ringdisk-late--8",
+        "ringdisk-late-0-8-9",
+        "ringdisk-late-0-+8",
+        &long,
+    ] {
+        holder.hear(&format!("FDSTORE=1\nFDNAME={name}"), file()).expect("heard");
+        assert_eq!(holder.parked.len(), 1, "{name}");
+    }
 }
