@@ -49,6 +49,9 @@ pub(crate) struct KeptWords {
     pub(crate) pending: Option<PendingWords>,
     /// A reply that goes with a descriptor ([`Role::ReplyDescriptor`]).
     pub(crate) reply: Option<Vec<u8>>,
+    /// The disk may be another process's.
+    #[serde(default)]
+    pub(crate) inactive: bool,
 }
 
 /// A message of the front end.

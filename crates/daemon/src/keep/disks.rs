@@ -6,9 +6,10 @@
 //! serving process said later counts as little as what a front end says. Control path.
 //!
 //! Of disk `N` are kept: what was sealed (`ringdisk-origin-N`), its images
-//! (`ringdisk-images-N`), the state of its export (`ringdisk-export-N`), and whatever descriptors
-//! that one names (`ringdisk-late-N-M`).
+//! (`ringdisk-images-N`), the state of its export (`ringdisk-export-N`; empty: it has ended), and
+//! whatever descriptors that one names (`ringdisk-late-N-M`).
 
+use std::collections::HashSet;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -84,8 +85,8 @@ pub struct FoundDisk {
     pub first: State,
     /// Its images now.
     pub images: StateFile,
-    /// Its export.
-    pub export: KeptState,
+    /// Its export; `None`: it has ended.
+    pub export: Option<KeptState>,
     /// Takes what is kept from now on.
     pub keeper: Box<dyn Keeper>,
 }
@@ -98,6 +99,9 @@ struct DiskKeeper {
     memory: File,
     /// The number of the newest state.
     number: u64,
+    /// Numbers of the descriptors that the holder has.
+    parked: HashSet<u64>,
+    is_ended: bool,
 }
 
 impl DiskKeeper {
@@ -109,10 +113,13 @@ impl DiskKeeper {
 impl Keeper for DiskKeeper {
     fn park(&mut self, number: u64, descriptor: BorrowedFd<'_>) -> io::Result<()> {
         // A message that is in the holder's socket is there, whatever becomes of this process.
-        self.notify.store(&self.name(number), descriptor)
+        self.notify.store(&self.name(number), descriptor)?;
+        self.parked.insert(number);
+        Ok(())
     }
 
     fn release(&mut self, number: u64) {
+        self.parked.remove(&number);
         self.notify.unstore(&self.name(number));
     }
 
@@ -120,6 +127,27 @@ impl Keeper for DiskKeeper {
         FRONT_END.put(&self.memory, self.number + 1, state.as_bytes())?;
         self.number += 1;
         Ok(())
+    }
+
+    fn end(&mut self) {
+        if std::mem::replace(&mut self.is_ended, true) {
+            return;
+        }
+        if let Err(error) = self.write("") {
+            tracing::warn!("the end of disk {} is not kept: {error}", self.disk);
+        }
+        for number in std::mem::take(&mut self.parked) {
+            self.notify.unstore(&self.name(number));
+        }
+    }
+}
+
+/// An export that ends without a kill, however it does, is not gone on with.
+impl Drop for DiskKeeper {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.end();
+        }
     }
 }
 
@@ -143,7 +171,14 @@ impl KeptDisks {
         self.notify
             .store(&format!("{EXPORT}{disk}"), memory.as_fd())
             .map_err(|error| cannot(&error))?;
-        Ok(Box::new(DiskKeeper { notify: Arc::clone(&self.notify), disk, memory, number: 0 }))
+        Ok(Box::new(DiskKeeper {
+            notify: Arc::clone(&self.notify),
+            disk,
+            memory,
+            number: 0,
+            parked: HashSet::new(),
+            is_ended: false,
+        }))
     }
 
     /// Keeps what the images of a new disk are.
@@ -258,8 +293,16 @@ impl Parts {
         let memory = File::from(self.export.ok_or_else(missing)?);
         let (number, words) = FRONT_END.newest(&memory).ok_or_else(missing)?;
         let words = String::from_utf8(words).map_err(|_| missing())?;
-        let keeper = DiskKeeper { notify: Arc::clone(notify), disk, memory, number };
+        let keeper = DiskKeeper {
+            notify: Arc::clone(notify),
+            disk,
+            memory,
+            number,
+            parked: self.late.iter().map(|(number, _)| *number).collect(),
+            is_ended: words.is_empty(),
+        };
         let export = KeptState { words, descriptors: self.late };
+        let export = Some(export).filter(|export| !export.words.is_empty());
         Ok(FoundDisk { first, images, export, keeper: Box::new(keeper) })
     }
 }

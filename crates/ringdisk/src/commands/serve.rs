@@ -152,7 +152,11 @@ fn serve(
             take::take_over(plans, &watcher)?
         }
         false if resumes => match &mut kept {
-            Some(kept) => kept.go_on(plans, &watcher)?,
+            Some(kept) => match kept.go_on(plans, &watcher)? {
+                // All had ended already.
+                none if none.is_empty() => return Ok(kept.code(Exit::Clean.code())),
+                running => running,
+            },
             None => Vec::new(),
         },
         false => match begin(plans, &fresh, &watcher, kept.as_ref())? {
@@ -244,7 +248,7 @@ fn serve(
         None => notify.stopping(&why),
     }
     drop(pidfile);
-    result
+    result.map(|code| kept.map_or(code, |kept| kept.code(code)))
 }
 
 /// Opens and serves all disks. `None`: a signal came meanwhile.

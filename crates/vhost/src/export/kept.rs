@@ -82,9 +82,42 @@ impl Host {
         pending: Option<&Pending>,
         reply: Option<&Reply>,
     ) -> Result<(), Error> {
+        // The last virtqueue that stops in a migration gives the disk away.
+        let may_give = pending.is_some() && self.control.is_migrating();
+        let is_inactive = may_give || !self.control.disk.is_active();
+        self.write_as(front_end, pending, reply, is_inactive)
+    }
+
+    /// * `is_inactive`: the disk is another process's, or about to be given to it.
+    fn write_as(
+        &mut self,
+        front_end: Option<(&Session, &Connection)>,
+        pending: Option<&Pending>,
+        reply: Option<&Reply>,
+        is_inactive: bool,
+    ) -> Result<(), Error> {
         let Some(record) = &mut self.record else { return Ok(()) };
-        let moment = Moment { control: &self.control, door: &self.door, front_end };
+        let moment = Moment { control: &self.control, door: &self.door, front_end, is_inactive };
         record.write(&moment, pending, reply)
+    }
+
+    /// Gives the disk to the process that waits for it, if it may be given. The next process must
+    /// not open a disk as its own that was given away, so this is recorded first.
+    pub(super) fn give_disk_if_wanted(&mut self, front_end: Option<(&Session, &Connection)>) {
+        if !self.control.may_give_disk_now() {
+            return;
+        }
+        match self.write_as(front_end, None, None, true) {
+            Ok(()) => self.control.give_disk(),
+            Err(error) => tracing::error!("{}: the disk stays ours: {error}", self.name),
+        }
+    }
+
+    /// The export ends: no process goes on with it.
+    pub(super) fn record_end(&mut self) {
+        if let Some(record) = self.record.take() {
+            record.end();
+        }
     }
 
     /// Records an export that has just been made and has no front end.

@@ -36,6 +36,8 @@ pub(super) struct Moment<'a> {
     pub(super) door: &'a Door,
     /// The session and its socket, if a front end is connected.
     pub(super) front_end: Option<(&'a Session, &'a Connection)>,
+    /// The disk is another process's, or about to be given to it.
+    pub(super) is_inactive: bool,
 }
 
 /// What goes to the keeper.
@@ -184,6 +186,7 @@ impl Record {
             own_area: moment.control.own_area.as_deref().map(InflightWords::of),
             pending: pending.map(|pending| pending.words.clone()),
             reply: reply.map(|reply| reply.bytes().to_vec()),
+            inactive: moment.is_inactive,
             ..KeptWords::default()
         };
         kept.numbers = std::mem::take(&mut packing.fds.numbers);
@@ -193,6 +196,11 @@ impl Record {
         parking.keeper.write(&text).map_err(not_kept)?;
         parking.name(new);
         Ok(())
+    }
+
+    /// The export has ended: no process goes on with it.
+    pub(super) fn end(mut self) {
+        self.parking.keeper.end();
     }
 
     /// The message has been carried out: descriptors of these places may be others.
