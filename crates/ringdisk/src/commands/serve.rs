@@ -74,6 +74,8 @@ struct Running {
     allowed: Vec<PathBuf>,
     /// What that and its image lead to.
     reach: Reach,
+    /// The image that was on top at the start of a disk that was kept, if another one is now.
+    first_top: Option<PathBuf>,
     served: Served,
     disk: Arc<Disk>,
     /// The name of the socket.
@@ -349,8 +351,20 @@ fn start(
     let allowed = plan.args.source.allow_path.clone();
     let Opened { path, made, .. } = opened;
     let shown = plan.shown;
-    let placed =
-        Placed { ready, name, path, front, queues, allowed, reach, restricted, made, shown };
+    let first_top = None;
+    let placed = Placed {
+        ready,
+        name,
+        path,
+        front,
+        queues,
+        allowed,
+        reach,
+        first_top,
+        restricted,
+        made,
+        shown,
+    };
     Ok(placed.attend(served, disk))
 }
 
@@ -371,6 +385,7 @@ struct Placed {
     queues: u16,
     allowed: Vec<PathBuf>,
     reach: Reach,
+    first_top: Option<PathBuf>,
     restricted: bool,
     made: Option<MadeSocket>,
     shown: Shown,
@@ -379,8 +394,19 @@ struct Placed {
 impl Placed {
     /// Makes the sockets for `ringdisk ctl`, and for the process after this one.
     fn attend(self, served: Served, disk: Arc<Disk>) -> Running {
-        let Placed { ready, name, path, front, queues, allowed, reach, restricted, made, shown } =
-            self;
+        let Placed {
+            ready,
+            name,
+            path,
+            front,
+            queues,
+            allowed,
+            reach,
+            first_top,
+            restricted,
+            made,
+            shown,
+        } = self;
         let handle = served.handle();
         let for_control = handle.clone();
         let commands = DiskControl::new(Arc::clone(&disk), handle, move |_| for_control.stop());
@@ -400,6 +426,7 @@ impl Placed {
             queues,
             allowed,
             reach,
+            first_top,
             served,
             disk,
             made,

@@ -62,7 +62,8 @@ pub(super) fn begin(
     }
     let mut disks = match disks::role(count)? {
         Role::Holds => {
-            let code = holder::run(args.pidfile.as_deref(), &mut HeldDisks, background.take())?;
+            let code =
+                holder::run(args.pidfile.as_deref(), &mut HeldDisks(count), background.take())?;
             return Ok(Begun::Held(code));
         }
         Role::Serves(disks) => disks,
@@ -234,8 +235,22 @@ fn go_on(
     let queues = vhost::queues(plan.args);
     let allowed = plan.args.source.allow_path.clone();
     let (restricted, shown) = (plan.restricted, plan.shown);
-    let placed =
-        Placed { ready, name, path, front, queues, allowed, reach, restricted, made, shown };
+    // A command has put another one on top of it.
+    let first = plan.args.source.overlay.clone().or(plan.image.image.clone());
+    let first_top = first.filter(|_| plan.image.top.is_some());
+    let placed = Placed {
+        first_top,
+        ready,
+        name,
+        path,
+        front,
+        queues,
+        allowed,
+        reach,
+        restricted,
+        made,
+        shown,
+    };
     Ok(placed.attend(served, disk))
 }
 
