@@ -104,7 +104,11 @@ impl Host {
     /// The front end of another process goes on here.
     fn go_on(&mut self) -> Option<End> {
         let (mut session, socket) = self.front_end.take()?;
-        if let Err(error) = session.resume(&mut self.control) {
+        let resumed = session.resume(&mut self.control);
+        if self.signals.has_panicked() {
+            self.die_if_kept();
+        }
+        if let Err(error) = resumed {
             tracing::error!("{}: the front end that was taken over is let go: {error}", self.name);
             session.close(&mut self.control);
             socket.end();
@@ -391,6 +395,10 @@ impl Host {
         message: (&Header, &[u8]),
         answer: Result<Answer, Error>,
     ) -> Option<End> {
+        if self.signals.has_panicked() {
+            // What the queue thread did not answer is no refusal of the message.
+            self.die_if_kept();
+        }
         let sent = answer.and_then(|answer| {
             if let Some(refused) = &answer.refused {
                 self.complain(Complaint::Refused, format_args!("{refused}"));

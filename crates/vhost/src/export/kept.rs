@@ -127,7 +127,14 @@ impl Host {
         match self.front_end {
             // What was recorded before this process counts.
             Some(_) => Ok(()),
-            None => self.write_record(None, None, None),
+            None => {
+                if let Some(record) = &mut self.record {
+                    // Of a front end that could not be gone on with: the next one gets no reply of
+                    // its.
+                    record.replies.drain();
+                }
+                self.write_record(None, None, None)
+            }
         }
     }
 
@@ -209,7 +216,7 @@ impl Host {
         (header, payload): (&Header, &[u8]),
         reply: Option<Reply>,
     ) -> Result<(), Error> {
-        self.note_base(header, payload);
+        self.note_base(session, header, payload);
         if let Err(End::NotKept(error)) = self.fit_area() {
             return Err(error);
         }
@@ -237,12 +244,14 @@ impl Host {
 
     /// Where a virtqueue begins that does not run counts, although our own area of requests in
     /// flight, which the front end does not know of, says another place.
-    fn note_base(&mut self, header: &Header, payload: &[u8]) {
-        if header.request != Request::SetVringBase as u32 || self.control.inflight.is_some() {
+    fn note_base(&mut self, session: &Session, header: &Header, payload: &[u8]) {
+        if header.request != Request::SetVringBase as u32 {
             return;
         }
-        if let Some(index) = payload.first_chunk::<4>().map(|bytes| u32::from_ne_bytes(*bytes)) {
-            self.control.retiring.extend(u16::try_from(index).ok());
+        let index = payload.first_chunk::<4>().map(|bytes| u32::from_ne_bytes(*bytes));
+        let Some(index) = index.and_then(|index| u16::try_from(index).ok()) else { return };
+        if self.control.notes_in_own_area(index, session.size_of(index)) {
+            self.control.retiring.push(index);
         }
     }
 
