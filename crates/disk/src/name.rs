@@ -106,6 +106,27 @@ pub fn shell_word(text: &str) -> String {
     }
 }
 
+/// The same for a name that an image contains, whatever bytes it has: a line with it does nothing
+/// but name that file.
+pub(crate) fn shell_name(name: &[u8]) -> String {
+    if let Ok(text) = std::str::from_utf8(name)
+        && !text.contains(char::is_control)
+    {
+        return shell_word(text);
+    }
+    let escaped = |byte: &u8| match byte {
+        b'\'' | b'\\' => format!("\\{}", char::from(*byte)),
+        b' '..=b'~' => char::from(*byte).to_string(),
+        byte => format!("\\x{byte:02x}"),
+    };
+    format!("$'{}'", name.iter().map(escaped).collect::<String>())
+}
+
+/// The same for a path.
+pub(crate) fn shell_path(path: &Path) -> String {
+    shell_name(path.as_os_str().as_bytes())
+}
+
 /// A name as it is shown in messages: no control characters, no broken UTF-8.
 pub(crate) fn printable(name: &[u8]) -> String {
     String::from_utf8_lossy(name).escape_debug().to_string()

@@ -22,7 +22,7 @@ use ringdisk_storage::Opener;
 use rustix::fs::{self, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
-use crate::name::printable_path;
+use crate::name::{printable_path, shell_path};
 use crate::{Error, ErrorKind};
 
 /// Symbolic links followed for one name; the kernel's own limit (`MAXSYMLINKS`).
@@ -187,9 +187,9 @@ impl Resolver {
             ErrorKind::NotAllowed,
             format!(
                 "'{name}' is, or leads through a link or '..', outside the allowed paths ({}); if \
-                 you trust the image, allow this file with `--allow-path '{name}'`, or its \
-                 directory",
+                 you trust the image, allow this file with `--allow-path {}`, or its directory",
                 self.describe(),
+                shell_path(path),
             ),
         )
     }

@@ -158,9 +158,11 @@ impl Command {
     pub fn allows(&self) -> Option<Allows> {
         match self {
             Command::Commit(_) => Some(Allows::Writing),
-            Command::Backing(NewBacking { file, .. }) => {
+            Command::Backing(NewBacking { file, format }) => {
                 let meta = file.as_ref().and_then(|path| std::fs::metadata(path).ok());
-                Some(Allows::Notes(meta.map(|meta| (meta.dev(), meta.ino()))))
+                let format = format.as_deref().and_then(|format| format.parse().ok());
+                let file = meta.map(|meta| (meta.dev(), meta.ino())).zip(format);
+                Some(Allows::Notes(file))
             }
             _ => None,
         }

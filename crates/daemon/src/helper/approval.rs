@@ -13,6 +13,7 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 
+use ringdisk_disk::Format;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{
     AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair, sockopt,
@@ -24,8 +25,8 @@ pub enum Allows {
     /// Images below are written, and the notes of what images name are changed.
     Writing,
     /// The notes are changed, and nothing is written. With device and inode of a file that the user
-    /// names in the command: an image may name it from now on.
-    Notes(Option<(u64, u64)>),
+    /// names in the command, and its format: an image may name it as that from now on.
+    Notes(Option<((u64, u64), Format)>),
 }
 
 impl Allows {
@@ -34,7 +35,9 @@ impl Allows {
         match self {
             Allows::Writing => String::from(WRITING),
             Allows::Notes(None) => String::from(NOTES),
-            Allows::Notes(Some((device, inode))) => format!("{NOTES} {device} {inode}"),
+            Allows::Notes(Some(((device, inode), format))) => {
+                format!("{NOTES} {device} {inode} {}", format.name())
+            }
         }
     }
 
@@ -44,10 +47,12 @@ impl Allows {
         if text == WRITING {
             return Some(Allows::Writing);
         }
-        let mut numbers = text.strip_prefix(NOTES)?.split(' ').skip(1);
-        let file = match (numbers.next(), numbers.next(), numbers.next()) {
-            (None, None, None) => None,
-            (Some(device), Some(inode), None) => Some((device.parse().ok()?, inode.parse().ok()?)),
+        let words: Vec<&str> = text.strip_prefix(NOTES)?.split(' ').skip(1).collect();
+        let file = match words.as_slice() {
+            [] => None,
+            [device, inode, format] => {
+                Some(((device.parse().ok()?, inode.parse().ok()?), format.parse().ok()?))
+            }
             _ => return None,
         };
         Some(Allows::Notes(file)).filter(|allows| allows.text() == text)
@@ -103,9 +108,10 @@ mod tests {
 
     #[test]
     fn what_is_said_is_read_and_nothing_else() {
-        for allows in [Allows::Writing, Allows::Notes(None), Allows::Notes(Some((7, u64::MAX)))] {
+        let file = Some(((7, u64::MAX), Format::Qcow2));
+        for allows in [Allows::Writing, Allows::Notes(None), Allows::Notes(file)] {
             assert_eq!(Allows::read(allows.text().as_bytes()), Some(allows));
-            for more in [" ", "\n", " 1", " 1 2 3", " 01 2"] {
+            for more in [" ", "\n", " 1", " 1 2", " 1 2 3", " 01 2 raw", " 1 2 raw 3"] {
                 let text = format!("{}{more}", allows.text());
                 assert_eq!(Allows::read(text.as_bytes()), None, "{text:?}");
             }

@@ -15,11 +15,11 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use ringdisk_disk::Format;
 use ringdisk_disk::names_note::{ATTRIBUTE, Names, sync, with_line};
 use ringdisk_disk::xattr::link;
+use ringdisk_disk::{Format, LAYERS_MAX};
 use ringdisk_sandbox::User;
-use rustix::fs::{CWD, Mode, OFlags, openat};
+use rustix::fs::{CWD, FileType, Mode, OFlags, fstat, openat};
 use rustix::io::Errno;
 
 use super::overlays::Id;
@@ -99,9 +99,10 @@ impl Chain {
         self.words.retain(|(word, _)| approval::lasts(word));
     }
 
-    /// Whether a user who waits for an answer names this file in the command.
-    pub(crate) fn is_named_by_user(&self, id: Id) -> bool {
-        self.words.iter().any(|(_, allows)| *allows == Allows::Notes(Some(id)))
+    /// Whether a user who waits for an answer names this file in the command, as this format.
+    pub(crate) fn is_named_by_user(&self, id: Id, format: Format) -> bool {
+        let wanted = Allows::Notes(Some((id, format)));
+        self.words.iter().any(|(word, allows)| *allows == wanted && approval::lasts(word))
     }
 
     /// Whether a file of the chains is opened as this format.
@@ -135,11 +136,13 @@ impl Chain {
             Some(user) => user.look(open)??,
             None => open()?,
         };
-        // From here on its header may say anything.
-        match value(open.as_fd()) {
-            Ok(_) | Err(Errno::OPNOTSUPP) => {}
-            Err(Errno::NODATA) => set(open.as_fd(), &held.image.names)?,
-            Err(errno) => return Err(errno),
+        // From here on its header may say anything. A device keeps no notes.
+        if is_file(open.as_fd()) {
+            match value(open.as_fd()) {
+                Ok(_) | Err(Errno::OPNOTSUPP) => {}
+                Err(Errno::NODATA) => set(open.as_fd(), &held.image.names)?,
+                Err(errno) => return Err(errno),
+            }
         }
         if !mark.is_empty() {
             let _ = mark::set(&open, mark);
@@ -179,9 +182,13 @@ impl Chain {
         }
         let before = Names::parse(&held.image.names).unwrap_or_default();
         let names = checked(line, &before, &held.image.directory, |id, format| {
-            is_known(id, format) || self.has(id, format) || self.is_named_by_user(id)
+            is_known(id, format) || self.has(id, format) || self.is_named_by_user(id, format)
         })?;
-        change(held.file.as_fd(), &names, is_done)?;
+        match change(held.file.as_fd(), &names, is_done) {
+            // There are no notes, so there is none that would refuse the name.
+            Err(Errno::OPNOTSUPP) => {}
+            changed => changed?,
+        }
         if is_done && let Some(held) = self.images.iter_mut().find(|held| held.id() == id) {
             let named = Names::parse(&names).and_then(|names| names.backing());
             let below = named.map(|(path, format)| (held.image.directory.join(path), format));
@@ -193,25 +200,51 @@ impl Chain {
         Ok(())
     }
 
-    /// An image names a file that a user has named in a command: it is of the chain now, and may be
-    /// written for a commit.
+    /// An image names a file that a user has named in a command: it is of the chain now, with what
+    /// its note and the notes below say, and may be written for a commit.
     pub(crate) fn add(&mut self, path: PathBuf, format: Format) {
-        let Ok(path) = fs::canonicalize(path) else { return };
-        let Ok(meta) = fs::metadata(&path) else { return };
-        let id = (meta.dev(), meta.ino());
-        let is_there = self.images.iter().any(|held| held.id() == id);
-        let is_full = self.images.len() >= IMAGES_MAX;
-        if is_there || is_full || !meta.is_file() || !self.is_named_by_user(id) {
+        let Some(id) = id_of(&path) else { return };
+        if !self.is_named_by_user(id, format) {
             return;
         }
-        // `ringdisk ctl` has noted it, where it had no note.
-        let names = Names::noted_at(&path).unwrap_or_default().line();
+        let mut next = Some((path, format));
+        for _ in 0..LAYERS_MAX {
+            let Some((path, format)) = next else { return };
+            let Ok(path) = fs::canonicalize(path) else { return };
+            // `ringdisk ctl` has noted it, where it had no note.
+            let names = Names::noted_at(&path).unwrap_or_default();
+            let directory = path.parent().map(Path::to_path_buf).unwrap_or_default();
+            next = names.backing().map(|(below, format)| (directory.join(below), format));
+            let data = names.data_path().map(|data| directory.join(data));
+            self.hold_one(path, format, names.line());
+            if let Some(data) = data.and_then(|data| fs::canonicalize(data).ok()) {
+                self.hold_one(data, Format::Raw, Names::default().line());
+            }
+        }
+    }
+
+    /// Takes hold of one file more, if it is none of these.
+    fn hold_one(&mut self, path: PathBuf, format: Format, names: String) {
+        let Some(id) = id_of(&path) else { return };
+        let is_there = self.images.iter().any(|held| held.id() == id);
+        if is_there || self.images.len() >= IMAGES_MAX {
+            return;
+        }
         let directory = path.parent().map(Path::to_path_buf).unwrap_or_default();
         let image = Image { named: (path, id), format, names, directory };
         if let Some(file) = pin(&image.named.0, id) {
             self.images.push(Held { image, file, is_granted: false });
         }
     }
+}
+
+/// Device and inode of what a name leads to.
+fn id_of(path: &Path) -> Option<Id> {
+    fs::metadata(path).ok().map(|meta| (meta.dev(), meta.ino()))
+}
+
+fn is_file(file: BorrowedFd<'_>) -> bool {
+    fstat(file).is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile)
 }
 
 /// What a header is said to name, if it is files that are known, as what they are known: a guest or

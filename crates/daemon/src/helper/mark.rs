@@ -50,10 +50,11 @@ pub fn is_on(path: &Path, mark: &str) -> bool {
         && ATTRIBUTE.get_at(path).is_ok_and(|found| found.as_deref() == Some(wanted.as_bytes()))
 }
 
-/// Whether files of a mount with this mark have it, where this name leads: the mount has one, and
-/// the file system keeps such attributes.
+/// Whether files of a mount with this mark have it, where this name leads: the mount has one, it is
+/// a regular file, and the file system keeps such attributes.
 pub fn is_kept(path: &Path, mark: &str) -> bool {
-    mark.len() == LEN && ATTRIBUTE.get_at(path) != Err(Errno::OPNOTSUPP)
+    let is_file = std::fs::metadata(path).is_ok_and(|meta| meta.is_file());
+    is_file && mark.len() == LEN && ATTRIBUTE.get_at(path) != Err(Errno::OPNOTSUPP)
 }
 
 fn value(mark: &str, device: u64, inode: u64) -> String {

@@ -13,8 +13,8 @@
 //! Orders: a letter and fields between zero bytes, the first two of which are device and inode
 //! number of a directory or file. The answer to one that fails has the errno in it.
 
+use std::cell::Cell;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::rc::Rc;
 
@@ -85,8 +85,8 @@ struct Made {
     id: Id,
     directory: Rc<OwnedFd>,
     name: Vec<u8>,
-    /// What its note says.
-    names: Names,
+    /// A note names it, or has named it.
+    is_named: bool,
     /// `O_PATH`: while it is open no other file gets these numbers.
     file: OwnedFd,
 }
@@ -228,7 +228,7 @@ impl Overlays {
             let flags = OFlags::PATH | OFlags::CLOEXEC;
             let file = openat(CWD, link(open.as_fd()), flags, Mode::empty())?;
             let (id, directory) = ((stat.st_dev, stat.st_ino), Rc::clone(&directory));
-            Ok(Made { id, directory, name: name.to_vec(), names: Names::default(), file })
+            Ok(Made { id, directory, name: name.to_vec(), is_named: false, file })
         });
         match held {
             Ok(made) => {
@@ -252,36 +252,45 @@ impl Overlays {
     /// says as long as that is known.
     fn note(&mut self, id: Id, line: &[u8], is_done: bool) -> Result<(), Errno> {
         let made: Vec<Id> = self.files.iter().map(|made| made.id).collect();
-        let is_made = |id, format| format == Format::Qcow2 && made.contains(&id);
-        let Ok(index) = self.made(id) else {
-            return self.below.note(id, line, is_done, is_made);
+        let named = Cell::new(None);
+        let is_made = |id, format| {
+            let is_made = format == Format::Qcow2 && made.contains(&id);
+            named.set(is_made.then_some(id).or(named.get()));
+            is_made
         };
-        let file = &self.files[index];
-        let below = &self.below;
-        let is_known =
-            |id, format| is_made(id, format) || below.has(id, format) || below.is_named_by_user(id);
-        let directory = link(file.directory.as_fd());
-        let line = chain::checked(line, &Names::default(), &directory, is_known)?;
-        chain::change(file.file.as_fd(), &line, is_done)?;
-        let names = Names::parse(&line).unwrap_or_default();
-        if is_done && let Some((path, format)) = names.backing() {
-            self.below.add(directory.join(path), format);
+        match self.made(id) {
+            Err(_) => self.below.note(id, line, is_done, is_made)?,
+            Ok(index) => {
+                let (file, below) = (&self.files[index], &self.below);
+                let is_known = |id, format| {
+                    is_made(id, format)
+                        || below.has(id, format)
+                        || below.is_named_by_user(id, format)
+                };
+                let directory = link(file.directory.as_fd());
+                let line = chain::checked(line, &Names::default(), &directory, is_known)?;
+                match chain::change(file.file.as_fd(), &line, is_done) {
+                    // There are no notes, so there is none that would refuse the name.
+                    Err(Errno::OPNOTSUPP) => {}
+                    changed => changed?,
+                }
+                let below = Names::parse(&line).and_then(|names| names.backing());
+                if is_done && let Some((path, format)) = below {
+                    self.below.add(directory.join(path), format);
+                }
+            }
         }
-        self.files[index].names = names;
+        if let Some(made) = named.get().and_then(|id| self.made(id).ok()) {
+            self.files[made].is_named = true;
+        }
         Ok(())
     }
 
-    /// Removes a file that was made here. One that a note names stays: another file could get its
-    /// name, and would be what an image names.
+    /// Removes a file that was made here. One that a note has named stays: another file could get
+    /// its name, and would be what an image names.
     fn remove(&mut self, id: Id) -> Result<(), Errno> {
         let index = self.made(id)?;
-        let names_it = |made: &Made| {
-            let below = made.names.backing_path();
-            let directory = link(made.directory.as_fd());
-            let meta = below.and_then(|path| std::fs::metadata(directory.join(path)).ok());
-            meta.is_some_and(|meta| (meta.dev(), meta.ino()) == id)
-        };
-        if self.files.iter().any(names_it) {
+        if self.files[index].is_named {
             return Err(Errno::BUSY);
         }
         let made = self.files.swap_remove(index);

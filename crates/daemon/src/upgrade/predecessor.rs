@@ -16,6 +16,7 @@ use super::{ASK, GO, HandsOver, READY, STEP, STOP, Shown, is_trusted};
 use crate::control::registry::{self, Listening};
 use crate::helper;
 use ringdisk_disk::Disk;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// After a connection that could not be accepted.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
@@ -167,6 +168,10 @@ fn give(mut stream: &UnixStream, ours: &Ours, given: &AtomicBool) -> io::Result<
     if link::receive_word(stream)? != Some(READY) {
         return Err(io::ErrorKind::InvalidData.into());
     }
+    // One that has given up waiting (this process may have been stopped for a while) serves nothing.
+    if has_left(stream) {
+        return Err(io::ErrorKind::BrokenPipe.into());
+    }
     given.store(true, Ordering::Release);
     if !still.commit() {
         given.store(false, Ordering::Release);
@@ -175,4 +180,10 @@ fn give(mut stream: &UnixStream, ours: &Ours, given: &AtomicBool) -> io::Result<
     // From here on the other process serves, whether it hears this or not.
     let _ = stream.write_all(&[GO]);
     Ok(true)
+}
+
+/// Whether the other process sends no more.
+fn has_left(stream: &UnixStream) -> bool {
+    let mut fds = [PollFd::new(stream, PollFlags::RDHUP)];
+    poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
 }

@@ -5,6 +5,7 @@
 
 use std::fs;
 use std::io::{self, Read, Write};
+use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -28,6 +29,10 @@ const HANDED: Duration = Duration::from_secs(40);
 /// A process whose sockets are closed is gone after this time at the latest: it only has memory to
 /// give back.
 const GONE: Duration = Duration::from_secs(2);
+
+/// How long the old process may take to say that it has given the export up, which it had begun to
+/// do when this one gave up waiting.
+const LAST_WORD: Duration = Duration::from_millis(500);
 
 /// The old process, which stands still until this is dropped.
 #[derive(Debug)]
@@ -147,7 +152,16 @@ impl Offer {
         let mut take = || -> io::Result<()> {
             self.stream.write_all(&[READY])?;
             let mut word = [0];
-            self.stream.read_exact(&mut word)?;
+            if let Err(late) = self.stream.read_exact(&mut word) {
+                if is_end(&late) {
+                    return Err(late);
+                }
+                // From here on the old process sees that nobody waits, unless it had seen before
+                // that this one does.
+                self.stream.shutdown(Shutdown::Write)?;
+                self.stream.set_read_timeout(Some(LAST_WORD))?;
+                self.stream.read_exact(&mut word).map_err(|_| late)?;
+            }
             if word == [GO] { Ok(()) } else { Err(io::ErrorKind::InvalidData.into()) }
         };
         if let Err(error) = take() {

@@ -83,6 +83,9 @@ struct Opening<'a> {
     allowed: Resolver,
     /// Those of them that are files.
     allowed_files: Resolver,
+    /// The image on top names a file that is in no note and that only a directory of
+    /// [`ImageOptions::allow_paths`] allows: it is asked for again at the next start.
+    is_top_unconfirmed: bool,
     /// Files of [`ImageOptions::known_paths`]: the images that the user named.
     known_files: Resolver,
     layers: Vec<Layer>,
@@ -206,6 +209,7 @@ impl<'a> Opening<'a> {
             allowed,
             allowed_files,
             known_files,
+            is_top_unconfirmed: false,
             layers: Vec::new(),
             seen: Vec::new(),
             lock_wait,
@@ -294,8 +298,11 @@ impl<'a> Opening<'a> {
             let asked = layer.file().map(|open| Names::of_layer(&layer).ask(open));
             if asked.is_some_and(|note| note.other_below) {
                 let role = Role::Backing(format.as_deref());
-                self.check_allowed(&file, &name, candidate.directory.as_deref(), role)
+                let directory = candidate.directory.as_deref();
+                self.check_allowed(&file, &name, directory, role)
                     .map_err(|error| error.context(context()))?;
+                let is_first = self.layers.is_empty();
+                self.is_top_unconfirmed |= is_first && !self.is_allowed_itself(&file, directory)?;
             }
             if candidate.is_unconfirmed {
                 self.check_reached(&file, &name, candidate.directory.as_deref())

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use ringdisk_storage::Storage;
 
 use super::{Candidate, Opening};
-use crate::name::{FileName, beside, printable, printable_path, shell_word};
+use crate::name::{FileName, beside, printable_path, shell_name, shell_path, shell_word};
 use crate::resolve::Resolver;
 use crate::{Error, ErrorKind, Format, format_note};
 
@@ -101,11 +101,11 @@ impl Opening<'_> {
         let remedy = match role {
             Role::Backing(format) => format!(
                 "`ringdisk rebase -u -b {} -F {} {}`",
-                shell_word(&printable(file)),
+                shell_name(file),
                 shell_word(format.unwrap_or("FORMAT")),
-                shell_word(&printable_path(of))
+                shell_path(of)
             ),
-            Role::Data => format!("`--allow-path {}`", shell_word(&printable_path(&path))),
+            Role::Data => format!("`--allow-path {}`", shell_path(&path)),
         };
         let of = printable_path(of);
         Err(Error::new(
@@ -116,6 +116,16 @@ impl Opening<'_> {
                  by you or another program, say so once with {remedy}"
             ),
         ))
+    }
+
+    /// Whether `--allow-path` names a file itself, and not a directory above it.
+    pub(super) fn is_allowed_itself(
+        &self,
+        file: &[u8],
+        directory: Option<&Path>,
+    ) -> Result<bool, Error> {
+        let path = self.path_of(&FileName::parse(file)?, directory)?;
+        Ok(self.allowed_files.open(&path, self.access(true)).is_ok())
     }
 
     /// Checks a name in the header of an image to which a name led that is in no note: that one may
@@ -140,7 +150,7 @@ impl Opening<'_> {
             format!(
                 "'{of}' is allowed by --allow-path only, so what it names must be, too: add \
                  `--allow-path {}`",
-                shell_word(&printable_path(&path))
+                shell_path(&path)
             ),
         ))
     }
@@ -225,9 +235,9 @@ fn backing_format(
             format!(
                 "the image does not state the format of its backing file, and guessing it would \
                  let a guest choose which files are read; state it with `ringdisk rebase -u -b \
-                 '{}' -F FORMAT '{}'` (FORMAT is raw or qcow2)",
-                printable(file),
-                printable_path(of),
+                 {} -F FORMAT {}` (FORMAT is raw or qcow2)",
+                shell_name(file),
+                shell_path(of),
             ),
         )),
     }

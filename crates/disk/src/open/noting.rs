@@ -31,7 +31,7 @@ impl Opening<'_> {
         if let Some(data) = top.external_data() {
             note(data, &Names::default(), Path::new(data.name()), false);
         }
-        if let Some(file) = top.file() {
+        if let Some(file) = top.file().filter(|_| !self.is_top_unconfirmed) {
             note(file, &Names::of_layer(top), top.name(), top.qcow2().is_some());
         }
         for path in &self.options.allow_paths {

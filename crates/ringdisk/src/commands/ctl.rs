@@ -23,16 +23,16 @@ use crate::commands::output::json_text;
 
 /// Notes what a file names that a server may write for a commit from now on.
 ///
-/// Errors: io_uring is forbidden or a limit was hit. A file that cannot be opened is the server's
-/// to complain of.
-fn note_names(file: &Path) -> Result<(), Failure> {
-    let mut runtime = look::runtime()?;
+/// A file that cannot be opened is the server's to complain of.
+fn note_names(file: &Path) {
+    let Ok(mut runtime) = look::runtime() else {
+        return tracing::debug!("no ring, so '{}' gets no note of its names", file.display());
+    };
     let ring = runtime.ring().clone();
     let noted = runtime.block_on(ringdisk_disk::note_file(&ring, file, &ImageOptions::default()));
     if let Err(error) = noted {
         tracing::debug!("'{}' gets no note of its names: {error}", file.display());
     }
-    Ok(())
 }
 
 /// How long a server may take to end after it was told to: it flushes the image.
@@ -50,7 +50,7 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
     if let CtlCommand::Backing { file, .. } = &args.command
         && !file.as_os_str().is_empty()
     {
-        note_names(file)?;
+        note_names(file);
     }
     let show = match &args.command {
         CtlCommand::Commit { show, .. } | CtlCommand::Backing { show, .. } => *show,

@@ -282,6 +282,8 @@ fn ctl_in(runtime: &Path, disk: &Mounted, word: &str) -> bool {
 fn sockets(runtime: &Path) -> Vec<PathBuf> {
     names(&runtime.join("ringdisk"))
         .iter()
+        // That for a process that takes the mount over is another one.
+        .filter(|name| !name.starts_with("upgrade-"))
         .map(|name| runtime.join("ringdisk").join(name))
         .collect()
 }

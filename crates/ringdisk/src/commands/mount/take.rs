@@ -79,6 +79,7 @@ pub(super) fn take_over(
     if confine::confines_files(args.sandbox.word) {
         check_top(&disk, &args.disk, plan.image.image.as_deref())?;
     }
+    disk.note_handed();
     let user = user.decide(args.sandbox.word, &[&disk])?;
     let mut options = plan.options(&disk);
     options.keep = kept.as_ref().map(Kept::keep).transpose()?;

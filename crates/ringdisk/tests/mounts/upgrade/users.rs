@@ -164,7 +164,7 @@ fn disks_of_every_kind_are_taken_over() {
     let image = image_of(directory.path());
     let raw = ["--format", "raw", text(&image)];
     for words in [
-        &["--null", "1G"][..],
+        &["--null", "1G", "--read-zeroes"][..],
         &[&["--read-only"][..], &raw].concat(),
         &[&["--snapshot"][..], &raw].concat(),
         &[&["--direct", "--growable"][..], &raw].concat(),
