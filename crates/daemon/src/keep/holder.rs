@@ -9,8 +9,8 @@
 //! code of the process that served, or with 7 when it gave up.
 //!
 //! What it holds it knows by name only. After the start it takes and lets go of only those
-//! descriptors that are named exactly as [`LATE`] says, at most [`Held::late_max`] of each disk: the
-//! process that gives them is confined, and may have been taken over. Other threads close them
+//! descriptors that are named exactly as [`LATE`] says, at most [`Held::late_max`] of each disk:
+//! the process that gives them is confined, and may have been taken over. Other threads close them
 //! ([`Closer`]), since a close may wait for the process that made the descriptor.
 
 use std::collections::VecDeque;

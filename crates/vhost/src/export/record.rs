@@ -120,7 +120,8 @@ impl Parks<'_> {
     }
 }
 
-/// A state that was not written names nothing: what was parked for it is released with the next one.
+/// A state that was not written names nothing: what was parked for it is released with the next
+/// one.
 impl Drop for Parks<'_> {
     fn drop(&mut self) {
         self.parking.forgotten.append(&mut self.fresh);
