@@ -49,6 +49,9 @@ pub(crate) struct KeptWords {
     pub(crate) pending: Option<PendingWords>,
     /// A reply that goes with a descriptor ([`Role::ReplyDescriptor`]).
     pub(crate) reply: Option<Vec<u8>>,
+    /// The disk may be another process's.
+    #[serde(default)]
+    pub(crate) inactive: bool,
 }
 
 /// A message of the front end.
@@ -136,6 +139,15 @@ pub(crate) trait Descriptors {
     ///
     /// Errors: there is no room.
     fn add(&mut self, role: Role, fd: BorrowedFd<'_>) -> Result<(), Error>;
+
+    /// Takes that of a region of memory.
+    ///
+    /// * `guest_addr`: where it begins; no other one does there.
+    ///
+    /// Errors: there is no room.
+    fn add_region(&mut self, _guest_addr: u64, fd: BorrowedFd<'_>) -> Result<(), Error> {
+        self.add(Role::Region, fd)
+    }
 }
 
 /// Copies, for another process.
@@ -165,6 +177,15 @@ impl<D: Descriptors> Packing<D> {
     pub(crate) fn add(&mut self, role: Role, fd: impl AsFd) -> Result<(), Error> {
         self.fds.add(role, fd.as_fd())?;
         self.words.roles.push(role);
+        Ok(())
+    }
+
+    /// Adds that of a region of memory, as [`Descriptors::add_region`] has it.
+    ///
+    /// Errors: there is no room.
+    pub(crate) fn add_region(&mut self, guest_addr: u64, fd: impl AsFd) -> Result<(), Error> {
+        self.fds.add_region(guest_addr, fd.as_fd())?;
+        self.words.roles.push(Role::Region);
         Ok(())
     }
 

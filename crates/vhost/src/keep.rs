@@ -14,7 +14,8 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 
 use ringdisk_export::HandOverState;
 
-use crate::hand_over_state::{Unpacked, Words};
+use crate::closing::Held;
+use crate::hand_over_state::{Role, Unpacked, Words};
 use crate::{Error, ErrorKind};
 
 /// Keeps the state of one export, outside of the process that serves it.
@@ -38,6 +39,9 @@ pub trait Keeper: fmt::Debug + Send {
     ///
     /// Errors: it is not kept; the one before is.
     fn write(&mut self, state: &str) -> io::Result<()>;
+
+    /// The export has ended: nothing of it is kept any longer, and no process goes on with it.
+    fn end(&mut self);
 }
 
 /// What was kept of an export whose process was killed.
@@ -50,6 +54,24 @@ pub struct KeptState {
 }
 
 impl KeptState {
+    /// Whether the disk may be another process's, to which it was given in a migration. It is to be
+    /// opened inactive then, and is made ours before the first virtqueue runs.
+    #[must_use]
+    pub fn is_inactive(&self) -> bool {
+        let words = serde_json::from_str::<Words>(&self.words);
+        words.is_ok_and(|words| words.kept.is_some_and(|kept| kept.inactive))
+    }
+
+    /// The export ends before it has gone on: its front end is disconnected.
+    pub fn end(self, mut keeper: Box<dyn Keeper>) {
+        keeper.end();
+        // The holder may be slow to let go of its copies.
+        let connection = self.open().ok().and_then(|mut state| state.one(Role::Connection));
+        if let Some(connection) = connection.map(Held::from) {
+            connection.end();
+        }
+    }
+
     /// Numbers of all that is parked.
     pub(crate) fn numbers(&self) -> Vec<u64> {
         self.descriptors.iter().map(|(number, _)| *number).collect()
@@ -79,7 +101,7 @@ mod tests {
     use std::os::fd::AsFd;
 
     use super::*;
-    use crate::hand_over_state::{Copies, KeptWords, Packing, Role};
+    use crate::hand_over_state::{Copies, KeptWords, Packing};
 
     /// A state that names these numbers, in this order, as kick eventfds.
     fn state(numbers: &[u64], parked: &[u64], fd: impl AsFd) -> KeptState {

@@ -6,9 +6,10 @@
 //! serving process said later counts as little as what a front end says. Control path.
 //!
 //! Of disk `N` are kept: what was sealed (`ringdisk-origin-N`), its images
-//! (`ringdisk-images-N`), the state of its export (`ringdisk-export-N`), and whatever descriptors
-//! that one names (`ringdisk-late-N-M`).
+//! (`ringdisk-images-N`), the state of its export (`ringdisk-export-N`; empty: it has ended), and
+//! whatever descriptors that one names (`ringdisk-late-N-M`).
 
+use std::collections::HashSet;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -30,12 +31,26 @@ const ORIGIN: &str = "ringdisk-origin-";
 const IMAGES: &str = "ringdisk-images-";
 const EXPORT: &str = "ringdisk-export-";
 
-/// Descriptors that come and go, at most: 700 of a disk with 509 regions of memory and 64
-/// virtqueues, for several disks.
-const LATE_MAX: usize = 4096;
+/// Descriptors of a disk that come and go, at most: 700 of one with 509 regions of memory and 64
+/// virtqueues, which a successor gives anew before it takes the old ones back, and those that the
+/// holder has not closed yet.
+const LATE_MAX: usize = 2048;
 
-/// Descriptors that the holder has besides.
-const OTHERS: usize = 64;
+/// Descriptors that the holder has besides, with those of one message.
+const OTHERS: usize = 64 + ringdisk_messages::DESCRIPTORS_MAX;
+
+/// Descriptors of one of several disks that come and go, at most. Both processes have the same
+/// limit of descriptors, so each knows it.
+fn late_max(disks: usize) -> usize {
+    let limit = getrlimit(Resource::Nofile).current.and_then(|limit| usize::try_from(limit).ok());
+    let share = limit.map(|limit| limit.saturating_sub(OTHERS) / disks.max(1));
+    share.map_or(LATE_MAX, |share| share.min(LATE_MAX))
+}
+
+/// Those of them that a serving process may give: a quarter is for what is not closed yet.
+fn parked_max(disks: usize) -> usize {
+    late_max(disks) / 4 * 3
+}
 
 /// What this process is.
 #[derive(Debug)]
@@ -61,10 +76,10 @@ pub fn role(count: usize) -> Result<Role, Failure> {
     if !Started::Kept.is_ours() {
         return Ok(Role::Holds);
     }
-    let (notify, holder, parked) = link::enter()?;
+    let (notify, holder, parked) = link::enter("disks")?;
     let notify = Arc::new(notify);
     let found = found(parked, count, &notify)?;
-    Ok(Role::Serves(KeptDisks { notify, holder, found }))
+    Ok(Role::Serves(KeptDisks { notify, holder, count, found }))
 }
 
 /// The serving side.
@@ -73,6 +88,8 @@ pub struct KeptDisks {
     /// The process that keeps the disks, which hears how we are.
     pub notify: Arc<Notify>,
     holder: OwnedFd,
+    /// Disks.
+    count: usize,
     /// The disks of a process that was killed, in their order.
     found: Option<Vec<FoundDisk>>,
 }
@@ -84,8 +101,8 @@ pub struct FoundDisk {
     pub first: State,
     /// Its images now.
     pub images: StateFile,
-    /// Its export.
-    pub export: KeptState,
+    /// Its export; `None`: it has ended.
+    pub export: Option<KeptState>,
     /// Takes what is kept from now on.
     pub keeper: Box<dyn Keeper>,
 }
@@ -98,6 +115,11 @@ struct DiskKeeper {
     memory: File,
     /// The number of the newest state.
     number: u64,
+    /// Numbers of the descriptors that the holder has.
+    parked: HashSet<u64>,
+    /// So many at most.
+    parked_max: usize,
+    is_ended: bool,
 }
 
 impl DiskKeeper {
@@ -108,11 +130,19 @@ impl DiskKeeper {
 
 impl Keeper for DiskKeeper {
     fn park(&mut self, number: u64, descriptor: BorrowedFd<'_>) -> io::Result<()> {
+        // The holder would not take it, and not say so.
+        if self.parked.len() >= self.parked_max {
+            let text = format!("more than {} descriptors", self.parked_max);
+            return Err(io::Error::new(io::ErrorKind::QuotaExceeded, text));
+        }
         // A message that is in the holder's socket is there, whatever becomes of this process.
-        self.notify.store(&self.name(number), descriptor)
+        self.notify.store(&self.name(number), descriptor)?;
+        self.parked.insert(number);
+        Ok(())
     }
 
     fn release(&mut self, number: u64) {
+        self.parked.remove(&number);
         self.notify.unstore(&self.name(number));
     }
 
@@ -120,6 +150,27 @@ impl Keeper for DiskKeeper {
         FRONT_END.put(&self.memory, self.number + 1, state.as_bytes())?;
         self.number += 1;
         Ok(())
+    }
+
+    fn end(&mut self) {
+        if std::mem::replace(&mut self.is_ended, true) {
+            return;
+        }
+        if let Err(error) = self.write("") {
+            tracing::warn!("the end of disk {} is not kept: {error}", self.disk);
+        }
+        for number in std::mem::take(&mut self.parked) {
+            self.notify.unstore(&self.name(number));
+        }
+    }
+}
+
+/// An export that ends without a kill, however it does, is not gone on with.
+impl Drop for DiskKeeper {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.end();
+        }
     }
 }
 
@@ -143,7 +194,15 @@ impl KeptDisks {
         self.notify
             .store(&format!("{EXPORT}{disk}"), memory.as_fd())
             .map_err(|error| cannot(&error))?;
-        Ok(Box::new(DiskKeeper { notify: Arc::clone(&self.notify), disk, memory, number: 0 }))
+        Ok(Box::new(DiskKeeper {
+            notify: Arc::clone(&self.notify),
+            disk,
+            memory,
+            number: 0,
+            parked: HashSet::new(),
+            parked_max: parked_max(self.count),
+            is_ended: false,
+        }))
     }
 
     /// Keeps what the images of a new disk are.
@@ -181,7 +240,7 @@ fn cannot(error: &io::Error) -> Failure {
 
 /// Sorts parked descriptors out; `None`: there are none.
 ///
-/// Errors: a state is of another version, or cannot be read; something is missing.
+/// Errors: a state is of another version, or cannot be read; something is missing, or there twice.
 fn found(
     parked: Named,
     count: usize,
@@ -193,17 +252,28 @@ fn found(
         is_empty &= name.is_empty();
         let Some((disk, part)) = Part::of(&name) else { continue };
         let Some(parts) = parts.get_mut(disk) else { continue };
-        match part {
-            Part::Origin => parts.origin = Some(descriptor),
-            Part::Images => parts.images = Some(descriptor),
-            Part::Export => parts.export = Some(descriptor),
-            Part::Late(number) => parts.late.push((number, descriptor)),
+        let place = match part {
+            Part::Origin => &mut parts.origin,
+            Part::Images => &mut parts.images,
+            Part::Export => &mut parts.export,
+            Part::Late(number) => {
+                parts.late.push((number, descriptor));
+                continue;
+            }
+        };
+        // Which one was sealed at the start cannot be told.
+        if place.replace(descriptor).is_some() {
+            let what = format!("of disk {disk} two descriptors '{name}' were kept");
+            return Err(Failure::new(Exit::General, what));
         }
     }
     if is_empty {
         return Ok(None);
     }
-    let disks = parts.into_iter().enumerate().map(|(disk, parts)| parts.open(disk, notify));
+    let disks = parts
+        .into_iter()
+        .enumerate()
+        .map(|(disk, parts)| parts.open(disk, notify, parked_max(count)));
     disks.collect::<Result<Vec<_>, _>>().map(Some)
 }
 
@@ -241,7 +311,12 @@ struct Parts {
 }
 
 impl Parts {
-    fn open(self, disk: usize, notify: &Arc<Notify>) -> Result<FoundDisk, Failure> {
+    fn open(
+        self,
+        disk: usize,
+        notify: &Arc<Notify>,
+        parked_max: usize,
+    ) -> Result<FoundDisk, Failure> {
         let missing = || {
             Failure::new(Exit::General, format!("what was kept of disk {disk} is not all there"))
         };
@@ -250,15 +325,26 @@ impl Parts {
         let memory = File::from(self.export.ok_or_else(missing)?);
         let (number, words) = FRONT_END.newest(&memory).ok_or_else(missing)?;
         let words = String::from_utf8(words).map_err(|_| missing())?;
-        let keeper = DiskKeeper { notify: Arc::clone(notify), disk, memory, number };
+        let keeper = DiskKeeper {
+            notify: Arc::clone(notify),
+            disk,
+            memory,
+            number,
+            parked: self.late.iter().map(|(number, _)| *number).collect(),
+            parked_max,
+            is_ended: words.is_empty(),
+        };
         let export = KeptState { words, descriptors: self.late };
+        let export = Some(export).filter(|export| !export.words.is_empty());
         Ok(FoundDisk { first, images, export, keeper: Box::new(keeper) })
     }
 }
 
 /// Disks, as the process that holds them knows them.
+///
+/// How many they are.
 #[derive(Debug)]
-pub struct HeldDisks;
+pub struct HeldDisks(pub usize);
 
 impl Held for HeldDisks {
     fn noun(&self) -> &'static str {
@@ -269,10 +355,12 @@ impl Held for HeldDisks {
         "--keep"
     }
 
+    fn disks(&self) -> usize {
+        self.0
+    }
+
     fn late_max(&self) -> usize {
-        let limit =
-            getrlimit(Resource::Nofile).current.and_then(|limit| usize::try_from(limit).ok());
-        limit.map_or(LATE_MAX, |limit| LATE_MAX.min(limit.saturating_sub(OTHERS)))
+        late_max(self.0)
     }
 
     fn loss(&self) -> &'static str {
@@ -283,10 +371,51 @@ impl Held for HeldDisks {
         "look at what it said before it died, then serve the image again"
     }
 
-    /// With the last copy of its socket a front end sees the end of the connection.
+    /// With the last copy of its socket a front end sees the end of the connection. The end of this
+    /// process closes it, and does not wait for what other processes do, as a close here might.
     fn end(&mut self, parked: Named, _is_removed: bool) {
-        drop(parked);
+        std::mem::forget(parked);
     }
 
     fn undo(&mut self) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file() -> OwnedFd {
+        tempfile::tempfile().expect("a file").into()
+    }
+
+    #[test]
+    fn a_second_descriptor_of_the_start_is_refused() {
+        let notify = Arc::new(Notify::from_environment());
+        for name in ["ringdisk-origin-0", "ringdisk-images-0", "ringdisk-export-0"] {
+            let parked = vec![(name.to_owned(), file()), (name.to_owned(), file())];
+            let failure = found(parked, 1, &notify).expect_err("refused");
+            assert!(failure.message().contains("two descriptors"), "{}", failure.message());
+        }
+    }
+    #[test]
+    fn too_many_descriptors_are_an_error_until_some_are_let_go_of() {
+        let memory = tempfile::tempfile().expect("a file");
+        let kind = rustix::net::SocketType::SEQPACKET;
+        let (ours, _holder) = ringdisk_messages::pair(kind).expect("sockets");
+        let mut keeper = DiskKeeper {
+            notify: Arc::new(Notify::over(ours)),
+            disk: 0,
+            memory,
+            number: 0,
+            parked: HashSet::new(),
+            parked_max: 2,
+            is_ended: false,
+        };
+        let file = file();
+        assert!((1..3).all(|number| keeper.park(number, file.as_fd()).is_ok()));
+        let error = keeper.park(3, file.as_fd()).expect_err("too many");
+        assert!(error.to_string().contains("more than 2"), "{error}");
+        keeper.release(1);
+        keeper.park(3, file.as_fd()).expect("room");
+    }
 }

@@ -45,6 +45,10 @@ impl Held for HeldMount {
         "--keep-mount"
     }
 
+    fn disks(&self) -> usize {
+        0
+    }
+
     fn late_max(&self) -> usize {
         0
     }

@@ -9,9 +9,9 @@
 //! code of the process that served, or with 7 when it gave up.
 //!
 //! What it holds it knows by name only. After the start it takes and lets go of only those
-//! descriptors that are named as [`LATE`] says, at most [`Held::late_max`]: the process that gives
-//! them is confined, and may have been taken over. A second thread closes them, since a close may
-//! wait for the process that made the descriptor.
+//! descriptors that are named exactly as [`LATE`] says, at most [`Held::late_max`] of each disk:
+//! the process that gives them is confined, and may have been taken over. Other threads close them
+//! ([`Closer`]), since a close may wait for the process that made the descriptor.
 
 use std::collections::VecDeque;
 use std::io;
@@ -22,7 +22,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ExitStatus};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -30,6 +29,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::{flag, low_level::pipe};
 
+use super::closer::Closer;
 use super::link::Named;
 use super::link::{self, Received};
 use crate::background::Background;
@@ -41,8 +41,11 @@ use crate::signals::is_ignored;
 use crate::stopping::{Asked, Insist};
 use crate::terminal;
 
-/// What the names of descriptors begin with that come and go after the start.
+/// What the names of descriptors begin with that come and go after the start. The number of a disk
+/// and the number of a descriptor follow, as in `ringdisk-late-0-8`.
 pub const LATE: &str = "ringdisk-late-";
+/// Longest name of such a descriptor, bytes.
+const LATE_NAME_BYTES_MAX: usize = 48;
 /// So many new processes within [`WINDOW`] of serving; then the mount is given up.
 const RESTARTS_MAX: usize = 5;
 const WINDOW: Duration = Duration::from_secs(10);
@@ -53,6 +56,8 @@ const LISTENS: Duration = Duration::from_secs(2);
 /// s.
 const SPAWNS_MAX: usize = 10;
 const SPAWN_PAUSE: Duration = Duration::from_millis(200);
+/// Messages that are heard before one looks for signals again.
+const MESSAGES_MAX: usize = 256;
 /// What a Rust program ends with after a panic of its main thread.
 const PANICKED: i32 = 101;
 
@@ -108,7 +113,10 @@ pub trait Held {
     /// The option that asks for it.
     fn option(&self) -> &'static str;
 
-    /// Descriptors that may come and go after the start, at most.
+    /// Disks of which descriptors may come and go after the start.
+    fn disks(&self) -> usize;
+
+    /// So many of each disk, at most.
     fn late_max(&self) -> usize;
 
     /// What its users see when it is given up.
@@ -126,27 +134,15 @@ pub trait Held {
     fn undo(&mut self);
 }
 
-/// Closes descriptors.
-struct Closer(Sender<OwnedFd>);
-
-impl Closer {
-    fn start() -> io::Result<Closer> {
-        let (sender, receiver) = channel();
-        let thread = std::thread::Builder::new().name(String::from("closing"));
-        thread.stack_size(64 << 10).spawn(move || receiver.into_iter().for_each(drop))?;
-        Ok(Closer(sender))
-    }
-
-    /// Without waiting.
-    fn close(&self, descriptor: OwnedFd) {
-        let _ = self.0.send(descriptor);
-    }
-}
-
 /// The keeping process.
 struct Holder<'a> {
     held: &'a mut dyn Held,
+    /// For what is of no disk.
     closer: Closer,
+    /// One for each disk.
+    closers: Vec<Closer>,
+    /// It was said that descriptors are not kept.
+    has_refused: bool,
     signals: Signals,
     manager: Notify,
     parked: link::Named,
@@ -213,6 +209,8 @@ pub fn run(
         parked: Vec::new(),
         is_parked: false,
         closer: Closer::start().map_err(|error| cannot(&error))?,
+        closers: closers(held).map_err(|error| cannot(&error))?,
+        has_refused: false,
         held,
         pidfile_path,
         pidfile: None,
@@ -269,6 +267,26 @@ pub fn run(
             }
         }
     }
+}
+
+/// A thread for each disk.
+fn closers(held: &dyn Held) -> io::Result<Vec<Closer>> {
+    (0..held.disks()).map(|_| Closer::start()).collect()
+}
+
+/// The disk of a descriptor whose name says that it may come and go after the start. The serving
+/// process chooses the name, and the next one gets it in a list with others, from which nothing
+/// else may come out.
+fn disk_of(name: &str) -> Option<usize> {
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let (disk, number) = name.strip_prefix(LATE)?.split_once('-')?;
+    let is_ours = name.len() <= LATE_NAME_BYTES_MAX && is_number(disk) && is_number(number);
+    disk.parse().ok().filter(|_| is_ours)
+}
+
+/// Whether descriptors were lost because this process may not have more.
+fn is_lost(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(rustix::io::Errno::MFILE.raw_os_error())
 }
 
 /// How a process ended, for people.
@@ -333,7 +351,10 @@ impl Holder<'_> {
             to_pass_on.extend(self.came());
             // Before its words are read: nothing is said after the end.
             let ended = child.try_wait();
-            while is_open {
+            // Of one that lives, signals and its end count too; one that has ended says no more.
+            let mut turn = if matches!(ended, Ok(None)) { MESSAGES_MAX } else { usize::MAX };
+            while is_open && turn > 0 {
+                turn -= 1;
                 match link::receive(socket.as_fd()) {
                     Ok(Received::Message(text, descriptors)) => {
                         listens = true;
@@ -341,6 +362,8 @@ impl Holder<'_> {
                     }
                     Ok(Received::Nothing) => break,
                     Ok(Received::End) => is_open = false,
+                    // The process that gave them may have been taken over; the others' are there.
+                    Err(error) if is_lost(&error) => self.refuse("more descriptors than it may"),
                     Err(error) => {
                         let doing = "what the serving process says";
                         return Err(Failure::system(doing, &error, Exit::General));
@@ -385,11 +408,13 @@ impl Holder<'_> {
     ///
     /// Errors: the pid file cannot be made.
     fn hear(&mut self, text: &str, descriptors: Vec<OwnedFd>) -> Result<(), Failure> {
+        let mut descriptors = descriptors;
         let value =
             |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
         let status = value("STATUS").unwrap_or_default();
         if value("FDSTORE").is_some() {
-            self.park(value("FDNAME").unwrap_or_default(), descriptors);
+            let given = std::mem::take(&mut descriptors);
+            self.park(value("FDNAME").unwrap_or_default(), given);
         } else if value("FDSTOREREMOVE").is_some() {
             self.let_go(value("FDNAME").unwrap_or_default());
         } else if value("BARRIER").is_some() {
@@ -408,34 +433,48 @@ impl Holder<'_> {
         } else if !status.is_empty() {
             self.manager.status(status);
         }
-        // A barrier's descriptor is closed by now.
+        // That of a barrier, too.
+        descriptors.into_iter().for_each(|descriptor| self.closer.close(descriptor));
         Ok(())
     }
 
     /// Takes descriptors of the serving process.
     fn park(&mut self, name: &str, descriptors: Vec<OwnedFd>) {
-        let is_late = name.starts_with(LATE);
-        let late = self.parked.iter().filter(|(name, _)| name.starts_with(LATE)).count();
-        let is_full = is_late && late + descriptors.len() > self.held.late_max();
-        if self.is_parked && !is_late || is_full {
-            tracing::warn!(
-                "the serving process gives {} after its start; they are not kept",
-                if is_full { "too many descriptors" } else { "descriptors" }
-            );
-            descriptors.into_iter().for_each(|descriptor| self.closer.close(descriptor));
+        let closer = disk_of(name).and_then(|disk| Some((disk, self.closers.get(disk)?)));
+        let is_full = closer.is_some_and(|(disk, closer)| {
+            let parked = self.parked.iter().filter(|(name, _)| disk_of(name) == Some(disk));
+            // What is not closed yet takes room as well.
+            parked.count() + closer.waiting() + descriptors.len() > self.held.late_max()
+        });
+        if self.is_parked && closer.is_none() || is_full {
+            let closer = closer.map_or(&self.closer, |(_, closer)| closer);
+            descriptors.into_iter().for_each(|descriptor| closer.close(descriptor));
+            self.refuse(if is_full { "too many descriptors" } else { "descriptors" });
             return;
         }
         self.let_go(name);
         self.parked.extend(descriptors.into_iter().map(|fd| (name.to_owned(), fd)));
     }
 
+    /// Says once that descriptors are not kept: a process that was taken over can give any number.
+    fn refuse(&mut self, what: &str) {
+        if !std::mem::replace(&mut self.has_refused, true) {
+            tracing::warn!(
+                "the serving process gives {what} after its start; they are not kept, and those \
+                 that follow are refused without a word"
+            );
+        }
+    }
+
     /// Lets go of descriptors, unless they are of the start.
     fn let_go(&mut self, name: &str) {
-        if self.is_parked && !name.starts_with(LATE) {
+        let closer = disk_of(name).and_then(|disk| self.closers.get(disk));
+        if self.is_parked && closer.is_none() {
             return;
         }
+        let closer = closer.unwrap_or(&self.closer);
         while let Some(place) = self.parked.iter().position(|(parked, _)| parked == name) {
-            self.closer.close(self.parked.swap_remove(place).1);
+            closer.close(self.parked.swap_remove(place).1);
         }
     }
 

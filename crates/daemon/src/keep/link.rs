@@ -105,8 +105,10 @@ fn receive_parked(socket: BorrowedFd<'_>) -> io::Result<Named> {
 
 /// Takes the socket from standard input, and what is parked.
 ///
-/// Errors: those of the system; the process that keeps the mount is gone.
-pub(super) fn enter() -> Result<(Notify, OwnedFd, Named), Failure> {
+/// * `kept`: what that process keeps, for people.
+///
+/// Errors: those of the system; the process that keeps it is gone.
+pub(super) fn enter(kept: &str) -> Result<(Notify, OwnedFd, Named), Failure> {
     let enter = || -> io::Result<_> {
         let socket = take_socket()?;
         let parked = receive_parked(socket.as_fd())?;
@@ -114,7 +116,7 @@ pub(super) fn enter() -> Result<(Notify, OwnedFd, Named), Failure> {
     };
     enter().map_err(|error| {
         Failure::system(
-            "nothing is heard from the process that keeps the mount",
+            format!("nothing is heard from the process that keeps the {kept}"),
             &error,
             Exit::General,
         )

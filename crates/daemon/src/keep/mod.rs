@@ -13,6 +13,7 @@
 //! Both are told in the same words (`notify.rs`); only the way back differs. Disks ([`disks`]) are
 //! kept by the parent always: their descriptors come and go while they are served.
 
+mod closer;
 pub mod disks;
 mod held_mount;
 pub mod holder;
@@ -82,7 +83,7 @@ pub struct Kept {
 /// Errors: `Unsupported` over io_uring; what was parked cannot be used.
 pub fn role(is_background: bool, queues: usize) -> Result<Role, Failure> {
     if Started::Kept.is_ours() {
-        let (notify, holder, parked) = link::enter()?;
+        let (notify, holder, parked) = link::enter("mount")?;
         return Ok(Role::Serves(Kept::new(notify, Some(holder), found(parked)?)?));
     }
     if Started::Kept.is_orphaned() {

@@ -311,7 +311,7 @@ impl StateFile {
         let cannot = |error: &io::Error| {
             Failure::new(
                 Exit::Limit,
-                format!("the state of the mount cannot be kept: {}", words(error)),
+                format!("the state of the images cannot be kept: {}", words(error)),
             )
         };
         let json = serde_json::to_vec(&state).map_err(|error| cannot(&error.into()))?;
@@ -363,8 +363,8 @@ impl StateFile {
 }
 
 fn refuse(why: String) -> Failure {
-    Failure::new(Exit::Unsupported, format!("the mount that was kept cannot be taken over: {why}"))
-        .hint("stop the service (or the process that keeps the mount), then start it anew")
+    Failure::new(Exit::Unsupported, format!("what was kept cannot be taken over: {why}"))
+        .hint("stop the service (or the process that was started), then start it anew")
 }
 
 /// Errors: a state of another version, or none.

@@ -74,6 +74,8 @@ struct Running {
     allowed: Vec<PathBuf>,
     /// What that and its image lead to.
     reach: Reach,
+    /// The image that was on top at the start of a disk that was kept, if another one is now.
+    first_top: Option<PathBuf>,
     served: Served,
     disk: Arc<Disk>,
     /// The name of the socket.
@@ -152,7 +154,11 @@ fn serve(
             take::take_over(plans, &watcher)?
         }
         false if resumes => match &mut kept {
-            Some(kept) => kept.go_on(plans, &watcher)?,
+            Some(kept) => match kept.go_on(plans, &watcher)? {
+                // All had ended already.
+                none if none.is_empty() => return Ok(kept.code(Exit::Clean.code())),
+                running => running,
+            },
             None => Vec::new(),
         },
         false => match begin(plans, &fresh, &watcher, kept.as_ref())? {
@@ -244,7 +250,7 @@ fn serve(
         None => notify.stopping(&why),
     }
     drop(pidfile);
-    result
+    result.map(|code| kept.map_or(code, |kept| kept.code(code)))
 }
 
 /// Opens and serves all disks. `None`: a signal came meanwhile.
@@ -345,8 +351,20 @@ fn start(
     let allowed = plan.args.source.allow_path.clone();
     let Opened { path, made, .. } = opened;
     let shown = plan.shown;
-    let placed =
-        Placed { ready, name, path, front, queues, allowed, reach, restricted, made, shown };
+    let first_top = None;
+    let placed = Placed {
+        ready,
+        name,
+        path,
+        front,
+        queues,
+        allowed,
+        reach,
+        first_top,
+        restricted,
+        made,
+        shown,
+    };
     Ok(placed.attend(served, disk))
 }
 
@@ -367,6 +385,7 @@ struct Placed {
     queues: u16,
     allowed: Vec<PathBuf>,
     reach: Reach,
+    first_top: Option<PathBuf>,
     restricted: bool,
     made: Option<MadeSocket>,
     shown: Shown,
@@ -375,8 +394,19 @@ struct Placed {
 impl Placed {
     /// Makes the sockets for `ringdisk ctl`, and for the process after this one.
     fn attend(self, served: Served, disk: Arc<Disk>) -> Running {
-        let Placed { ready, name, path, front, queues, allowed, reach, restricted, made, shown } =
-            self;
+        let Placed {
+            ready,
+            name,
+            path,
+            front,
+            queues,
+            allowed,
+            reach,
+            first_top,
+            restricted,
+            made,
+            shown,
+        } = self;
         let handle = served.handle();
         let for_control = handle.clone();
         let commands = DiskControl::new(Arc::clone(&disk), handle, move |_| for_control.stop());
@@ -396,6 +426,7 @@ impl Placed {
             queues,
             allowed,
             reach,
+            first_top,
             served,
             disk,
             made,

@@ -183,40 +183,120 @@ fn a_kept_raw_disk_on_packed_rings_goes_on() {
     survive("raw", true, true, 4);
 }
 
+/// Two disks of one pair of processes, with their directory and sockets.
+struct Two {
+    directory: TempDir,
+    holder: Process,
+}
+
+impl Two {
+    fn start() -> Two {
+        let directory = scratch();
+        let mut command = Command::new(program());
+        command.args(["serve", "--keep", "--queues", "1"]);
+        let mut two = Two { directory, holder: Process::spawn(&mut Command::new("true")) };
+        for number in 0..2 {
+            images::qcow2(&two.image(number), "8M", "cluster_size=4k");
+            let (image, socket) = (two.image(number), two.socket(number));
+            let spec = format!("image={},socket={}", text(&image), text(&socket));
+            command.args(["--disk", &spec]);
+        }
+        two.holder = Process::spawn(&mut command);
+        two
+    }
+
+    fn image(&self, number: usize) -> PathBuf {
+        self.directory.path().join(format!("disk{number}"))
+    }
+
+    fn socket(&self, number: usize) -> PathBuf {
+        self.directory.path().join(format!("socket{number}"))
+    }
+
+    fn machine(&self, number: usize) -> Vm {
+        let options = VmOptions { queues: 1, ..options(false, false, number as u64) };
+        Vm::started(FrontEnd::connect(&self.socket(number)), options)
+    }
+
+    fn kill(&self) {
+        kill(until(LIMIT, || child_of(self.holder.pid())).expect("a process serves"));
+    }
+
+    fn end(&mut self) -> Option<i32> {
+        self.holder.signal(Signal::TERM);
+        self.holder.wait(LIMIT).expect("it ends").code()
+    }
+}
+
+#[test]
+fn a_kept_disk_that_was_stopped_is_not_gone_on_with_and_the_others_are() {
+    let mut two = Two::start();
+    let (mut goes_on, mut ends) = (two.machine(0), two.machine(1));
+    assert_eq!(ends.status(0, Request::write(8, vec![5; 4096])), 0);
+    let second = two.socket(1);
+    let done = run(command(&[&program(), "ctl", text(&second), "stop"]));
+    assert_eq!(done.code(), Some(0), "{}", done.output());
+    ends.front.expect_end();
+    // The image is another process's now.
+    let mut other = Command::new(program());
+    other.args(["serve", "--queues", "1", "--vhost-user-blk"]).arg(&second).arg(two.image(1));
+    let mut other = Process::spawn(&mut other);
+    let mut there = two.machine(1);
+    assert_eq!(there.run(0, Request::read(8, 4096)).data, [5; 4096]);
+    for round in 0..2 {
+        two.kill();
+        let bytes = vec![round; 4096];
+        let written = goes_on.status(0, Request::write(8, bytes));
+        assert_eq!(written, 0, "{}", two.holder.output());
+        assert_eq!(there.status(0, Request::flush()), 0);
+    }
+    drop((goes_on, there));
+    assert_eq!(two.end(), Some(0), "{}", two.holder.output());
+    assert!(second.exists(), "the socket of the other process is gone");
+    other.signal(Signal::TERM);
+    assert!(other.wait(LIMIT).expect("it ends").success(), "{}", other.output());
+}
+
+#[test]
+fn a_kept_disk_that_cannot_be_opened_again_ends_alone() {
+    let mut two = Two::start();
+    let (mut goes_on, mut ends) = (two.machine(0), two.machine(1));
+    assert_eq!(ends.status(0, Request::flush()), 0);
+    std::fs::remove_file(two.image(1)).expect("it was there");
+    two.kill();
+    assert_eq!(goes_on.status(0, Request::flush()), 0, "{}", two.holder.output());
+    ends.front.expect_end();
+    assert!(!two.socket(1).exists(), "its socket is left");
+    drop((goes_on, ends));
+    assert!(two.end().is_some_and(|code| code != 0), "{}", two.holder.output());
+    assert!(two.holder.output().contains("disk1"), "{}", two.holder.output());
+}
+
 #[test]
 fn several_kept_disks_go_on_together_and_what_was_put_on_top_stays_there() {
-    let directory = scratch();
-    let socket = |number: u64| directory.path().join(format!("socket{number}"));
-    let mut command = Command::new(program());
-    command.args(["serve", "--keep", "--queues", "1"]);
-    for number in 0..2 {
-        let image = directory.path().join(format!("disk{number}"));
-        images::qcow2(&image, "8M", "cluster_size=4k");
-        let spec = format!("image={},socket={}", text(&image), text(&socket(number)));
-        command.args(["--disk", &spec]);
-    }
-    let mut holder = Process::spawn(&mut command);
-    let one = |seed| VmOptions { queues: 1, ..options(false, false, seed) };
-    let mut vms: Vec<Vm> =
-        (0..2).map(|number| Vm::started(FrontEnd::connect(&socket(number)), one(number))).collect();
-    let overlay = directory.path().join("overlay");
-    let (program, second) = (program(), socket(1));
+    let mut two = Two::start();
+    let mut vms: Vec<Vm> = (0..2).map(|number| two.machine(number)).collect();
+    let overlay = two.directory.path().join("overlay");
+    let (program, second) = (program(), two.socket(1));
     let words = [&program, "ctl", text(&second), "snapshot", text(&overlay)];
     let done = run(ringdisk_testkit::process::command(&words));
     assert!(done.code() == Some(0), "{}", done.output());
     for round in 0..3 {
-        let server = until(LIMIT, || child_of(holder.pid())).expect("somebody serves");
-        kill(server);
+        two.kill();
         for (number, vm) in (0..).zip(&mut vms) {
             let bytes = vec![number + round; 4096];
-            assert_eq!(vm.status(0, Request::write(8, bytes.clone())), 0, "{}", holder.output());
+            assert_eq!(
+                vm.status(0, Request::write(8, bytes.clone())),
+                0,
+                "{}",
+                two.holder.output()
+            );
             assert_eq!(vm.run(0, Request::read(8, 4096)).data, bytes);
         }
     }
     drop(vms);
-    holder.signal(Signal::TERM);
-    assert!(holder.wait(LIMIT).expect("it ends").success(), "{}", holder.output());
-    let below = images::reference(&directory.path().join("disk1"), "qcow2");
+    assert_eq!(two.end(), Some(0), "{}", two.holder.output());
+    let below = images::reference(&two.image(1), "qcow2");
     let below = std::fs::read(below).expect("the image");
     assert!(below[4096..8192].iter().all(|byte| *byte == 0), "written below the overlay");
 }

@@ -10,8 +10,10 @@ use ringdisk_testkit::mount::text;
 use ringdisk_testkit::process;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
+use super::keep::kill;
 use crate::common::confined::assert_confined;
 use crate::common::serving::{Daemon, Place, ctl, judge, load, locked_while, options, stats};
+use crate::common::tools::child_of;
 
 /// Source and destination of one image, and a machine on the source whose memory is being copied.
 struct Both {
@@ -126,6 +128,40 @@ fn a_destination_that_was_upgraded_takes_the_disk_too() {
     both.source.stop(&[&both.place.socket]);
     both.destination.stop(&[&incoming]);
     both.place.judge(&mut both.load);
+}
+
+#[test]
+fn a_kept_source_that_gave_the_disk_away_is_killed_and_does_not_take_it_back() {
+    for logs in [true, false] {
+        let place = Place::new("raw");
+        let source = place.start(&["--keep"]);
+        let incoming = place.path("incoming");
+        let there = [&place.words()[..], &["--incoming"]].concat();
+        let destination = Daemon::start(&incoming, &there);
+        let vm = Vm::started(FrontEnd::connect(&place.socket), options(false));
+        let load = load(1);
+        let mut both = Both { place, source, destination, vm, load, _log: None };
+        both.load.run(&mut both.vm, 100);
+        both.load.drain(&mut both.vm);
+        if logs {
+            both.log();
+        }
+        both.stop();
+        let mut old = both.move_over();
+        both.exercise();
+        let holder = both.source.process.pid();
+        let server = child_of(holder).expect("a process serves");
+        kill(server);
+        let next = process::until(process::LIMIT, || child_of(holder).filter(|new| *new != server));
+        assert!(next.is_some(), "{}", both.source.process.output());
+        old.get(ask::GET_FEATURES).expect("the connection goes on");
+        both.exercise();
+        drop(old);
+        both.source.stop(&[&both.place.socket]);
+        both.load.read_all(&mut both.vm);
+        both.destination.stop(&[&incoming]);
+        both.place.judge(&mut both.load);
+    }
 }
 
 /// The front end of the source at the end of a migration of a guest that was paused before.

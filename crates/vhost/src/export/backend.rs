@@ -186,6 +186,15 @@ impl Control {
         }
     }
 
+    /// Whether a virtqueue notes its requests in flight where the front end does not see them.
+    pub(super) fn notes_in_own_area(&self, index: u16, size: u16) -> bool {
+        let area = self.area_for(index, size);
+        match (&self.own_area, area) {
+            (Some(own), Some(area)) => Arc::ptr_eq(own, &area),
+            (_, area) => area.is_none(),
+        }
+    }
+
     /// Makes an area of our own that fits the virtqueues, where none of them runs. Gives whether it
     /// is another one now.
     ///

@@ -88,6 +88,8 @@ impl Host {
         let is_ours = !self.control.device.gives_up() && !matches!(result, Ok(End::HandedOver));
         let mut flushed = Ok(());
         if is_ours {
+            // The image is free as soon as it is closed, and may be another process's then.
+            self.record_end();
             flushed = self.control.close().map_err(|refusal| {
                 Error::new(
                     ErrorKind::Storage,
@@ -102,7 +104,11 @@ impl Host {
     /// The front end of another process goes on here.
     fn go_on(&mut self) -> Option<End> {
         let (mut session, socket) = self.front_end.take()?;
-        if let Err(error) = session.resume(&mut self.control) {
+        let resumed = session.resume(&mut self.control);
+        if self.signals.has_panicked() {
+            self.die_if_kept();
+        }
+        if let Err(error) = resumed {
             tracing::error!("{}: the front end that was taken over is let go: {error}", self.name);
             session.close(&mut self.control);
             socket.end();
@@ -193,7 +199,7 @@ impl Host {
             if let Some(socket) = self.door.next()? {
                 return Ok(Next::FrontEnd(socket));
             }
-            self.control.give_disk_if_wanted();
+            self.give_disk_if_wanted(None);
             let look = self.control.may_give_disk().then_some(POLL_INTERVAL);
             let closed = self.door.closed_for();
             let timeout = closed.or(look).and_then(|time| Timespec::try_from(time).ok());
@@ -243,14 +249,19 @@ impl Host {
             Some(end) => end,
             None => self.messages(&mut session, &mut connection, wake.as_fd()),
         };
+        let is_last = !matches!(end, End::Gone) || matches!(self.door, Door::One(_));
         if !matches!(end, End::HandedOver) {
             session.close(&mut self.control);
+            if is_last {
+                // The front end may end when its connection does, and another one use the image.
+                self.record_end();
+            }
             connection.end();
         }
         self.control.tell_kernel_errors(Occasion::Last);
-        match end {
-            End::Gone => self.record_no_front_end(),
-            end => end,
+        match is_last {
+            true => end,
+            false => self.record_no_front_end(),
         }
     }
 
@@ -325,7 +336,9 @@ impl Host {
                 false => self.control.uses_kernel().then_some(KERNEL_POLL_INTERVAL),
             };
             match connection.receive(wake, MESSAGE_TIMEOUT, look) {
-                Ok(Received::Silence) => self.control.give_disk_if_wanted(),
+                Ok(Received::Silence) => {
+                    self.give_disk_if_wanted(Some((&*session, &*connection)));
+                }
                 // Before the second one is sent away.
                 Ok(Received::Woken) if self.is_in_the_way(session, late) => return End::Gone,
                 Ok(Received::Woken) => {
@@ -382,6 +395,10 @@ impl Host {
         message: (&Header, &[u8]),
         answer: Result<Answer, Error>,
     ) -> Option<End> {
+        if self.signals.has_panicked() {
+            // What the queue thread did not answer is no refusal of the message.
+            self.die_if_kept();
+        }
         let sent = answer.and_then(|answer| {
             if let Some(refused) = &answer.refused {
                 self.complain(Complaint::Refused, format_args!("{refused}"));

@@ -129,7 +129,7 @@ impl Control {
                 size: region.size(),
                 mmap_offset: region.mmap_offset(),
             });
-            packing.add(Role::Region, region.fd())?;
+            packing.add_region(region.guest_addr(), region.fd())?;
         }
         for (index, ring) in (0..).zip(&self.rings) {
             if let Some(call) = &ring.call {

@@ -82,9 +82,42 @@ impl Host {
         pending: Option<&Pending>,
         reply: Option<&Reply>,
     ) -> Result<(), Error> {
+        // The last virtqueue that stops in a migration gives the disk away.
+        let may_give = pending.is_some() && self.control.is_migrating();
+        let is_inactive = may_give || !self.control.disk.is_active();
+        self.write_as(front_end, pending, reply, is_inactive)
+    }
+
+    /// * `is_inactive`: the disk is another process's, or about to be given to it.
+    fn write_as(
+        &mut self,
+        front_end: Option<(&Session, &Connection)>,
+        pending: Option<&Pending>,
+        reply: Option<&Reply>,
+        is_inactive: bool,
+    ) -> Result<(), Error> {
         let Some(record) = &mut self.record else { return Ok(()) };
-        let moment = Moment { control: &self.control, door: &self.door, front_end };
+        let moment = Moment { control: &self.control, door: &self.door, front_end, is_inactive };
         record.write(&moment, pending, reply)
+    }
+
+    /// Gives the disk to the process that waits for it, if it may be given. The next process must
+    /// not open a disk as its own that was given away, so this is recorded first.
+    pub(super) fn give_disk_if_wanted(&mut self, front_end: Option<(&Session, &Connection)>) {
+        if !self.control.may_give_disk_now() {
+            return;
+        }
+        match self.write_as(front_end, None, None, true) {
+            Ok(()) => self.control.give_disk(),
+            Err(error) => tracing::error!("{}: the disk stays ours: {error}", self.name),
+        }
+    }
+
+    /// The export ends: no process goes on with it.
+    pub(super) fn record_end(&mut self) {
+        if let Some(record) = self.record.take() {
+            record.end();
+        }
     }
 
     /// Records an export that has just been made and has no front end.
@@ -94,7 +127,14 @@ impl Host {
         match self.front_end {
             // What was recorded before this process counts.
             Some(_) => Ok(()),
-            None => self.write_record(None, None, None),
+            None => {
+                if let Some(record) = &mut self.record {
+                    // Of a front end that could not be gone on with: the next one gets no reply of
+                    // its.
+                    record.replies.drain();
+                }
+                self.write_record(None, None, None)
+            }
         }
     }
 
@@ -176,7 +216,7 @@ impl Host {
         (header, payload): (&Header, &[u8]),
         reply: Option<Reply>,
     ) -> Result<(), Error> {
-        self.note_base(header, payload);
+        self.note_base(session, header, payload);
         if let Err(End::NotKept(error)) = self.fit_area() {
             return Err(error);
         }
@@ -204,12 +244,14 @@ impl Host {
 
     /// Where a virtqueue begins that does not run counts, although our own area of requests in
     /// flight, which the front end does not know of, says another place.
-    fn note_base(&mut self, header: &Header, payload: &[u8]) {
-        if header.request != Request::SetVringBase as u32 || self.control.inflight.is_some() {
+    fn note_base(&mut self, session: &Session, header: &Header, payload: &[u8]) {
+        if header.request != Request::SetVringBase as u32 {
             return;
         }
-        if let Some(index) = payload.first_chunk::<4>().map(|bytes| u32::from_ne_bytes(*bytes)) {
-            self.control.retiring.extend(u16::try_from(index).ok());
+        let index = payload.first_chunk::<4>().map(|bytes| u32::from_ne_bytes(*bytes));
+        let Some(index) = index.and_then(|index| u16::try_from(index).ok()) else { return };
+        if self.control.notes_in_own_area(index, session.size_of(index)) {
+            self.control.retiring.push(index);
         }
     }
 

@@ -44,12 +44,10 @@ impl Control {
         self.had_front_end && stands && self.disk.is_active()
     }
 
-    /// Gives the disk to who waits for it, if it may be given. Who waits is about to run a guest,
-    /// which ours then has become.
-    pub(super) fn give_disk_if_wanted(&self) {
-        if self.may_give_disk() && self.disk.is_wanted() {
-            self.give_disk();
-        }
+    /// Whether the disk may be given and another process waits for it. That process is about to run
+    /// a guest, which ours then has become.
+    pub(super) fn may_give_disk_now(&self) -> bool {
+        self.may_give_disk() && self.disk.is_wanted()
     }
 
     /// The guest stands still at the end of a migration: the process that serves it there may have

@@ -27,8 +27,9 @@ struct Parked {
     number: u64,
 }
 
-/// The same place in a state: the role, and which one of several with that role.
-type Place = (Role, u32);
+/// The same place in a state: the role, and which one of several with that role; of a region of
+/// memory, where it begins.
+type Place = (Role, u64);
 
 /// The export at one moment.
 pub(super) struct Moment<'a> {
@@ -36,6 +37,8 @@ pub(super) struct Moment<'a> {
     pub(super) door: &'a Door,
     /// The session and its socket, if a front end is connected.
     pub(super) front_end: Option<(&'a Session, &'a Connection)>,
+    /// The disk is another process's, or about to be given to it.
+    pub(super) is_inactive: bool,
 }
 
 /// What goes to the keeper.
@@ -85,18 +88,20 @@ impl Pending {
 struct Parks<'a> {
     parking: &'a mut Parking,
     numbers: Vec<u64>,
-    counts: HashMap<Role, u32>,
+    counts: HashMap<Role, u64>,
     new: HashMap<Place, Parked>,
+    /// What was parked for this state.
+    fresh: Vec<u64>,
 }
 
-impl Descriptors for Parks<'_> {
-    fn add(&mut self, role: Role, fd: BorrowedFd<'_>) -> Result<(), Error> {
-        let count = self.counts.entry(role).or_default();
-        let place = (role, *count);
-        *count += 1;
+impl Parks<'_> {
+    /// Names a descriptor in the state, and parks it if it is not parked yet.
+    ///
+    /// Errors: it is not kept.
+    fn put(&mut self, place: Place, fd: BorrowedFd<'_>) -> Result<(), Error> {
         let raw = fd.as_raw_fd();
         let parking = &mut *self.parking;
-        let is_transient = matches!(role, Role::Pending | Role::ReplyDescriptor);
+        let is_transient = matches!(place.0, Role::Pending | Role::ReplyDescriptor);
         let same = parking.parked.get(&place).filter(|parked| parked.fd == raw);
         let same = same.filter(|_| !is_transient && !parking.stale.contains(&place)).copied();
         let parked = match same {
@@ -105,12 +110,34 @@ impl Descriptors for Parks<'_> {
                 let number = parking.next;
                 parking.keeper.park(number, fd).map_err(not_kept)?;
                 parking.next += 1;
+                self.fresh.push(number);
                 Parked { fd: raw, number }
             }
         };
         self.numbers.push(parked.number);
         self.new.insert(place, parked);
         Ok(())
+    }
+}
+
+/// A state that was not written names nothing: what was parked for it is released with the next
+/// one.
+impl Drop for Parks<'_> {
+    fn drop(&mut self) {
+        self.parking.forgotten.append(&mut self.fresh);
+    }
+}
+
+impl Descriptors for Parks<'_> {
+    fn add(&mut self, role: Role, fd: BorrowedFd<'_>) -> Result<(), Error> {
+        let count = self.counts.entry(role).or_default();
+        let place = (role, *count);
+        *count += 1;
+        self.put(place, fd)
+    }
+
+    fn add_region(&mut self, guest_addr: u64, fd: BorrowedFd<'_>) -> Result<(), Error> {
+        self.put((Role::Region, guest_addr), fd)
     }
 }
 
@@ -175,8 +202,13 @@ impl Record {
         reply: Option<&Reply>,
     ) -> Result<(), Error> {
         let Record { parking, replies } = self;
-        let fds =
-            Parks { parking, numbers: Vec::new(), counts: HashMap::new(), new: HashMap::new() };
+        let fds = Parks {
+            parking,
+            numbers: Vec::new(),
+            counts: HashMap::new(),
+            new: HashMap::new(),
+            fresh: Vec::new(),
+        };
         let mut packing = Packing { words: Words::default(), fds };
         pack(&mut packing, replies, moment, pending, reply)?;
         let mut kept = KeptWords {
@@ -184,15 +216,22 @@ impl Record {
             own_area: moment.control.own_area.as_deref().map(InflightWords::of),
             pending: pending.map(|pending| pending.words.clone()),
             reply: reply.map(|reply| reply.bytes().to_vec()),
+            inactive: moment.is_inactive,
             ..KeptWords::default()
         };
         kept.numbers = std::mem::take(&mut packing.fds.numbers);
         packing.words.kept = Some(kept);
         let text = packing.describe()?;
-        let Parks { parking, new, .. } = packing.fds;
-        parking.keeper.write(&text).map_err(not_kept)?;
-        parking.name(new);
+        packing.fds.parking.keeper.write(&text).map_err(not_kept)?;
+        packing.fds.fresh.clear();
+        let new = std::mem::take(&mut packing.fds.new);
+        packing.fds.parking.name(new);
         Ok(())
+    }
+
+    /// The export has ended: no process goes on with it.
+    pub(super) fn end(mut self) {
+        self.parking.keeper.end();
     }
 
     /// The message has been carried out: descriptors of these places may be others.
@@ -200,7 +239,8 @@ impl Record {
         use Request as R;
         let index = u16::from(payload.first().copied().unwrap_or(0));
         let is_other = |role: Role| match R::from_number(header.request) {
-            Some(R::SetMemTable | R::AddMemReg | R::RemMemReg) => role == Role::Region,
+            // Other regions stay what they were when one comes or goes.
+            Some(R::SetMemTable) => role == Role::Region,
             Some(R::SetVringKick) => role == Role::Kick(index),
             Some(R::SetVringCall) => role == Role::Call(index),
             Some(R::SetVringErr) => role == Role::Error(index),
@@ -246,4 +286,87 @@ fn pack(
         packing.add(Role::ReplyDescriptor, fd)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::sync::{Arc, Mutex};
+
+    use super::*;
+
+    /// Numbers that are parked; none that is 99 or more is taken.
+    #[derive(Clone, Debug, Default)]
+    struct Numbers(Arc<Mutex<Vec<u64>>>);
+
+    impl Numbers {
+        fn now(&self) -> Vec<u64> {
+            self.0.lock().expect("no panic").clone()
+        }
+    }
+
+    impl Keeper for Numbers {
+        fn park(&mut self, number: u64, _descriptor: BorrowedFd<'_>) -> io::Result<()> {
+            if number >= 99 {
+                return Err(io::ErrorKind::QuotaExceeded.into());
+            }
+            self.0.lock().expect("no panic").push(number);
+            Ok(())
+        }
+
+        fn release(&mut self, number: u64) {
+            self.0.lock().expect("no panic").retain(|parked| *parked != number);
+        }
+
+        fn write(&mut self, _state: &str) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn end(&mut self) {}
+    }
+
+    /// Names these regions in a state, each at an address.
+    fn name(parking: &mut Parking, regions: &[(u64, &OwnedFd)]) -> Result<(), Error> {
+        let (numbers, counts, new, fresh) = Default::default();
+        let mut parks = Parks { parking, numbers, counts, new, fresh };
+        for (guest_addr, fd) in regions {
+            parks.add_region(*guest_addr, fd.as_fd())?;
+        }
+        parks.fresh.clear();
+        let new = std::mem::take(&mut parks.new);
+        parks.parking.name(new);
+        Ok(())
+    }
+
+    fn parking(keeper: &Numbers, next: u64) -> Parking {
+        let (parked, stale, forgotten) = Default::default();
+        Parking { keeper: Box::new(keeper.clone()), parked, stale, forgotten, next }
+    }
+
+    fn files() -> [OwnedFd; 3] {
+        std::array::from_fn(|_| tempfile::tempfile().expect("a file").into())
+    }
+
+    #[test]
+    fn a_region_that_comes_or_goes_leaves_the_others_parked() {
+        let (keeper, [first, second, third]) = (Numbers::default(), files());
+        let mut parking = parking(&keeper, 0);
+        name(&mut parking, &[(0, &first), (2, &third)]).expect("room");
+        name(&mut parking, &[(0, &first), (1, &second), (2, &third)]).expect("room");
+        assert_eq!(keeper.now(), [0, 1, 2]);
+        name(&mut parking, &[(1, &second), (2, &third)]).expect("room");
+        assert_eq!(keeper.now(), [1, 2]);
+    }
+
+    #[test]
+    fn what_was_parked_for_a_state_that_is_not_written_is_released_with_the_next_one() {
+        let (keeper, [first, second, third]) = (Numbers::default(), files());
+        let mut parking = parking(&keeper, 96);
+        name(&mut parking, &[(0, &first)]).expect("room");
+        let all = [(0, &first), (1, &second), (2, &third), (3, &third)];
+        assert!(name(&mut parking, &all).is_err());
+        assert_eq!(keeper.now(), [96, 97, 98]);
+        name(&mut parking, &[(0, &first)]).expect("room");
+        assert_eq!(keeper.now(), [96]);
+    }
 }

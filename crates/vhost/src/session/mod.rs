@@ -142,6 +142,11 @@ impl Session {
         self.vrings.iter().filter(|vring| vring.running).count()
     }
 
+    /// Entries of a virtqueue; 0: the front end has not said it.
+    pub(crate) fn size_of(&self, index: u16) -> u16 {
+        self.vrings.get(usize::from(index)).and_then(|vring| vring.size).unwrap_or(0)
+    }
+
     /// Does what a message asks for.
     ///
     /// * `payload`: `header.size` bytes.

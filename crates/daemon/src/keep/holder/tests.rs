@@ -13,6 +13,10 @@ impl Held for Nothing {
         ""
     }
 
+    fn disks(&self) -> usize {
+        2
+    }
+
     fn late_max(&self) -> usize {
         2
     }
@@ -34,6 +38,8 @@ fn holder() -> Holder<'static> {
     Holder {
         held: Box::leak(Box::new(Nothing)),
         closer: Closer::start().expect("a thread"),
+        closers: closers(&Nothing).expect("threads"),
+        has_refused: false,
         signals: Signals { wake: UnixStream::pair().expect("sockets").0, came: Vec::new() },
         manager: Notify::from_environment(),
         parked: vec![(String::from("x"), tempfile::tempfile().expect("file").into())],
@@ -136,15 +142,79 @@ fn after_the_start_descriptors_come_and_go_by_their_names_and_not_too_many() {
     let mut holder = holder();
     let file = || vec![OwnedFd::from(tempfile::tempfile().expect("file"))];
     holder.hear("BARRIER=1", file()).expect("closed");
-    for name in ["x", "ringdisk-late-1", "ringdisk-late-2", "ringdisk-late-3"] {
+    for name in ["x", "ringdisk-late-0-1", "ringdisk-late-0-2", "ringdisk-late-0-3"] {
         holder.hear(&format!("FDSTORE=1\nFDNAME={name}"), file()).expect("heard");
     }
     let names = |holder: &Holder<'_>| -> Vec<String> {
         holder.parked.iter().map(|(name, _)| name.clone()).collect()
     };
-    assert_eq!(names(&holder), ["x", "ringdisk-late-1", "ringdisk-late-2"]);
-    for name in ["x", "ringdisk-late-1"] {
+    assert_eq!(names(&holder), ["x", "ringdisk-late-0-1", "ringdisk-late-0-2"]);
+    for name in ["x", "ringdisk-late-0-1"] {
         holder.hear(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), Vec::new()).expect("heard");
     }
-    assert_eq!(names(&holder), ["x", "ringdisk-late-2"]);
+    assert_eq!(names(&holder), ["x", "ringdisk-late-0-2"]);
+}
+
+#[test]
+fn after_the_start_no_name_becomes_another_one_or_several() {
+    let mut holder = holder();
+    let file = || vec![OwnedFd::from(tempfile::tempfile().expect("file"))];
+    holder.hear("BARRIER=1", file()).expect("closed");
+    let long = format!("ringdisk-late-0-{}", "1".repeat(40));
+    for name in [
+        "ringdisk-late-0-8:ringdisk-origin-0",
+        "ringdisk-late-0-8:x",
+        "ringdisk-late-2-8",
+        "ringdisk-late-",
+        "ringdisk-late-0",
+        "ringdisk-late-0-",
+        "ringdisk-late--8",
+        "ringdisk-late-0-8-9",
+        "ringdisk-late-0-+8",
+        &long,
+    ] {
+        holder.hear(&format!("FDSTORE=1\nFDNAME={name}"), file()).expect("heard");
+        assert_eq!(holder.parked.len(), 1, "{name}");
+    }
+}
+
+/// A descriptor whose close waits: a TCP socket with SO_LINGER and bytes that its peer does not
+/// take. Gives also what ends that.
+fn lingers() -> (OwnedFd, std::net::TcpStream) {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a socket");
+    let ours = std::net::TcpStream::connect(listener.local_addr().expect("it has")).expect("room");
+    let (theirs, _) = listener.accept().expect("it has connected");
+    ours.set_nonblocking(true).expect("a setting");
+    while io::Write::write(&mut &ours, &[0; 1 << 16]).is_ok() {}
+    ours.set_nonblocking(false).expect("a setting");
+    let linger = Some(Duration::from_secs(60));
+    rustix::net::sockopt::set_socket_linger(&ours, linger).expect("a setting");
+    (ours.into(), theirs)
+}
+
+#[test]
+fn a_close_that_waits_counts_for_its_disk_and_stops_no_other() {
+    let mut holder = holder();
+    let file = || vec![OwnedFd::from(tempfile::tempfile().expect("file"))];
+    holder.hear("BARRIER=1", file()).expect("closed");
+    let mut peers = Vec::new();
+    for number in 0..2 {
+        let (ours, theirs) = lingers();
+        peers.push(theirs);
+        let name = format!("FDNAME=ringdisk-late-0-{number}");
+        holder.hear(&format!("FDSTORE=1\n{name}"), vec![ours]).expect("heard");
+        holder.hear(&format!("FDSTOREREMOVE=1\n{name}"), Vec::new()).expect("heard");
+    }
+    for name in ["ringdisk-late-0-9", "ringdisk-late-1-9"] {
+        holder.hear(&format!("FDSTORE=1\nFDNAME={name}"), file()).expect("heard");
+    }
+    let names: Vec<&str> = holder.parked.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(names, ["x", "ringdisk-late-1-9"], "the first disk has no room");
+    holder.hear("FDSTOREREMOVE=1\nFDNAME=ringdisk-late-1-9", Vec::new()).expect("heard");
+    let is_closed = |_: &u32| holder.closers[1].waiting() == 0;
+    let waits = || std::thread::sleep(Duration::from_millis(10));
+    assert!((0..500).inspect(|_| waits()).any(|time| is_closed(&time)));
+    drop(peers);
+    let is_closed = |_: &u32| holder.closers[0].waiting() == 0;
+    assert!((0..500).inspect(|_| waits()).any(|time| is_closed(&time)));
 }

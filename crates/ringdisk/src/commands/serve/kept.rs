@@ -6,6 +6,7 @@
 //! when the one before has let go of them, takes no other ones, and goes on with the same
 //! connections. What cannot be kept is refused before anything is made.
 
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ringdisk_daemon::background::Background;
@@ -21,7 +22,7 @@ use ringdisk_daemon::terminal;
 use ringdisk_disk::Disk;
 use ringdisk_vhost::ExportOptions;
 use ringdisk_vhost::export::Export;
-use ringdisk_vhost::keep::Keeper;
+use ringdisk_vhost::keep::{Keeper, KeptState};
 
 use super::{Placed, Plan, Running, front};
 use crate::cli::ServeArgs;
@@ -42,6 +43,8 @@ pub(super) struct Kept {
     pub(super) disks: KeptDisks,
     /// Of a process that was killed.
     found: Option<Vec<FoundDisk>>,
+    /// The exit code of a disk that could not be gone on with.
+    failed: Option<u8>,
     /// What new overlays are marked with.
     pub(super) mark: String,
 }
@@ -59,7 +62,8 @@ pub(super) fn begin(
     }
     let mut disks = match disks::role(count)? {
         Role::Holds => {
-            let code = holder::run(args.pidfile.as_deref(), &mut HeldDisks, background.take())?;
+            let code =
+                holder::run(args.pidfile.as_deref(), &mut HeldDisks(count), background.take())?;
             return Ok(Begun::Held(code));
         }
         Role::Serves(disks) => disks,
@@ -71,7 +75,7 @@ pub(super) fn begin(
             Failure::system("no random bytes for the disks", &error, Exit::General)
         })?,
     };
-    Ok(Begun::Serves(Some(Kept { disks, found, mark })))
+    Ok(Begun::Serves(Some(Kept { disks, found, failed: None, mark })))
 }
 
 impl Kept {
@@ -80,26 +84,54 @@ impl Kept {
         self.found.is_some()
     }
 
-    /// Goes on with all disks.
+    /// The exit code, where that of the disks which were served is known.
+    pub(super) fn code(&self, code: u8) -> u8 {
+        self.failed.filter(|_| code == Exit::Clean.code()).unwrap_or(code)
+    }
+
+    /// Goes on with all disks that have not ended. One that cannot be served ends alone: its front
+    /// end is disconnected, and the others go on.
     ///
-    /// Errors: one of them cannot be served; what was kept goes with this process.
+    /// Errors: none of them can be served; what was kept goes with this process.
     pub(super) fn go_on(
         &mut self,
         plans: Vec<Plan<'_>>,
         watcher: &Watcher,
     ) -> Result<Vec<Running>, Failure> {
         let found = self.found.take().unwrap_or_default();
-        let mut opened = Vec::new();
+        let mut failures = Vec::new();
+        let (mut opened, mut running) = (Vec::new(), Vec::new());
         for (plan, found) in plans.into_iter().zip(found) {
-            let (plan, disk) = open(plan, &found, watcher)?;
-            opened.push((plan, disk, found));
+            let FoundDisk { first, images, export, keeper } = found;
+            let Some(export) = export else { continue };
+            let (name, place) = (plan.image.name(), made_socket(&plan));
+            match open(plan, (&first, &images), &export, watcher) {
+                Ok((plan, disk)) => opened.push((plan, disk, export, keeper)),
+                Err(failure) => {
+                    drop(place.and_then(|path| MadeSocket::adopt(&path).ok()));
+                    export.end(keeper);
+                    failures.push(failure.context(name));
+                }
+            }
         }
         watcher.enter(Phase::Mounting);
         // Before there are threads that shall have it too.
         io_flusher::become_one_if(
-            opened.iter().any(|(_, disk, _)| io_flusher::is_on_a_device(disk)),
+            opened.iter().any(|(_, disk, ..)| io_flusher::is_on_a_device(disk)),
         );
-        opened.into_iter().map(|(plan, disk, found)| go_on(plan, disk, found)).collect()
+        for (plan, disk, export, keeper) in opened {
+            let name = plan.image.name();
+            match go_on(plan, disk, export, keeper) {
+                Ok(disk) => running.push(disk),
+                Err(failure) => failures.push(failure.context(name)),
+            }
+        }
+        self.failed = failures.first().map(Failure::code);
+        if running.is_empty() && failures.len() == 1 {
+            return failures.pop().map_or(Ok(running), Err);
+        }
+        failures.iter().for_each(terminal::complain);
+        Ok(running)
     }
 
     /// The state of a disk that is about to be served for the first time.
@@ -147,13 +179,16 @@ fn allowed_images<'a>(plan: &'a Plan<'_>) -> AllowedImages<'a> {
 /// Opens the images of a process that was killed.
 ///
 /// Errors: they are others by now, or not free in time.
+///
+/// * `first`, `images`: those of the start, and those that it has now.
 fn open<'a>(
     mut plan: Plan<'a>,
-    found: &FoundDisk,
+    (first, images): (&State, &StateFile),
+    export: &KeptState,
     watcher: &Watcher,
 ) -> Result<(Plan<'a>, Arc<Disk>), Failure> {
-    let now = found.images.state().unwrap_or_else(|| found.first.clone());
-    let top = allowed_images(&plan).checked_top(&found.first, &now)?;
+    let now = images.state().unwrap_or_else(|| first.clone());
+    let top = allowed_images(&plan).checked_top(first, &now)?;
     let overlay = plan.args.source.overlay.as_deref().filter(|_| top.is_none());
     // It would be made anew, empty.
     if let Some(gone) = overlay.filter(|overlay| !overlay.exists()) {
@@ -166,16 +201,22 @@ fn open<'a>(
     plan.image.window = now.window;
     plan.image.protect_raw = now.protect_raw;
     plan.image.wait_for_locks = None;
+    plan.image.inactive |= export.is_inactive();
     let disk = when_free(watcher, FREE, || plan.image.open(&NewFiles::default(), None))?;
-    allowed_images(&plan).check_same(&found.first, &now, &disk.layers())?;
-    watch_chain(&plan, &disk, found.images.clone());
+    allowed_images(&plan).check_same(first, &now, &disk.layers())?;
+    watch_chain(&plan, &disk, images.clone());
     Ok((plan, disk))
 }
 
 /// Goes on with one disk.
 ///
 /// Errors: its state is not understood; the export cannot be made.
-fn go_on(plan: Plan<'_>, disk: Arc<Disk>, found: FoundDisk) -> Result<Running, Failure> {
+fn go_on(
+    plan: Plan<'_>,
+    disk: Arc<Disk>,
+    export: KeptState,
+    keeper: Box<dyn Keeper>,
+) -> Result<Running, Failure> {
     let name = plan.image.name();
     let ready = format!("{} is served {} again", plan.image.describe(&disk), plan.place.shown());
     let reach = reach(&plan.args.source, plan.image.image.as_deref());
@@ -184,8 +225,8 @@ fn go_on(plan: Plan<'_>, disk: Arc<Disk>, found: FoundDisk) -> Result<Running, F
     let front = front(&listen).filter(|_| !makes);
     let read_only = disk.is_read_only();
     let options = vhost::options(plan.args, read_only, plan.restricted, listen, name.clone());
-    let options = ExportOptions { held: true, accel: None, keep: Some(found.keeper), ..options };
-    let prepared = Export::go_on(Arc::clone(&disk), found.export, options)?;
+    let options = ExportOptions { held: true, accel: None, keep: Some(keeper), ..options };
+    let prepared = Export::go_on(Arc::clone(&disk), export, options)?;
     let served = Served::go(prepared, name.clone())?;
     for note in served.notes() {
         terminal::warn(note);
@@ -194,9 +235,29 @@ fn go_on(plan: Plan<'_>, disk: Arc<Disk>, found: FoundDisk) -> Result<Running, F
     let queues = vhost::queues(plan.args);
     let allowed = plan.args.source.allow_path.clone();
     let (restricted, shown) = (plan.restricted, plan.shown);
-    let placed =
-        Placed { ready, name, path, front, queues, allowed, reach, restricted, made, shown };
+    // A command has put another one on top of it.
+    let first = plan.args.source.overlay.clone().or(plan.image.image.clone());
+    let first_top = first.filter(|_| plan.image.top.is_some());
+    let placed = Placed {
+        first_top,
+        ready,
+        name,
+        path,
+        front,
+        queues,
+        allowed,
+        reach,
+        restricted,
+        made,
+        shown,
+    };
     Ok(placed.attend(served, disk))
+}
+
+/// The name of the socket that the process before has made.
+fn made_socket(plan: &Plan<'_>) -> Option<PathBuf> {
+    let Place::Take(path) = &plan.place else { return None };
+    plan.args.place.vhost_user_blk.is_some().then(|| path.clone())
 }
 
 /// Where the sockets of disks are whose process was killed.

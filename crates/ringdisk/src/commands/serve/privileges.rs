@@ -61,6 +61,12 @@ pub(super) fn give_up(
         if let Some(directory) = confine::directory_for(word, &disk.disk, told_within) {
             disk.commands.held_outside(&directory);
             places.push(directory);
+            // As in the process that was there before a command put another image on top.
+            let first = disk.first_top.as_deref().and_then(confine::directory_of);
+            if let Some(first) = first.and_then(helper::named) {
+                disk.commands.held_outside(&first);
+                places.push(first);
+            }
         }
         let disk_trees = confine::trees_for(word, &disk.disk, &disk.allowed);
         disk_trees.iter().for_each(|tree| disk.commands.held_outside(tree));

@@ -147,8 +147,19 @@ fn prepare(plan: Plan<'_>) -> Result<Waiting, Failure> {
     let queues = vhost::queues(plan.args);
     let allowed = plan.args.source.allow_path.clone();
     let (path, shown) = (Some(path), plan.shown);
-    let placed =
-        Placed { ready, name, path, front, queues, allowed, reach, restricted, made: None, shown };
+    let placed = Placed {
+        ready,
+        name,
+        path,
+        front,
+        queues,
+        allowed,
+        reach,
+        first_top: None,
+        restricted,
+        made: None,
+        shown,
+    };
     Ok(Waiting { placed, makes: plan.args.place.vhost_user_blk.is_some(), prepared, offer })
 }
 

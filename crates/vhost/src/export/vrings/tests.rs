@@ -8,6 +8,7 @@ use ringdisk_export::{EndThread, Numa};
 use ringdisk_guest::Layout;
 use ringdisk_guest::Segment;
 use ringdisk_guest::driver::{Driver, DriverConfig, GuestRam};
+use ringdisk_guest::inflight::InflightArea;
 use ringdisk_ring::{CpuList, Topology};
 use ringdisk_testkit::process::{LIMIT, until};
 use rustix::event::{EventfdFlags, eventfd};
@@ -108,4 +109,19 @@ fn virtqueues_go_on_when_a_thread_is_gone_in_the_middle_of_a_change_of_memory() 
     control.stop_vring(0).expect("it stops");
     control.threads[0].ask_to_stop();
     assert!(control.threads[0].join(Instant::now() + LIMIT));
+}
+
+#[test]
+fn a_virtqueue_outside_of_the_front_ends_area_notes_its_requests_in_ours() {
+    let mut control = control();
+    assert!(control.notes_in_own_area(0, 16), "there is none yet");
+    let area = |queues, size| {
+        let area = InflightArea::create(queues, size, Layout::Split).expect("memory");
+        Some(Arc::new(area))
+    };
+    control.inflight = area(1, 64);
+    assert!(!control.notes_in_own_area(0, 16));
+    control.own_area = area(2, 256);
+    assert!(!control.notes_in_own_area(0, 64));
+    assert!(control.notes_in_own_area(0, 128) && control.notes_in_own_area(1, 16));
 }
