@@ -168,7 +168,8 @@ fn give(mut stream: &UnixStream, ours: &Ours, given: &AtomicBool) -> io::Result<
     if link::receive_word(stream)? != Some(READY) {
         return Err(io::ErrorKind::InvalidData.into());
     }
-    // One that has given up waiting (this process may have been stopped for a while) serves nothing.
+    // One that has given up waiting (this process may have been stopped for a while) serves
+    // nothing.
     if has_left(stream) {
         return Err(io::ErrorKind::BrokenPipe.into());
     }
