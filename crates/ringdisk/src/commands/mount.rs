@@ -93,8 +93,8 @@ fn serve(
     kept: Option<Kept>,
     user: Wanted,
 ) -> Result<u8, Failure> {
-    if args.upgrade && kept.as_ref().is_none_or(|kept| kept.resumed().is_none()) {
-        return upgrade(args, paths, background, kept, user);
+    if args.upgrade {
+        return upgrade(args, paths, background, user);
     }
     let mut start = Start::plan(args, paths, kept)?;
     let disk = match start.open()? {
@@ -125,11 +125,9 @@ fn upgrade(
     args: &MountArgs,
     paths: MountPaths,
     background: Option<Background>,
-    kept: Option<Kept>,
     user: Wanted,
 ) -> Result<u8, Failure> {
-    let Taken { mut serving, user, predecessor } = take::take_over(args, paths, kept, user)?;
-    serving.park()?;
+    let Taken { mut serving, user, predecessor } = take::take_over(args, paths, user)?;
     // Names, the pid file and the control socket are free when the process before lets go of them.
     serving.succeed(predecessor);
     serving.make_pidfile()?;

@@ -333,39 +333,40 @@ fn start(
     kept: Option<&Kept>,
 ) -> Result<Running, Failure> {
     let keep = kept.map(|kept| kept.keep(number, &plan, &disk)).transpose()?;
-    let name = plan.image.name();
-    let ready = format!("{} is served {}", plan.image.describe(&disk), plan.place.shown());
-    let reach = reach(&plan.args.source, plan.image.image.as_deref());
-    let opened = plan.place.open()?;
-    let front = front(&opened.listen);
-    let read_only = disk.is_read_only();
-    let restricted = plan.restricted;
-    let options = vhost::options(plan.args, read_only, restricted, opened.listen, name.clone());
+    let placed = plan.placed(&disk);
+    let Opened { listen, path, made } = plan.place.open()?;
+    let front = front(&listen);
+    let (read_only, name) = (disk.is_read_only(), plan.image.name());
+    let options = vhost::options(plan.args, read_only, plan.restricted, listen, name);
     let accel = options.accel.filter(|_| keep.is_none());
     let options = ExportOptions { held: true, keep, accel, ..options };
     let served = Served::start(Arc::clone(&disk), options)?;
     for note in served.notes() {
         terminal::warn(note);
     }
-    let queues = vhost::queues(plan.args);
-    let allowed = plan.args.source.allow_path.clone();
-    let Opened { path, made, .. } = opened;
-    let shown = plan.shown;
-    let first_top = None;
-    let placed = Placed {
-        ready,
-        name,
-        path,
-        front,
-        queues,
-        allowed,
-        reach,
-        first_top,
-        restricted,
-        made,
-        shown,
-    };
-    Ok(placed.attend(served, disk))
+    Ok(Placed { path, front, made, ..placed }.attend(served, disk))
+}
+
+impl Plan<'_> {
+    /// What is known of the disk once its images are open, but for its sockets.
+    fn placed(&self, disk: &Disk) -> Placed {
+        let source = &self.args.source;
+        let first = source.overlay.clone().or(self.image.image.clone());
+        Placed {
+            ready: format!("{} is served {}", self.image.describe(disk), self.place.shown()),
+            name: self.image.name(),
+            path: None,
+            front: None,
+            queues: vhost::queues(self.args),
+            allowed: source.allow_path.clone(),
+            reach: reach(source, self.image.image.as_deref()),
+            // A command has put another image on top of it.
+            first_top: first.filter(|_| self.image.top.is_some()),
+            restricted: self.restricted,
+            made: None,
+            shown: self.shown.clone(),
+        }
+    }
 }
 
 /// The socket of a front end that listens itself.

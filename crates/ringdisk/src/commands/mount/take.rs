@@ -10,7 +10,6 @@ use ringdisk_daemon::confine;
 use ringdisk_daemon::control::registry;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::io_flusher;
-use ringdisk_daemon::keep::Kept;
 use ringdisk_daemon::pidfile::Pidfile;
 use ringdisk_daemon::run_as::{Decision, Wanted};
 use ringdisk_daemon::signals::Phase;
@@ -38,28 +37,17 @@ pub(super) struct Taken<'a> {
 
 /// Takes the mount over.
 ///
-/// * `kept`: the mount outlives this process.
-///
 /// Errors: it cannot be had, or not be served here; the other process goes on.
 pub(super) fn take_over(
     args: &MountArgs,
     paths: MountPaths,
-    kept: Option<Kept>,
     user: Wanted,
 ) -> Result<Taken<'_>, Failure> {
     confine::check(args.sandbox.word)?;
     serve::foresee(&args.placement, &Topology::read())?;
     let made = Made::default();
-    let has_holder = kept.as_ref().is_some_and(Kept::has_holder);
-    let watcher = watch_start(&made, has_holder)?;
-    if let Some(kept) = &kept {
-        kept.listens();
-    }
-    let (mut plan, connection) = Plan::taken(args, paths)?;
-    if has_holder {
-        // It has the pid file.
-        plan.pidfile = None;
-    }
+    let watcher = watch_start(&made, false)?;
+    let (plan, connection) = Plan::taken(args, paths)?;
     if let Some(pidfile) = &plan.pidfile {
         // That of the process before is locked until it ends.
         let is_held = |failure: &Failure| failure.exit == Exit::Locked;
@@ -81,8 +69,7 @@ pub(super) fn take_over(
     }
     disk.note_handed();
     let user = user.decide(args.sandbox.word, &[&disk])?;
-    let mut options = plan.options(&disk);
-    options.keep = kept.as_ref().map(Kept::keep).transpose()?;
+    let options = plan.options(&disk);
     let (stop_timeout, name) = (options.stop_timeout, options.name.clone());
     let prepared = Served::prepare(Arc::clone(&disk), options, handed.mount)?;
     // From here on a signal stops a mount that is ours, which takes more than the end of the
@@ -101,7 +88,7 @@ pub(super) fn take_over(
         watcher,
         (Answering::new(served, disk), handle),
         made,
-        kept,
+        None,
         handed.created,
         handed.lock.map(Arc::new),
         stop_timeout,

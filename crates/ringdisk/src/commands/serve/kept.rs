@@ -26,7 +26,6 @@ use ringdisk_vhost::keep::{Keeper, KeptState};
 
 use super::{Placed, Plan, Running, front};
 use crate::cli::ServeArgs;
-use crate::commands::open::reach;
 use crate::commands::reopen::{AllowedImages, FREE, when_free};
 use crate::vhost::{self, Served};
 
@@ -218,9 +217,9 @@ fn go_on(
     keeper: Box<dyn Keeper>,
 ) -> Result<Running, Failure> {
     let name = plan.image.name();
-    let ready = format!("{} is served {} again", plan.image.describe(&disk), plan.place.shown());
-    let reach = reach(&plan.args.source, plan.image.image.as_deref());
     let makes = plan.args.place.vhost_user_blk.is_some();
+    let mut placed = plan.placed(&disk);
+    placed.ready.push_str(" again");
     let Opened { listen, path, .. } = plan.place.open()?;
     let front = front(&listen).filter(|_| !makes);
     let read_only = disk.is_read_only();
@@ -232,26 +231,7 @@ fn go_on(
         terminal::warn(note);
     }
     let made = path.as_deref().filter(|_| makes).and_then(|path| MadeSocket::adopt(path).ok());
-    let queues = vhost::queues(plan.args);
-    let allowed = plan.args.source.allow_path.clone();
-    let (restricted, shown) = (plan.restricted, plan.shown);
-    // A command has put another one on top of it.
-    let first = plan.args.source.overlay.clone().or(plan.image.image.clone());
-    let first_top = first.filter(|_| plan.image.top.is_some());
-    let placed = Placed {
-        first_top,
-        ready,
-        name,
-        path,
-        front,
-        queues,
-        allowed,
-        reach,
-        restricted,
-        made,
-        shown,
-    };
-    Ok(placed.attend(served, disk))
+    Ok(Placed { path, front, made, ..placed }.attend(served, disk))
 }
 
 /// The name of the socket that the process before has made.

@@ -23,7 +23,6 @@ use ringdisk_vhost::export::{Export, Prepared};
 use super::{Placed, Plan, Running};
 use crate::cli::ImageArgs;
 use crate::commands::look;
-use crate::commands::open::reach;
 use crate::vhost::{self, Served};
 
 /// A disk that stands still: not served there any more, and not yet here.
@@ -126,7 +125,6 @@ fn prepare(plan: Plan<'_>) -> Result<Waiting, Failure> {
         Failure::system(format!("cannot find '{}'", path.display()), &error, Exit::Mountpoint)
     })?;
     let front = plan.args.place.connect.is_some().then(|| path.clone());
-    let name = plan.image.name();
     let mut runtime = look::runtime()?;
     let ring = runtime.ring().clone();
     let image = plan.image.options(plan.image.args.format);
@@ -134,33 +132,15 @@ fn prepare(plan: Plan<'_>) -> Result<Waiting, Failure> {
     let (state, offer) = ask(Kind::Disk, &path, &name_for_successor(&path), &plan.shown)?;
     // Before there are threads that shall have it too.
     io_flusher::become_one_if(state.fds.iter().any(io_flusher::is_device));
-    let restricted = plan.restricted;
-    let reach = reach(&plan.args.source, plan.image.image.as_deref());
-    let options = vhost::options(plan.args, false, restricted, listen, name.clone());
+    let options = vhost::options(plan.args, false, plan.restricted, listen, plan.image.name());
     let prepared = runtime.block_on(Export::take_over(&ring, state, &image, options))?;
     if plan.confines {
         check_top(prepared.disk(), &plan.args.source, plan.image.image.as_deref())?;
     }
     prepared.disk().note_handed();
-    let ready =
-        format!("{} is served {}", plan.image.describe(prepared.disk()), plan.place.shown());
-    let queues = vhost::queues(plan.args);
-    let allowed = plan.args.source.allow_path.clone();
-    let (path, shown) = (Some(path), plan.shown);
-    let placed = Placed {
-        ready,
-        name,
-        path,
-        front,
-        queues,
-        allowed,
-        reach,
-        first_top: None,
-        restricted,
-        made: None,
-        shown,
-    };
-    Ok(Waiting { placed, makes: plan.args.place.vhost_user_blk.is_some(), prepared, offer })
+    let makes = plan.args.place.vhost_user_blk.is_some();
+    let placed = Placed { path: Some(path), front, ..plan.placed(prepared.disk()) };
+    Ok(Waiting { placed, makes, prepared, offer })
 }
 
 /// The image on top, as the process before this one hands it over, is one that the command line
