@@ -21,6 +21,7 @@ use crate::names_note::Names;
 use crate::open::{
     lock_of, of_qcow2, of_storage, open_qcow2, qcow2_layer, raw_layer, storage_options,
 };
+use crate::resolve::Resolver;
 use crate::{Cache, Disk, Error, ErrorKind, ImageOptions, NullOptions, format_note};
 
 impl Disk {
@@ -52,6 +53,9 @@ impl Disk {
             force_share: options.force_share && state.read_only,
             ..options.clone()
         };
+        // Nothing is looked for there now, but commands may be later; as with any other open, a
+        // path that leads nowhere is a mistake of the user.
+        Resolver::new(&options.allow_paths)?;
         let mut fds = handed.fds.into_iter();
         let mut layers = Vec::with_capacity(state.layers.len());
         for layer in &state.layers {

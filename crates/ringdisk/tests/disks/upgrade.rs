@@ -440,6 +440,22 @@ fn a_process_that_is_stopped_and_goes_on_while_it_listens_to_its_successor_still
 }
 
 #[test]
+fn a_path_that_is_allowed_and_leads_nowhere_is_said_before_anything_is_given_up() {
+    if !needs_root() {
+        return;
+    }
+    let place = Place::new("raw");
+    let old = place.start(&[]);
+    fails(
+        &place,
+        &["--allow-path", "/nothing/there"],
+        1,
+        &["cannot allow the path '/nothing/there'"],
+    );
+    old.stop(&[&place.socket]);
+}
+
+#[test]
 fn a_stop_in_the_middle_of_it_is_the_successors() {
     if !needs_root() {
         return;
