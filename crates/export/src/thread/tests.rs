@@ -1,4 +1,4 @@
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 
 use super::*;
 use crate::Gone;
@@ -16,6 +16,8 @@ enum Then {
 struct Reporting {
     then: Then,
     events: Sender<&'static str>,
+    /// A queue that hangs does so until the other end of this is dropped.
+    held: Option<Receiver<()>>,
 }
 
 impl QueueWork for Reporting {
@@ -32,10 +34,12 @@ impl QueueWork for Reporting {
             std::future::pending::<()>().await;
         });
         assert!(thread.ready(7, Rc::new(String::from("local"))));
-        let then = self.then;
-        thread.until_stopped(|| match then {
-            Then::Panic => panic!("asked to panic"),
-            Then::Hang => std::thread::sleep(Duration::from_millis(300)),
+        let (then, held) = (self.then, self.held.take());
+        thread.until_stopped(|| match (then, &held) {
+            (Then::Panic, _) => panic!("asked to panic"),
+            (Then::Hang, Some(held)) => {
+                let _ = held.recv();
+            }
             _ => {}
         });
         Ok(())
@@ -64,10 +68,14 @@ impl Drop for AtDrop {
 type Started = Result<(QueueThread<Reporting>, u32), SetupError>;
 
 fn start(then: Then) -> (Started, Receiver<&'static str>) {
+    start_held(then, None)
+}
+
+fn start_held(then: Then, held: Option<Receiver<()>>) -> (Started, Receiver<&'static str>) {
     let (events, received) = channel();
     let ring = Config { name: String::from("queue-test"), ..Config::default() };
     let setup = ThreadSetup { number: 3, cpus: CpuList::default(), ring };
-    (QueueThread::start(setup, Reporting { then, events }), received)
+    (QueueThread::start(setup, Reporting { then, events, held }), received)
 }
 
 fn soon() -> Instant {
@@ -102,10 +110,14 @@ fn a_queue_that_cannot_be_made_is_no_thread() {
 
 #[test]
 fn a_thread_that_does_not_end_in_time_is_left_behind() {
-    let (started, _events) = start(Then::Hang);
+    let (let_go, held) = channel();
+    let (started, _events) = start_held(Then::Hang, Some(held));
     let (mut thread, _) = started.expect("a thread");
     thread.ask_to_stop();
     assert!(!thread.join(Instant::now() + Duration::from_millis(20), || {}));
+    // It is left behind only while it hangs.
+    drop(let_go);
+    assert!(thread.join(soon(), || {}));
 }
 
 #[test]
@@ -117,7 +129,8 @@ fn a_thread_that_cannot_be_bound_says_so_and_serves() {
         ring: Config { name: String::from("queue-test"), ..Config::default() },
     };
     let (thread, _) =
-        QueueThread::start(setup, Reporting { then: Then::Serve, events }).expect("a thread");
+        QueueThread::start(setup, Reporting { then: Then::Serve, events, held: None })
+            .expect("a thread");
     let why = thread.pin_error.clone().expect("a reason");
     assert!(why.starts_with("queue thread 3 runs unbound: CPU 60000: "), "{why}");
     assert_eq!(thread.view.cpu, None);
