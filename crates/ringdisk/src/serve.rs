@@ -18,8 +18,8 @@ use ringdisk_fuse::kept::{Keep, Parked, TakenMount, refuse, refuse_successor};
 use ringdisk_fuse::mount::Remover;
 use ringdisk_fuse::topology::{MountTopology, preview};
 use ringdisk_fuse::{
-    Export, ExportOptions, HaltReason, HandOverHandle, Prepared, RingMode, Stats, Stay, StopHandle,
-    Transport, ZeroCopy,
+    Export, ExportOptions, HandOverHandle, Prepared, RingMode, Stats, Stay, StopHandle, Transport,
+    ZeroCopy,
 };
 use ringdisk_ring::Topology;
 use serde_json::Value;
@@ -250,29 +250,9 @@ impl Served {
     ///
     /// * `disk`: what was served; it may know better why the last flush failed.
     pub(crate) fn wait(self, disk: &Disk) -> Result<(), Failure> {
-        match self.export.wait() {
-            Ok(_) => Ok(()),
-            Err(reason) => Err(match (&reason, disk.fault()) {
-                (HaltReason::Flush(_), Some(fault)) => Failure::new(Exit::Storage, fault),
-                _ => halted(&reason),
-            }),
-        }
+        let halted = |reason| Failure::of_halt(&reason, disk.fault());
+        self.export.wait().map(|_| ()).map_err(halted)
     }
-}
-
-/// The failure of a mount that was serving.
-fn halted(reason: &HaltReason) -> Failure {
-    let exit = match reason {
-        HaltReason::Timeout(_) | HaltReason::Flush(_) | HaltReason::StillInFlight(_) => {
-            Exit::Storage
-        }
-        HaltReason::Forced(_) | HaltReason::StillInUse(..) | HaltReason::Aborted(_) => Exit::Forced,
-        HaltReason::Device(..)
-        | HaltReason::Reply(..)
-        | HaltReason::Protocol(..)
-        | HaltReason::Panicked => Exit::Halted,
-    };
-    Failure::new(exit, reason.to_string())
 }
 
 impl Handle {
@@ -311,19 +291,5 @@ impl Serving for Handle {
 impl fmt::Debug for Handle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Handle").field("name", &self.name).finish_non_exhaustive()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn storage_and_transport_have_codes_of_their_own() {
-        let timeout = halted(&HaltReason::Timeout(Duration::from_secs(5)));
-        assert_eq!(timeout.exit, Exit::Storage);
-        let device = halted(&HaltReason::Device("the FUSE device", ringdisk_ring::Errno::IO));
-        assert_eq!(device.exit, Exit::Halted);
-        assert!(device.message().contains("FUSE device"));
     }
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use ringdisk_daemon::control::disk::Serving;
-use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::helper;
 use ringdisk_daemon::stats::Report;
 use ringdisk_daemon::topology;
@@ -179,15 +179,8 @@ impl Served {
     ///
     /// * `disk`: what was served; it may know better why the last flush failed.
     pub(crate) fn wait(self, disk: &Disk) -> Result<(), Failure> {
-        match self.export.wait() {
-            Ok(_) => Ok(()),
-            Err(error) => Err(match (Failure::from(error), disk.fault()) {
-                (failure, Some(fault)) if failure.exit == Exit::Storage => {
-                    Failure::new(Exit::Storage, fault)
-                }
-                (failure, _) => failure,
-            }),
-        }
+        let halted = |reason| Failure::of_halt(&reason, disk.fault()).context(&self.name);
+        self.export.wait().map(|_| ()).map_err(halted)
     }
 }
 

@@ -64,7 +64,6 @@ struct Plan<'a> {
 struct Running {
     /// What is served, and where, in one line.
     ready: String,
-    name: String,
     /// Where front ends and `ringdisk ctl` find it.
     path: Option<PathBuf>,
     /// The front end's socket, where it is the front end that listens.
@@ -397,7 +396,7 @@ impl Placed {
     fn attend(self, served: Served, disk: Arc<Disk>) -> Running {
         let Placed {
             ready,
-            name,
+            name: _,
             path,
             front,
             queues,
@@ -421,7 +420,6 @@ impl Placed {
         });
         Running {
             ready,
-            name,
             path,
             front,
             queues,
@@ -502,15 +500,11 @@ fn wait(args: &ServeArgs, mut running: Vec<Running>) -> Result<u8, Failure> {
     let codes: Vec<u8> = std::thread::scope(|scope| {
         let waiting = running.into_iter().map(|disk| {
             let left = &left;
-            scope.spawn(move || {
-                let name = disk.name.clone();
-                match disk.end(args.stats, left) {
-                    Ok(()) => Exit::Clean.code(),
-                    Err(failure) => {
-                        let failure = failure.context(name);
-                        terminal::complain(&failure);
-                        failure.code()
-                    }
+            scope.spawn(move || match disk.end(args.stats, left) {
+                Ok(()) => Exit::Clean.code(),
+                Err(failure) => {
+                    terminal::complain(&failure);
+                    failure.code()
                 }
             })
         });

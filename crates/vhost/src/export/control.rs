@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ringdisk_export::HaltReason;
 use rustix::event::epoll;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -80,7 +81,7 @@ impl Host {
     /// Serves front ends, one after the other, until the export is stopped.
     ///
     /// Errors: why it ended by itself.
-    pub(super) fn run(mut self) -> Result<(), Error> {
+    pub(super) fn run(mut self) -> Result<(), HaltReason> {
         let attended = self.signals.attended();
         let result = self.serve();
         // What follows may take long.
@@ -90,12 +91,7 @@ impl Host {
         if is_ours {
             // The image is free as soon as it is closed, and may be another process's then.
             self.record_end();
-            flushed = self.control.close().map_err(|refusal| {
-                Error::new(
-                    ErrorKind::Storage,
-                    format!("{}: the last flush failed: {refusal}", self.name),
-                )
-            });
+            flushed = self.control.close().map_err(HaltReason::Flush);
         }
         self.control.stop_threads();
         result.map(|_| ()).and(flushed)
@@ -144,7 +140,7 @@ impl Host {
         }
     }
 
-    fn serve(&mut self) -> Result<End, Error> {
+    fn serve(&mut self) -> Result<End, HaltReason> {
         if let Some(end) = self.hold()? {
             return Ok(end);
         }
@@ -164,21 +160,15 @@ impl Host {
                 End::Gone if matches!(self.door, Door::One(_)) => return Ok(End::Gone),
                 End::Gone => tracing::info!("{}: the front end has gone", self.name),
                 End::Stopped | End::HandedOver => return Ok(end),
-                End::Panicked => return Err(self.panicked()),
-                End::NotKept(error) => return Err(error),
-                End::GaveUp => {
-                    let text =
-                        format!("{}: stopped after an I/O error (--on-error stop)", self.name);
-                    return Err(Error::new(ErrorKind::Storage, text).hint(
-                        "requests that were not answered go on when the disk is served again",
-                    ));
-                }
+                End::Panicked => return Err(HaltReason::Panicked),
+                End::NotKept(error) => return Err(error.into()),
+                End::GaveUp => return Err(HaltReason::GaveUp),
             }
         }
     }
 
     /// Waits for a front end.
-    fn next_front_end(&mut self) -> Result<Next, Error> {
+    fn next_front_end(&mut self) -> Result<Next, HaltReason> {
         let mut pause = CONNECT_FIRST;
         loop {
             self.signals.clear();
@@ -193,7 +183,7 @@ impl Host {
             }
             if self.signals.has_panicked() {
                 self.die_if_kept();
-                return Err(self.panicked());
+                return Err(HaltReason::Panicked);
             }
             self.look_after_kernel();
             if let Some(socket) = self.door.next()? {
@@ -219,16 +209,11 @@ impl Host {
             match waited {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(errno) => {
-                    return Err(
-                        Error::new(ErrorKind::System, "waiting for a front end").errno(errno)
-                    );
+                    let waiting = Error::new(ErrorKind::System, "waiting for a front end");
+                    return Err(waiting.errno(errno).into());
                 }
             }
         }
-    }
-
-    fn panicked(&self) -> Error {
-        Error::new(ErrorKind::Halted, format!("{}: a queue thread ended by a defect", self.name))
     }
 
     /// Serves one front end until it goes.

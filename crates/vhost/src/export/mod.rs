@@ -24,8 +24,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use ringdisk_disk::{Disk, ImageOptions, SizeWatch};
-use ringdisk_export::ask_hand_over;
 use ringdisk_export::stats::Stats;
+use ringdisk_export::{HaltReason, ask_hand_over};
 pub use ringdisk_export::{HandOverState, HandedOver};
 use ringdisk_ring::Ring;
 
@@ -155,7 +155,7 @@ impl Prepared {
 /// A disk that is being served. Dropping it stops it.
 #[derive(Debug)]
 pub struct Export {
-    thread: Option<JoinHandle<Result<(), Error>>>,
+    thread: Option<JoinHandle<Result<(), HaltReason>>>,
     signals: Arc<Signals>,
     device: Arc<Device>,
     views: Views,
@@ -285,13 +285,13 @@ impl Export {
     /// Waits until the export has ended: it was stopped, or the one front end of [`Listen::Stream`]
     /// has gone.
     ///
-    /// Errors: why it ended by itself; the process and its other exports go on.
-    pub fn wait(mut self) -> Result<Stats, Error> {
+    /// Errors: [`HaltReason`] when it ended by itself; the process and its other exports go on.
+    pub fn wait(mut self) -> Result<Stats, HaltReason> {
         self.join()?;
         Ok(stats_of(&self.views))
     }
 
-    fn join(&mut self) -> Result<(), Error> {
+    fn join(&mut self) -> Result<(), HaltReason> {
         match self.thread.take().map(JoinHandle::join) {
             Some(Ok(result)) => result,
             Some(Err(panic)) => std::panic::resume_unwind(panic),
@@ -304,8 +304,8 @@ impl Drop for Export {
     fn drop(&mut self) {
         if self.thread.is_some() {
             self.signals.stop();
-            if let Err(error) = self.join() {
-                tracing::warn!("{}", error.with_hint());
+            if let Err(reason) = self.join() {
+                tracing::warn!("{reason}");
             }
         }
     }
