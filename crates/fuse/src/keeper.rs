@@ -12,7 +12,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use ringdisk_disk::Disk;
-use ringdisk_export::{HaltReason, close_disk, stop_threads, wait_drained};
+use ringdisk_export::{Clock, HaltReason, close_disk, stop_threads, wait_drained};
 use ringdisk_ring::{Config, Errno, Runtime, SetupError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -22,7 +22,6 @@ use crate::events::{EndReason, Event};
 use crate::file::FileServer;
 use crate::mount::{Mount, Unmount};
 use crate::negotiate::Negotiated;
-use crate::queue::Clock;
 use crate::reply::notify_inval_inode;
 use crate::thread::FuseThread;
 use crate::uring::Rings;
