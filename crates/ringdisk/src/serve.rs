@@ -18,8 +18,8 @@ use ringdisk_fuse::kept::{Keep, Parked, TakenMount, refuse, refuse_successor};
 use ringdisk_fuse::mount::Remover;
 use ringdisk_fuse::topology::{MountTopology, preview};
 use ringdisk_fuse::{
-    Export, ExportOptions, HandOverHandle, Prepared, RingMode, Stats, Stay, StopHandle, Transport,
-    ZeroCopy,
+    Export, ExportOptions, HandOverHandle, Prepared, RingMode, Stats, Stay, StopHandle,
+    TestSettings, Transport, ZeroCopy,
 };
 use ringdisk_ring::Topology;
 use serde_json::Value;
@@ -133,13 +133,16 @@ fn export_options(options: Options) -> ExportOptions {
         transport: transport(options.placement.transport),
         zero_copy: zero_copy(options.zero_copy),
         passthrough: options.passthrough,
-        ring_mode_max: if options.no_pools { RingMode::Entries } else { RingMode::ZeroCopy },
-        stay: options.stay.map(|stay| match stay {
-            StayWord::Home => Stay::Home,
-            StayWord::Away => Stay::Away,
-            StayWord::Split => Stay::Split,
-            StayWord::Free => Stay::Free,
-        }),
+        test: TestSettings {
+            ring_mode_max: if options.no_pools { RingMode::Entries } else { RingMode::ZeroCopy },
+            stay: options.stay.map(|stay| match stay {
+                StayWord::Home => Stay::Home,
+                StayWord::Away => Stay::Away,
+                StayWord::Split => Stay::Split,
+                StayWord::Free => Stay::Free,
+            }),
+            ..TestSettings::default()
+        },
         queue_depth: options.placement.queue_depth,
         growable: options.growable,
         resizable: options.resizable,
