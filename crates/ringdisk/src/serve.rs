@@ -13,7 +13,7 @@ use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::stats::Report;
 use ringdisk_daemon::topology;
 use ringdisk_disk::Disk;
-use ringdisk_export::{CommonOptions, Numa, ThreadOptions};
+use ringdisk_export::CommonOptions;
 use ringdisk_fuse::kept::{Keep, Parked, TakenMount, refuse, refuse_successor};
 use ringdisk_fuse::mount::Remover;
 use ringdisk_fuse::topology::{MountTopology, preview};
@@ -24,17 +24,17 @@ use ringdisk_fuse::{
 use ringdisk_ring::Topology;
 use serde_json::Value;
 
-use crate::cli::{MountArgs, NumaWord, PlacementArgs, StayWord, TransportWord, ZeroCopyWord};
+use crate::cli::{MountArgs, PlacementArgs};
 
 /// What to serve, and how.
 #[derive(Debug)]
 pub(crate) struct Options {
     pub(crate) mountpoint: PathBuf,
     pub(crate) placement: PlacementArgs,
-    pub(crate) zero_copy: ZeroCopyWord,
+    pub(crate) zero_copy: ZeroCopy,
     pub(crate) passthrough: bool,
     pub(crate) no_pools: bool,
-    pub(crate) stay: Option<StayWord>,
+    pub(crate) stay: Option<Stay>,
     pub(crate) growable: bool,
     pub(crate) resizable: bool,
     pub(crate) read_only: bool,
@@ -49,22 +49,6 @@ pub(crate) struct Options {
     pub(crate) keep: Option<Keep>,
     /// Shown as the source of the mount and in statistics.
     pub(crate) name: String,
-}
-
-fn transport(word: TransportWord) -> Transport {
-    match word {
-        TransportWord::Auto => Transport::Auto,
-        TransportWord::Dev => Transport::Dev,
-        TransportWord::Uring => Transport::Uring,
-    }
-}
-
-fn zero_copy(word: ZeroCopyWord) -> ZeroCopy {
-    match word {
-        ZeroCopyWord::Auto => ZeroCopy::Auto,
-        ZeroCopyWord::On => ZeroCopy::On,
-        ZeroCopyWord::Off => ZeroCopy::Off,
-    }
 }
 
 /// Whether a mount with these options can outlive its process.
@@ -94,8 +78,8 @@ fn check(
     args: &MountArgs,
     refuse: fn(Transport, ZeroCopy, bool) -> Option<ringdisk_fuse::Error>,
 ) -> Result<(), Failure> {
-    let wanted = transport(args.placement.transport);
-    let Some(why) = refuse(wanted, zero_copy(args.zero_copy), args.passthrough) else {
+    let (transport, zero_copy) = (args.placement.transport, args.zero_copy);
+    let Some(why) = refuse(transport, zero_copy, args.passthrough) else {
         return Ok(());
     };
     let mut refused = Failure::from(why);
@@ -103,44 +87,28 @@ fn check(
     Err(refused)
 }
 
-fn thread_options(args: &PlacementArgs) -> ThreadOptions {
-    ThreadOptions {
-        threads: args.threads,
-        cpus: args.cpus.clone(),
-        numa: match args.numa {
-            NumaWord::Auto => Numa::Auto,
-            NumaWord::Off => Numa::Off,
-        },
-    }
-}
-
 /// What a mount with these options would get.
 ///
 /// Errors: CPUs that the machine does not have or that cannot be used; rings that were asked for
 /// and that there are none of.
 pub(crate) fn foresee(args: &PlacementArgs, machine: &Topology) -> Result<MountTopology, Failure> {
-    Ok(preview(machine, &thread_options(args), transport(args.transport), args.queue_depth)?)
+    Ok(preview(machine, &args.thread_options(), args.transport, args.queue_depth)?)
 }
 
 fn export_options(options: Options) -> ExportOptions {
     ExportOptions {
         common: CommonOptions {
             name: options.name,
-            threads: thread_options(&options.placement),
+            threads: options.placement.thread_options(),
             read_only: options.read_only,
             restricted: options.restricted,
         },
-        transport: transport(options.placement.transport),
-        zero_copy: zero_copy(options.zero_copy),
+        transport: options.placement.transport,
+        zero_copy: options.zero_copy,
         passthrough: options.passthrough,
         test: TestSettings {
             ring_mode_max: if options.no_pools { RingMode::Entries } else { RingMode::ZeroCopy },
-            stay: options.stay.map(|stay| match stay {
-                StayWord::Home => Stay::Home,
-                StayWord::Away => Stay::Away,
-                StayWord::Split => Stay::Split,
-                StayWord::Free => Stay::Free,
-            }),
+            stay: options.stay,
             ..TestSettings::default()
         },
         queue_depth: options.placement.queue_depth,

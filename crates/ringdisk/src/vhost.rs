@@ -14,18 +14,16 @@ use ringdisk_daemon::stats::Report;
 use ringdisk_daemon::topology;
 use ringdisk_disk::Disk;
 use ringdisk_export::stats::Stats;
-use ringdisk_export::{CommonOptions, Numa, ThreadOptions};
+use ringdisk_export::CommonOptions;
 use ringdisk_ring::Topology;
 use ringdisk_vhost::export::{
-    AccelHandle, AccelOptions, Acceleration, Connector, Engine, HandOverHandle, Health, OnError,
-    Packed, Prepared, Second, queues_default,
+    AccelHandle, AccelOptions, Acceleration, Connector, HandOverHandle, Health, Packed, Prepared,
+    queues_default,
 };
 use ringdisk_vhost::{Export, ExportOptions, Listen, StopHandle};
 use serde_json::Value;
 
-use crate::cli::{
-    AccelWord, DeviceArgs, DiskArgs, EngineWord, NumaWord, OnErrorWord, PackedWord, SecondWord,
-};
+use crate::cli::{AccelWord, DeviceArgs, DiskArgs};
 
 /// Virtqueues of a disk with these options.
 pub(crate) fn queues(args: &DiskArgs) -> u16 {
@@ -48,21 +46,11 @@ pub(crate) fn options(
     ExportOptions {
         common: CommonOptions {
             name,
-            threads: ThreadOptions {
-                threads: device.threads,
-                cpus: device.cpus.clone(),
-                numa: match device.numa {
-                    NumaWord::Auto => Numa::Auto,
-                    NumaWord::Off => Numa::Off,
-                },
-            },
+            threads: device.thread_options(),
             read_only: args.source.read_only || read_only,
             restricted,
         },
-        second: match args.place.second_front_end {
-            SecondWord::Wait => Second::Wait,
-            SecondWord::Refuse => Second::Refuse,
-        },
+        second: args.place.second_front_end,
         queues: queues(args),
         queue_size_max: device.queue_size,
         serial: device.serial.clone(),
@@ -70,17 +58,10 @@ pub(crate) fn options(
         physical_block_size: device.physical_block_size,
         // Where each write is durable when it is answered there is no cache to speak of.
         write_cache: !args.source.cache_mode().sync(),
-        packed: match device.packed {
-            PackedWord::Auto => Packed::Auto,
-            PackedWord::On => Packed::On,
-            PackedWord::Off => Packed::Off,
-        },
+        packed: device.packed,
         accel: accel(device),
         pin_guest_memory: device.pin_guest_memory,
-        on_error: match device.on_error {
-            OnErrorWord::Report => OnError::Report,
-            OnErrorWord::Stop => OnError::Stop,
-        },
+        on_error: device.on_error,
         connector: Connector::new(helper::connect),
         ..ExportOptions::new(listen)
     }
@@ -89,17 +70,13 @@ pub(crate) fn options(
 /// What the host kernel is to do. Packed virtqueues that somebody insists on forgo it.
 fn accel(device: &DeviceArgs) -> Option<AccelOptions> {
     if device.accel == AccelWord::Off
-        || device.accel == AccelWord::Auto && device.packed == PackedWord::On
+        || device.accel == AccelWord::Auto && device.packed == Packed::On
     {
         return None;
     }
     Some(AccelOptions {
         required: device.accel == AccelWord::Require,
-        engine: match device.accel_engine {
-            EngineWord::Auto => Engine::Default,
-            EngineWord::Kiocb => Engine::Kiocb,
-            EngineWord::Bio => Engine::Bio,
-        },
+        engine: device.accel_engine,
         workers: device.accel_workers,
     })
 }

@@ -6,13 +6,15 @@ use clap::error::ErrorKind;
 use clap::{Args, Parser, ValueEnum, ValueHint};
 use ringdisk_daemon::size::parse_size;
 use ringdisk_daemon::sockets::SocketOptions;
-use ringdisk_export::Threads;
+use ringdisk_export::{Numa, ThreadOptions, Threads};
 use ringdisk_ring::CpuList;
 use ringdisk_vhost::export::{
-    QUEUE_SIZE_MAX, QUEUES_MAX, check_block_size, check_serial, queues_default,
+    Engine, OnError, Packed, QUEUE_SIZE_MAX, QUEUES_MAX, Second, check_block_size, check_serial,
+    queues_default,
 };
 
-use crate::cli::{DiskWords, ImageArgs, NumaWord, SandboxArgs, UserArgs, refuse};
+use crate::cli::words::{ENGINE, NUMA, ON_ERROR, PACKED, SECOND, one_of};
+use crate::cli::{DiskWords, ImageArgs, SandboxArgs, UserArgs, refuse};
 
 const SERVE_LONG: &str = "\
 Serves the disk inside IMAGE to a virtual machine, through the socket SOCKET (vhost-user-blk), \
@@ -179,8 +181,9 @@ pub(crate) struct SocketArgs {
     pub(crate) socket_group: Option<String>,
 
     /// What happens to a front end that comes while another one is connected
-    #[arg(long, value_name = "WHAT", value_enum, default_value_t, help_heading = "Socket options")]
-    pub(crate) second_front_end: SecondWord,
+    #[arg(long, value_name = "WHAT", value_parser = one_of(SECOND),
+          default_value = "wait", help_heading = "Socket options")]
+    pub(crate) second_front_end: Second,
 }
 
 /// What the guest sees, and what serves it.
@@ -220,13 +223,15 @@ pub(crate) struct DeviceArgs {
     /// ones (--accel)
     ///
     /// A virtual machine that does not ask for them (packed=on) has split ones.
-    #[arg(long, value_name = "WHEN", value_enum, default_value_t, help_heading = "Device options")]
-    pub(crate) packed: PackedWord,
+    #[arg(long, value_name = "WHEN", value_parser = one_of(PACKED),
+          default_value = "auto", help_heading = "Device options")]
+    pub(crate) packed: Packed,
 
     /// What an error of the image does besides being told to the guest: report it here, or stop
     /// serving the disk too
-    #[arg(long, value_name = "WHAT", value_enum, default_value_t, help_heading = "Device options")]
-    pub(crate) on_error: OnErrorWord,
+    #[arg(long, value_name = "WHAT", value_parser = one_of(ON_ERROR),
+          default_value = "report", help_heading = "Device options")]
+    pub(crate) on_error: OnError,
 
     /// The disk comes with a virtual machine that migrates here: wait until the source has let go
     /// of the image
@@ -252,11 +257,11 @@ pub(crate) struct DeviceArgs {
     #[arg(
         long,
         value_name = "MODE",
-        value_enum,
-        default_value_t,
+        value_parser = one_of(NUMA),
+        default_value = "auto",
         help_heading = "Serving options"
     )]
-    pub(crate) numa: NumaWord,
+    pub(crate) numa: Numa,
 
     /// Let the host kernel move the data of a plain disk: auto (where it can), off, require (or
     /// serve nothing)
@@ -280,11 +285,11 @@ pub(crate) struct DeviceArgs {
     #[arg(
         long,
         value_name = "ENGINE",
-        value_enum,
-        default_value_t,
+        value_parser = one_of(ENGINE),
+        default_value = "auto",
         help_heading = "Serving options"
     )]
-    pub(crate) accel_engine: EngineWord,
+    pub(crate) accel_engine: Engine,
 
     /// Threads of the kernel for it, at most one for each virtqueue [default: one for each]
     #[arg(long, value_name = "N",
@@ -304,39 +309,6 @@ pub(crate) struct DeviceArgs {
 /// Largest number of a descriptor that is taken for one.
 const FD_MAX: i32 = 1 << 20;
 
-/// What happens to a second front end.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(crate) enum SecondWord {
-    /// It waits until the first has gone
-    #[default]
-    Wait,
-    /// It is sent away
-    Refuse,
-}
-
-/// Whether packed virtqueues are offered.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(crate) enum PackedWord {
-    /// Unless the kernel could serve split ones
-    #[default]
-    Auto,
-    /// They are
-    On,
-    /// They are not
-    Off,
-}
-
-impl PackedWord {
-    /// As options spell it.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            PackedWord::Auto => "auto",
-            PackedWord::On => "on",
-            PackedWord::Off => "off",
-        }
-    }
-}
-
 /// Whether the host kernel moves the data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum AccelWord {
@@ -347,28 +319,6 @@ pub(crate) enum AccelWord {
     Off,
     /// Or nothing is served
     Require,
-}
-
-/// How the host kernel moves the data.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(crate) enum EngineWord {
-    /// As the module thinks best
-    #[default]
-    Auto,
-    /// As files do
-    Kiocb,
-    /// As block devices do
-    Bio,
-}
-
-/// What an error of the image does.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(crate) enum OnErrorWord {
-    /// It is counted and told
-    #[default]
-    Report,
-    /// It ends the disk
-    Stop,
 }
 
 /// The words of one `--disk`, after its keys were made options.
@@ -404,11 +354,16 @@ impl SocketArgs {
 }
 
 impl DeviceArgs {
+    /// As the library takes them.
+    pub(crate) fn thread_options(&self) -> ThreadOptions {
+        ThreadOptions { threads: self.threads, cpus: self.cpus.clone(), numa: self.numa }
+    }
+
     /// Errors: words about the host kernel that contradict each other.
     fn check_accel(&self) -> Result<(), (ErrorKind, String)> {
         let conflict = |text: &str| Err((ErrorKind::ArgumentConflict, String::from(text)));
         match self.accel {
-            AccelWord::Require if self.packed == PackedWord::On => {
+            AccelWord::Require if self.packed == Packed::On => {
                 return conflict(
                     "--accel require and --packed on contradict each other: the kernel knows no \
                      packed virtqueues",
@@ -417,7 +372,7 @@ impl DeviceArgs {
             AccelWord::Off if self.accel_workers.is_some() => {
                 return conflict("--accel off and --accel-workers contradict each other");
             }
-            AccelWord::Off if self.accel_engine != EngineWord::Auto => {
+            AccelWord::Off if self.accel_engine != Engine::Default => {
                 return conflict("--accel off and --accel-engine contradict each other");
             }
             _ => {}

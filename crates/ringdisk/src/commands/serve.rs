@@ -35,7 +35,7 @@ use ringdisk_daemon::upgrade::{Shown, SuccessorSocket};
 use ringdisk_disk::Disk;
 use ringdisk_vhost::{ExportOptions, Listen};
 
-use crate::cli::{DiskArgs, ServeArgs, ServedDisk};
+use crate::cli::{DiskArgs, PACKED, ServeArgs, ServedDisk, word_of};
 use crate::commands::open::{ImagePlan, new_image, reach};
 use crate::commands::shown::ShownWords;
 use crate::new_image::NewImage;
@@ -316,7 +316,7 @@ fn shown(disk: &ServedDisk) -> Shown {
     words.say("--serial", Some(device.serial.clone()));
     words.say("--logical-block-size", Some(device.logical_block_size.to_string()));
     words.number("--physical-block-size", device.physical_block_size.map(u64::from));
-    words.say("--packed", Some(device.packed.name().to_owned()));
+    words.say("--packed", Some(word_of(PACKED, device.packed).to_owned()));
     words.shown(&disk.args.source, disk.image.as_deref())
 }
 
