@@ -23,7 +23,7 @@ pub enum Exit {
     Image = 3,
     /// The mountpoint.
     Mountpoint = 4,
-    /// Somebody else uses it.
+    /// Another process uses it.
     Locked = 5,
     /// Not allowed.
     Permission = 6,

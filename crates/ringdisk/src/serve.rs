@@ -184,7 +184,7 @@ impl Served {
         self.export.connection()
     }
 
-    /// From now on somebody else takes the mount away.
+    /// From now on another process takes the mount away.
     pub(crate) fn remove_through(&self, remover: Arc<dyn Remover>) {
         self.export.remove_through(remover);
     }
@@ -194,7 +194,7 @@ impl Served {
         self.export.watch_users(tell);
     }
 
-    /// What somebody has to keep, for a mount that outlives this process; once.
+    /// What another process has to keep of a mount that outlives this one; once.
     pub(crate) fn take_parked(&mut self) -> Option<Parked> {
         self.export.take_parked()
     }
@@ -227,12 +227,12 @@ impl Served {
 }
 
 impl Handle {
-    /// Asks for a clean stop, when nobody uses the mount any more; returns at once.
+    /// Asks for a clean stop, once no client uses the mount; returns at once.
     pub(crate) fn stop(&self) {
         self.stop.stop();
     }
 
-    /// Asks for the end now, whoever uses the mount; returns at once.
+    /// Asks for the end now, also while clients use the mount; returns at once.
     pub(crate) fn force(&self) {
         self.stop.force();
     }

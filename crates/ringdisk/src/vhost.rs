@@ -13,8 +13,8 @@ use ringdisk_daemon::helper;
 use ringdisk_daemon::stats::Report;
 use ringdisk_daemon::topology;
 use ringdisk_disk::Disk;
-use ringdisk_export::stats::Stats;
 use ringdisk_export::CommonOptions;
+use ringdisk_export::stats::Stats;
 use ringdisk_ring::Topology;
 use ringdisk_vhost::export::{
     AccelHandle, AccelOptions, Acceleration, Connector, HandOverHandle, Health, Packed, Prepared,
@@ -67,7 +67,7 @@ pub(crate) fn options(
     }
 }
 
-/// What the host kernel is to do. Packed virtqueues that somebody insists on forgo it.
+/// What the host kernel is to do: nothing where the user insists on packed virtqueues.
 fn accel(device: &DeviceArgs) -> Option<AccelOptions> {
     if device.accel == AccelWord::Off
         || device.accel == AccelWord::Auto && device.packed == Packed::On

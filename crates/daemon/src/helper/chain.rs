@@ -7,8 +7,8 @@
 //! the names changed here ([`ringdisk_disk::names_note`]), which no call inside can change.
 //!
 //! Promises: only files that were in the chain when the process was confined, and that carry a note
-//! of their own names by then, are opened to be written; only while somebody who asked for it waits
-//! for the answer. What a note names is one of these files, or an overlay that was made here.
+//! of their own names by then, are opened to be written; only while the client that asked for it
+//! waits for the answer. What a note names is one of these files, or an overlay that was made here.
 
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};

@@ -1,8 +1,8 @@
 //! The predecessor: waits for a successor, and hands its export over.
 //!
-//! Promises: a process of another user is sent away; what the successor would serve is compared
-//! before anything stands still; the export goes on here until the successor has said that it has
-//! everything. One thread for each export.
+//! Promises: the predecessor sends a process of another user away. It compares what the successor
+//! would show to clients before the export stands still. The export goes on here until the
+//! successor has said that it has everything. One thread for each export.
 
 use std::io::{self, Write};
 use std::os::unix::net::{UnixListener, UnixStream};

@@ -498,7 +498,7 @@ fn parse_block_size(text: &str) -> Result<u32, String> {
 
 fn parse_mode(text: &str) -> Result<u32, String> {
     match u32::from_str_radix(text, 8) {
-        // Whoever cannot write to a socket cannot connect (unix(7)).
+        // A process that may not write to a socket cannot connect (unix(7)).
         Ok(mode) if mode <= 0o777 && mode & 0o600 == 0o600 => Ok(mode),
         _ => Err(String::from(
             "write an octal mode from 600 to 777 that lets its owner read and write, such as 660",

@@ -17,7 +17,7 @@ use super::hand_over::FrontEnd;
 use super::kept::{self, Left};
 use super::options::{ExportOptions, Packed};
 use super::ring_nodes::{RingNodes, Views};
-use super::sockets::Door;
+use super::sockets::FrontEndSource;
 use super::{Export, Prepared, place};
 use crate::blk::SEGMENTS_MAX;
 use crate::blk::config::Config;
@@ -77,7 +77,7 @@ pub(super) fn prepare(
     };
     let mut host = Host {
         control,
-        door: Door::open(options.listen, options.connector)?,
+        source: FrontEndSource::open(options.listen, options.connector)?,
         session,
         second: options.second,
         signals: Arc::clone(&signals),

@@ -36,7 +36,7 @@ use crate::cli::MountArgs;
 use crate::commands::serve::take::complain_of;
 use crate::serve::{Handle, Served};
 
-/// A mount that ends when this is dropped, whoever uses it.
+/// A mount that ends when this is dropped, also while clients use it.
 pub(super) struct Answering {
     served: Option<Served>,
     disk: Arc<Disk>,
