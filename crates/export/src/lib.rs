@@ -22,6 +22,7 @@
 
 #![forbid(unsafe_code)]
 
+mod control;
 mod depth;
 mod drain;
 mod error;
@@ -36,6 +37,7 @@ pub mod stats;
 mod thread;
 mod trial;
 
+pub use control::ControlThread;
 pub use depth::DepthRule;
 pub use drain::{Admission, wait_drained};
 pub use error::{Error, ErrorKind};

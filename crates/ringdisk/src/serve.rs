@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use ringdisk_daemon::control::disk::Serving;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::stats::Report;
+use ringdisk_daemon::stopping::{Stop, StopAsked};
 use ringdisk_daemon::topology;
 use ringdisk_disk::Disk;
 use ringdisk_export::CommonOptions;
@@ -127,6 +128,7 @@ fn export_options(options: Options) -> ExportOptions {
 #[derive(Debug)]
 pub(crate) struct Served {
     export: Export,
+    asked: Arc<StopAsked>,
     name: String,
     since: Instant,
 }
@@ -135,6 +137,7 @@ pub(crate) struct Served {
 #[derive(Clone)]
 pub(crate) struct Handle {
     stop: StopHandle,
+    asked: Arc<StopAsked>,
     stats: Arc<dyn Fn() -> Stats + Send + Sync>,
     topology: Arc<dyn Fn() -> MountTopology + Send + Sync>,
     name: String,
@@ -148,7 +151,7 @@ impl Served {
     pub(crate) fn start(disk: Arc<Disk>, options: Options) -> Result<Served, Failure> {
         let name = options.name.clone();
         let export = Export::start(disk, export_options(options))?;
-        Ok(Served { export, name, since: Instant::now() })
+        Ok(Served::of(export, name))
     }
 
     /// Prepares to go on with a mount that another process hands over.
@@ -163,10 +166,12 @@ impl Served {
     }
 
     /// Goes on with it.
-    ///
-    /// Errors: those of [`Prepared::go`].
-    pub(crate) fn go(prepared: Prepared, name: String) -> Result<Served, Failure> {
-        Ok(Served { export: prepared.go()?, name, since: Instant::now() })
+    pub(crate) fn go(prepared: Prepared, name: String) -> Served {
+        Served::of(prepared.go(), name)
+    }
+
+    fn of(export: Export, name: String) -> Served {
+        Served { export, asked: Arc::default(), name, since: Instant::now() }
     }
 
     /// Hands the mount over.
@@ -208,6 +213,7 @@ impl Served {
     pub(crate) fn handle(&self) -> Handle {
         Handle {
             stop: self.export.stop_handle(),
+            asked: Arc::clone(&self.asked),
             stats: Arc::new(self.export.stats_reader()),
             topology: Arc::new(self.export.topology_reader()),
             name: self.name.clone(),
@@ -229,12 +235,19 @@ impl Served {
 impl Handle {
     /// Asks for a clean stop, once no client uses the mount; returns at once.
     pub(crate) fn stop(&self) {
+        self.asked.ask(Stop::Clean);
         self.stop.stop();
     }
 
     /// Asks for the end now, also while clients use the mount; returns at once.
     pub(crate) fn force(&self) {
+        self.asked.ask(Stop::AtOnce);
         self.stop.force();
+    }
+
+    /// The stop that was asked for.
+    pub(crate) fn asked(&self) -> Option<Stop> {
+        self.asked.get()
     }
 
     /// The counters now.

@@ -111,10 +111,8 @@ impl Served {
     }
 
     /// Serves what another process has handed over.
-    ///
-    /// Errors: the system has no thread for it.
-    pub(crate) fn go(prepared: Prepared, name: String) -> Result<Served, Failure> {
-        Ok(Served { export: prepared.go()?, name, since: Instant::now() })
+    pub(crate) fn go(prepared: Prepared, name: String) -> Served {
+        Served { export: prepared.go(), name, since: Instant::now() }
     }
 
     /// Takes front ends from now on, if they had to wait for it ([`ExportOptions::held`]).

@@ -46,6 +46,8 @@ const READY: u8 = b'R';
 const GO: u8 = b'G';
 /// After [`GO`]: the predecessor was told to stop meanwhile, and the successor has to.
 const STOP: u8 = b'S';
+/// After [`STOP`]: the end at once was asked for. Earlier versions do not know it, and stop.
+const FORCE: u8 = b'F';
 /// Each step takes so long at most; clients wait meanwhile.
 const STEP: Duration = Duration::from_secs(8);
 
@@ -59,6 +61,13 @@ pub enum Kind {
 }
 
 impl Kind {
+    fn noun(self) -> &'static str {
+        match self {
+            Kind::Disk => "disk",
+            Kind::Mount => "mount",
+        }
+    }
+
     fn clients(self) -> &'static str {
         match self {
             Kind::Disk => "the guest",

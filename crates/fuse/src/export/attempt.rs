@@ -13,7 +13,7 @@ use ringdisk_disk::{ClientErrors, Disk};
 use ringdisk_export::{Clock, Error};
 use ringdisk_ring::{Errno, SharedMemory, Topology};
 
-use super::control_thread::ask_first;
+use super::control_thread::{ask_first, control_thread};
 use super::fallback::{
     is_direct, lend, may_zero_copy, no_passthrough, queue_devices, refusal, why_no_zero_copy,
 };
@@ -136,6 +136,7 @@ impl Attempt<'_> {
         let server = Arc::new(self.file_server(&layout, &connection));
         let own = self.queue_devices(&threads, &connection, notes)?;
         let parked = self.park(&connection, &own, &layout)?;
+        let control = control_thread()?;
         threads.serve(own, devices, &server, start.as_ref().map(|(starting, _)| starting));
         let (has_rings, refused) = match start {
             None => (false, None),
@@ -147,7 +148,8 @@ impl Attempt<'_> {
         if !has_rings {
             threads.rings = None;
         }
-        let (mut export, mountpoint) = self.look_after(layout, threads, connection, server)?;
+        let (mut export, mountpoint) =
+            self.look_after(layout, threads, connection, server, control);
         if let Some(why) = refused {
             return Err(self.discard(export, why));
         }

@@ -3,14 +3,14 @@
 //! Promises: when the control thread runs it has all that the end of the export will need. Control
 //! path.
 
+use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::mpsc::channel;
-use std::thread::JoinHandle;
+use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 use ringdisk_disk::{Disk, SizeWatch};
-use ringdisk_export::{Error, ErrorKind, HaltReason};
+use ringdisk_export::{ControlThread, Error};
 
 use super::Export;
 use super::attempt::{Attempt, Connection, Layout, Threads};
@@ -30,14 +30,15 @@ const LOOK_AFTER_DEATH: Duration = Duration::from_secs(10);
 impl Attempt<'_> {
     /// Phase 7: starts the control thread, which sees to the end of the export.
     ///
-    /// Errors: there is no thread for it.
+    /// * `control`: made by [`control_thread`].
     pub(super) fn look_after(
         &self,
         layout: Layout,
         threads: Threads,
         connection: Connection,
         server: Arc<FileServer>,
-    ) -> Result<(Export, PathBuf), Error> {
+        control: ControlThread<Work>,
+    ) -> (Export, PathBuf) {
         let Threads { queues, place, rings, clock, events, received, .. } = threads;
         let live = live(&queues[..threads.count], rings.as_deref());
         let views = queues.iter().map(|queue| queue.thread.view.clone()).collect();
@@ -62,6 +63,7 @@ impl Attempt<'_> {
             clock,
             rings,
             events: received,
+            postponed: VecDeque::new(),
             io_timeout: self.options.io_timeout,
             stop_timeout: self.options.stop_timeout,
             in_use: in_use.clone(),
@@ -70,7 +72,10 @@ impl Attempt<'_> {
             restricted: self.options.common.restricted,
             look_until: is_resumed.then(|| Instant::now() + LOOK_AFTER_DEATH),
         };
-        let keeper = Some(spawn_keeper(keeper)?);
+        // Until it has all that the end will need, the process gives nothing up.
+        let (prepared, is_prepared) = channel();
+        let keeper = Some(control.start((keeper, prepared)));
+        let _ = is_prepared.recv();
         let (queues, parked, _size_watch) = (views, None, size_watch);
         let export = Export {
             keeper,
@@ -84,7 +89,7 @@ impl Attempt<'_> {
             connection,
             _size_watch,
         };
-        Ok((export, mountpoint))
+        (export, mountpoint)
     }
 }
 
@@ -113,16 +118,15 @@ fn watch_size(disk: &Disk, events: &EventSender, server: &Arc<FileServer>) -> Si
     })
 }
 
-/// Starts the control thread, and waits until it has all that the end will need: when this returns
-/// the process may give up what serving does not take.
-fn spawn_keeper(keeper: Keeper) -> Result<JoinHandle<Result<(), HaltReason>>, Error> {
-    let (prepared, is_prepared) = channel();
-    let thread = std::thread::Builder::new()
-        .name(String::from("keeper"))
-        .spawn(move || keeper.run(&prepared))
-        .map_err(|error| Error::new(ErrorKind::System, "no thread for the export").source(error))?;
-    let _ = is_prepared.recv();
-    Ok(thread)
+/// What the control thread is given: the export, and how it says that it has all that the end will
+/// need.
+pub(super) type Work = (Keeper, Sender<()>);
+
+/// Makes the control thread.
+///
+/// Errors: the system has no thread.
+pub(super) fn control_thread() -> Result<ControlThread<Work>, Error> {
+    ControlThread::make("keeper", |(keeper, prepared): Work| keeper.run(&prepared))
 }
 
 /// Phase 8, over io_uring: whether the mount answers, which is not known otherwise. (Over /dev/fuse

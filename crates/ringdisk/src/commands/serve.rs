@@ -30,6 +30,7 @@ use ringdisk_daemon::pidfile::Pidfile;
 use ringdisk_daemon::run_as::Wanted;
 use ringdisk_daemon::signals::{Actions, Phase, Watcher};
 use ringdisk_daemon::sockets::{self, Inherited, MadeSocket, Opened, Place, SocketOptions};
+use ringdisk_daemon::stopping::Stop;
 use ringdisk_daemon::terminal;
 use ringdisk_daemon::upgrade::{Shown, SuccessorSocket};
 use ringdisk_disk::Disk;
@@ -543,7 +544,7 @@ impl Running {
         // Who has taken the disk may use its names. With the last disk it gets the pid file, too,
         // which is free when this process has ended.
         let successor = self.successor.and_then(|successor| match handle.is_stopped() {
-            true => successor.end_with_stop(),
+            true => successor.end_with_stop(Stop::Clean),
             false => successor.end(),
         });
         if left.fetch_sub(1, Ordering::AcqRel) == 1 {

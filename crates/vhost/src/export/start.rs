@@ -7,14 +7,14 @@
 use std::sync::{Arc, Mutex};
 
 use ringdisk_disk::Disk;
-use ringdisk_export::{Error, ThreadPlaces};
+use ringdisk_export::{ControlThread, Error, ThreadPlaces};
 use ringdisk_ring::Topology;
 
 use super::accel::Accel;
 use super::backend::Control;
 use super::control::Host;
 use super::hand_over::FrontEnd;
-use super::kept::{self, Left};
+use super::kept::{self, DiesWithPanic, Left};
 use super::options::{ExportOptions, Packed};
 use super::ring_nodes::{RingNodes, Views};
 use super::sockets::FrontEndSource;
@@ -98,7 +98,11 @@ pub(super) fn prepare(
         never_in_kernel,
         _size_watch: size_watch,
     };
-    Ok(Prepared { host, export, disk })
+    let thread = ControlThread::make("vhost", |host: Host| {
+        let _dies = DiesWithPanic(host.record.is_some());
+        host.run()
+    })?;
+    Ok(Prepared { host, thread, export, disk })
 }
 
 /// Whether the guest cannot write.

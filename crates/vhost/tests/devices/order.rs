@@ -485,7 +485,7 @@ impl World {
         let prepared = prepared.expect("it fits");
         assert!(still.commit());
         *disk = prepared.disk().clone();
-        let export = prepared.go().expect("a thread");
+        let export = prepared.go();
         let Served { export: before, path, directory } = served;
         let stats = before.wait().expect("it was handed over");
         self.before += stats.queues.iter().map(|queue| queue.writes).sum::<u64>();
