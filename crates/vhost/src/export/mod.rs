@@ -271,6 +271,13 @@ impl Export {
         self.device.broken_reason()
     }
 
+    /// Makes a queue thread panic.
+    #[doc(hidden)]
+    pub fn panic_for_test(&self) {
+        let view = ring_nodes::locked(&self.views)[0].clone();
+        view.remote.run(|_| panic!("asked to panic"));
+    }
+
     /// Waits until the export has ended: it was stopped, or the one front end of [`Listen::Stream`]
     /// has gone.
     ///
