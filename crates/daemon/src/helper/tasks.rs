@@ -157,7 +157,7 @@ impl Answer {
     }
 
     pub(super) fn refused() -> Answer {
-        Answer::new(REFUSED, "not a duty of the helper process")
+        Answer::new(REFUSED, "not a task of the helper process")
     }
 }
 

@@ -32,7 +32,7 @@ const HANDED: Duration = Duration::from_secs(40);
 const GONE: Duration = Duration::from_secs(2);
 
 /// How often a process that waits for the answer notes that there is none yet.
-const LOOK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// How long the old process may take to say that it has given the export up, which it had begun to
 /// do when this one gave up waiting.
@@ -141,7 +141,7 @@ pub fn ask(
 fn still_serves(stream: &UnixStream, end: Instant) -> Instant {
     loop {
         let now = Instant::now();
-        let left = end.saturating_duration_since(now).min(LOOK);
+        let left = end.saturating_duration_since(now).min(POLL_INTERVAL);
         let mut fds = [PollFd::new(stream, PollFlags::IN)];
         match poll(&mut fds, Timespec::try_from(left).ok().as_ref()) {
             Ok(0) | Err(Errno::INTR) if !left.is_zero() => {}

@@ -202,7 +202,7 @@ fn the_socket_belongs_to_its_owner_alone() {
     assert_eq!((meta.uid(), meta.mode() & 0o777), (0, 0o600));
     let place = fs::metadata(socket.parent().expect("a directory")).expect("there");
     assert_eq!((place.uid(), place.mode() & 0o777), (0, 0o700));
-    // A stranger does not even get a word through a door that was left open.
+    // A stranger does not even get a word through a directory that was left open.
     for (path, mode) in
         [(runtime.path(), 0o755), (socket.parent().expect("a directory"), 0o755), (&socket, 0o666)]
     {

@@ -67,17 +67,17 @@ fn the_time_in_which_the_old_process_still_serves_does_not_count() {
     let (ours, mut theirs) = UnixStream::pair().expect("sockets");
     let begun = Instant::now();
     let flushes = std::thread::spawn(move || {
-        std::thread::sleep(5 * LOOK);
+        std::thread::sleep(5 * POLL_INTERVAL);
         theirs.write_all(b"x").expect("room");
         theirs
     });
     let since = still_serves(&ours, begun + STEP);
     let answered = Instant::now();
     drop(flushes.join().expect("no panic"));
-    assert!(since >= begun + 3 * LOOK && since <= answered, "{:?}", since - begun);
+    assert!(since >= begun + 3 * POLL_INTERVAL && since <= answered, "{:?}", since - begun);
     // One that does not answer is waited for until the end.
     let (ours, _theirs) = UnixStream::pair().expect("sockets");
-    let end = Instant::now() + 2 * LOOK;
+    let end = Instant::now() + 2 * POLL_INTERVAL;
     still_serves(&ours, end);
     assert!(Instant::now() >= end);
 }
