@@ -248,7 +248,7 @@ pub(crate) fn follow(
         // It was never served in a sandbox, or its file system keeps no notes.
         Ok(None) | Err(Errno::OPNOTSUPP) => Ok(()),
         Ok(Some(_)) => match file.raw_fd() {
-            Some(Fd::Raw(fd)) => change_note(fd, &line, is_done),
+            Some(Fd::Raw(fd)) => change_note(&fd, &line, is_done),
             _ => set(file, &line),
         },
         // Inside of a sandbox there are no such calls.

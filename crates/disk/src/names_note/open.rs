@@ -14,7 +14,7 @@ use crate::xattr::link;
 /// The note; `None`: there is none.
 ///
 /// Errors: those of getxattr(2); EINVAL: it is no text.
-pub fn note_of(file: impl AsRawFd) -> Result<Option<String>, Errno> {
+pub fn note_of(file: &impl AsRawFd) -> Result<Option<String>, Errno> {
     let value = ATTRIBUTE.get_at(&link(file.as_raw_fd()))?;
     value.map(|value| String::from_utf8(value).map_err(|_| Errno::INVAL)).transpose()
 }
@@ -22,7 +22,7 @@ pub fn note_of(file: impl AsRawFd) -> Result<Option<String>, Errno> {
 /// Sets the note.
 ///
 /// Errors: those of setxattr(2).
-pub fn set_note(file: impl AsRawFd, text: &str) -> Result<(), Errno> {
+pub fn set_note(file: &impl AsRawFd, text: &str) -> Result<(), Errno> {
     ATTRIBUTE.set_at(&link(file.as_raw_fd()), text.as_bytes())
 }
 
@@ -34,12 +34,12 @@ pub fn set_note(file: impl AsRawFd, text: &str) -> Result<(), Errno> {
 ///   on stable storage: flushing the header that follows does not write attributes.
 ///
 /// Errors: those of getxattr(2), setxattr(2), open(2) and fsync(2).
-pub fn change_note(file: impl AsRawFd, line: &str, is_done: bool) -> Result<(), Errno> {
+pub fn change_note(file: &impl AsRawFd, line: &str, is_done: bool) -> Result<(), Errno> {
     if is_done {
         return set_note(file, line);
     }
-    let Some(before) = note_of(&file)? else { return Ok(()) };
-    set_note(&file, &with_line(&before, line))?;
+    let Some(before) = note_of(file)? else { return Ok(()) };
+    set_note(file, &with_line(&before, line))?;
     let synced = File::open(link(file.as_raw_fd())).and_then(|file| file.sync_all());
     synced.map_err(|error| error.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error))
 }

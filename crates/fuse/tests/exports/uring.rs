@@ -192,7 +192,8 @@ fn a_reply_that_is_refused_under_load_ends_clients_with_errors_and_keeps_what_wa
     let Some(place) = place() else { return };
     let refuse = Some(Refuse::ReplyAfter(200));
     let common = CommonOptions::with_threads(2);
-    let options = ExportOptions { common, refuse, ..options(&place, Transport::Uring) };
+    let test = TestSettings { refuse, ..TestSettings::default() };
+    let options = ExportOptions { common, test, ..options(&place, Transport::Uring) };
     let export = Export::start(open(&place), options).expect("rings");
     assert_eq!(export.transport(), Transport::Uring);
     serves(&place);

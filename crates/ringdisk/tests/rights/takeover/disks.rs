@@ -13,7 +13,7 @@ use std::time::Duration;
 use ringdisk_testkit::images::{self, pattern};
 use ringdisk_testkit::limits::{needs, needs_root};
 use ringdisk_testkit::model::{FrontEnd, Request, Vm, VmOptions, bits};
-use ringdisk_testkit::mount::{scratch, text};
+use ringdisk_testkit::mount::scratch;
 use ringdisk_testkit::process::{LIMIT, Process, has, until};
 use rustix::process::Signal;
 use serde_json::{Value, json};
