@@ -68,10 +68,8 @@ pub(crate) const STAY: &Words<Stay> = &[
 ];
 
 /// The words of `--numa`.
-pub(crate) const NUMA: &Words<Numa> = &[
-    ("auto", "They do, where there are several", Numa::Auto),
-    ("off", "They do not", Numa::Off),
-];
+pub(crate) const NUMA: &Words<Numa> =
+    &[("auto", "They do, where there are several", Numa::Auto), ("off", "They do not", Numa::Off)];
 
 /// The words of `--second-front-end`.
 pub(crate) const SECOND: &Words<Second> = &[

@@ -49,10 +49,7 @@ fn defaults_are_those_of_the_help_text() {
     let disk = disks("disk.img").expect("parses").remove(0);
     assert_eq!(disk.args.source.cache_mode(), Cache::Writeback);
     assert_eq!((disk.args.device.queues, disk.args.device.queue_size), (None, 1024));
-    assert_eq!(
-        (disk.args.device.logical_block_size, disk.args.device.packed),
-        (512, Packed::Auto)
-    );
+    assert_eq!((disk.args.device.logical_block_size, disk.args.device.packed), (512, Packed::Auto));
     assert_eq!(disk.args.place.vhost_user_blk, None);
 }
 
