@@ -85,14 +85,15 @@ impl Disk {
         assert_eq!(self.vm.status(0, Request::flush()), 0);
     }
 
-    /// It has ended, with words.
+    /// It has ended, with words. Gives the directory of its image.
     #[track_caller]
-    fn has_ended(mut self, words: &str) {
+    fn has_ended(mut self, words: &str) -> TempDir {
         assert!(!self.settles(), "it is served: {}", self.holder.output());
         self.vm.front.expect_end();
         let finished = self.holder.finish(LIMIT);
         assert!(finished.code().is_some_and(|code| code != 0), "{}", finished.output());
         assert!(finished.stderr.contains(words), "no '{words}': {}", finished.output());
+        self.directory
     }
 
     fn stop(self) {
@@ -136,7 +137,7 @@ fn an_image_of_somebody_else_beside_a_kept_disk_is_not_written() {
         state["tops"] = json!([]);
     });
     agent.dies();
-    disk.has_ended("was not made for this disk");
+    let _directory = disk.has_ended("was not made for this disk");
     assert_eq!(fs::read(&neighbour).expect("an image"), before);
 }
 
@@ -322,9 +323,11 @@ fn descriptors_without_end_do_not_end_the_process_that_keeps_a_disk() {
     let line = agent.holder(disk.holder.pid());
     let before = count(disk.holder.pid());
     let (waits, peer) = lingers();
-    // What comes with other words is closed, one after the other.
+    // What comes with other words is closed, one after the other; this one not here.
+    let holder = Agent::over(disk.holder.pid());
     give(&line, b"STATUS=x", &[waits.as_fd()]);
     drop(waits);
+    holder.goes_on();
     let (pipe, _other_end) = rustix::pipe::pipe().expect("a pipe");
     for _ in 0..4 {
         give(&line, b"STATUS=x", &[pipe.as_fd(); 200]);
