@@ -47,7 +47,7 @@ fn libnbd_sees_what_is_served_and_copies_it_both_ways() {
         let list = json(&["nbdinfo", "--list", "--json", &uri]);
         assert_eq!(list["exports"].as_array().unwrap().len(), 1);
         let source = place.directory.path().join("source");
-        let bytes: Vec<u8> = (0..8u32 << 20).map(|at| (at / 777) as u8).collect();
+        let bytes: Vec<u8> = (0..8u32 << 20).map(|at| (at / 777).to_le_bytes()[0]).collect();
         fs::write(&source, &bytes).unwrap();
         let copy = place.directory.path().join("copy");
         let many = ["nbdcopy", "--connections=4", "--requests=64", "--flush"];
@@ -91,7 +91,8 @@ except nbd.Error as error:
 h.shutdown()
 ";
     let connect = format!("socket = '{}'", text(&place.socket));
-    ok_words(&["nbdsh", "-c", &connect, "-c", script]);
+    // The python of the system has the module.
+    ok_words(&["/usr/bin/python3", "-m", "nbd", "-c", &connect, "-c", script]);
     daemon.stop(&[&place.socket]);
 }
 
