@@ -38,7 +38,7 @@ pub(crate) use look::{InfoArgs, LookArgs, MapArgs, PoolArgs};
 pub(crate) use mount::{MountArgs, MountPaths, StopTimeout, UmountArgs, parse_limit};
 pub(crate) use placement::PlacementArgs;
 use ringdisk_disk::{Cache, Format};
-pub(crate) use serve::{AccelWord, DeviceArgs, DiskArgs, ServeArgs, ServedDisk};
+pub(crate) use serve::{AccelWord, Address, DeviceArgs, DiskArgs, NbdArgs, ServeArgs, ServedDisk};
 pub(crate) use topology::TopologyArgs;
 pub(crate) use user::UserArgs;
 pub(crate) use words::{DISCARD, PACKED, PREALLOCATION, SandboxArgs, word_of};
