@@ -78,9 +78,9 @@ pub(crate) enum CtlCommand {
     /// Write the top image, or some images of the chain, into the one below
     ///
     /// Clients go on meanwhile, and may write past the end of a growable disk. The images that were
-    /// written down are empty afterwards, so whoever opens the disk by an old name sees what it
-    /// holds now. A base that is larger than the disk is cut to its size. When an image cannot be
-    /// emptied, or its internal snapshots show what is below it, the command fails and the chain
+    /// written down are empty afterwards, so a program that opens the disk by an old name sees what
+    /// it holds now. A base that is larger than the disk is cut to its size. When an image cannot
+    /// be emptied, or its internal snapshots show what is below it, the command fails and the chain
     /// stays as it was.
     Commit {
         /// The topmost image to be written down [default: the top one]
