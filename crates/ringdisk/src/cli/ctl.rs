@@ -34,6 +34,8 @@ Examples:
 #[command(after_help = CTL_EXAMPLES)]
 pub(crate) struct CtlArgs {
     /// The file that the image is served as, or the socket of `ringdisk serve`
+    ///
+    /// Of several disks that are served over NBD: SOCKET/NAME, with the name of the export.
     #[arg(value_name = "TARGET", value_hint = ValueHint::FilePath)]
     pub(crate) target: PathBuf,
 
