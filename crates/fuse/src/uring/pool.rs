@@ -6,11 +6,11 @@
 //! requests in flight, and buffers, which cost 1 MiB, those that carry data through our memory.
 //!
 //! The arithmetic: a queue has as many buffers as the user wants entries, else those of the
-//! rule [`BUFFERS`]; a CPU that is offline has one. All regions are one mapping. With O_DIRECT below it is registered in slot 0 of
-//! every ring, so that the kernel does not look its pages up for each request of the device; where
-//! that is refused (RLIMIT_MEMLOCK) it serves unregistered. Through the page cache it is not
-//! registered: there the kernel copies, and copies slower into registered memory
-//! (docs/transports.md).
+//! rule [`BUFFERS`]; a CPU that is offline has one. All regions are one mapping. With O_DIRECT
+//! below it is registered in slot 0 of every ring, so that the kernel does not look its pages up
+//! for each request of the device; where that is refused (RLIMIT_MEMLOCK) it serves unregistered.
+//! Through the page cache it is not registered: there the kernel copies, and copies slower into
+//! registered memory (docs/transports.md).
 
 use std::ops::Range;
 use std::sync::Arc;
