@@ -21,6 +21,8 @@ targets! {
     qcow2_repair
     ring_entries
     fuse_frames
+    nbd_messages
+    nbd_server
     vhost_messages
     split_ring
     packed_ring
