@@ -1,9 +1,4 @@
-//! Any writes of a driver to its split ring, between any steps of the device: nothing panics, and
-//! every segment is in memory.
+//! `split_ring` for libFuzzer.
 #![no_main]
 
-use libfuzzer_sys::fuzz_target;
-use ringdisk_fuzz::rings::drive;
-use ringdisk_guest::Layout;
-
-fuzz_target!(|bytes: &[u8]| drive(Layout::Split, bytes));
+libfuzzer_sys::fuzz_target!(|input: &[u8]| ringdisk_fuzz::targets::split_ring::run(input));

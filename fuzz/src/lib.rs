@@ -1,7 +1,8 @@
-//! What the qcow2 targets share: sound images in simulated storage, damage, operations, all of it
+//! What the targets share: sound images in simulated storage, damage, operations, all of it
 //! decided by the input.
 
 pub mod rings;
+pub mod targets;
 
 use std::cell::RefCell;
 

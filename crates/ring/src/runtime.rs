@@ -62,17 +62,23 @@ impl Runtime {
             if let Poll::Ready(output) = inner.executor.poll_root(future.as_mut(), &waker) {
                 return output;
             }
-            // Entries of tasks that wake each other are submitted together; but a task that always
-            // wakes itself must not keep the thread from the kernel.
-            for round in 0..=ROUNDS {
-                inner.shared.receive_local(|task| inner.executor.schedule(task));
-                if round == ROUNDS || !inner.executor.has_ready_tasks() {
-                    break;
-                }
-                inner.executor.run_ready();
-            }
-            self.turn(!inner.executor.has_ready());
+            self.run_tasks(&inner);
         }
+    }
+
+    /// All spawned tasks that are ready, and a turn. Not a part of `block_on`, which is compiled
+    /// once for each future.
+    fn run_tasks(&mut self, inner: &Inner) {
+        // Entries of tasks that wake each other are submitted together; but a task that always
+        // wakes itself must not keep the thread from the kernel.
+        for round in 0..=ROUNDS {
+            inner.shared.receive_local(|task| inner.executor.schedule(task));
+            if round == ROUNDS || !inner.executor.has_ready_tasks() {
+                break;
+            }
+            inner.executor.run_ready();
+        }
+        self.turn(!inner.executor.has_ready());
     }
 
     /// One enter, and all completions that are there.

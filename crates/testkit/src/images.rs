@@ -14,9 +14,11 @@ use crate::process::{command, ok, ok_words};
 pub fn pattern(seed: u64, offset: u64, len: usize) -> Vec<u8> {
     let first = offset / 8;
     let skip = usize::try_from(offset % 8).expect("below 8");
-    let words = (len + skip).div_ceil(8) as u64;
-    let mut out: Vec<u8> =
-        (first..first + words).flat_map(|at| mix(seed, at).to_le_bytes()).collect();
+    // By words: tests make megabytes of it, also on emulated machines.
+    let mut out = vec![0; (len + skip).next_multiple_of(8)];
+    for (word, at) in out.chunks_exact_mut(8).zip(first..) {
+        word.copy_from_slice(&mix(seed, at).to_le_bytes());
+    }
     out.drain(..skip);
     out.truncate(len);
     out
@@ -30,6 +32,16 @@ fn mix(seed: u64, at: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)
+}
+
+/// The first place at which two buffers differ: megabytes are compared as a whole before they are
+/// by bytes.
+#[must_use]
+pub fn differs_at(a: &[u8], b: &[u8]) -> Option<usize> {
+    if a == b {
+        return None;
+    }
+    a.iter().zip(b).position(|(a, b)| a != b)
 }
 
 /// A raw file full of [`pattern`].
@@ -90,7 +102,7 @@ pub fn first_difference(left: &Path, right: &Path) -> Option<u64> {
     let (mut a, mut b) = (vec![0; 1 << 16], vec![0; 1 << 16]);
     loop {
         let (n, m) = (fill(&mut left, &mut a), fill(&mut right, &mut b));
-        if let Some(at) = a[..n].iter().zip(&b[..m]).position(|(x, y)| x != y) {
+        if let Some(at) = differs_at(&a[..n], &b[..m]) {
             return Some(offset + at as u64);
         }
         if n != m {

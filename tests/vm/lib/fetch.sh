@@ -25,7 +25,8 @@ apt_lists() {
   mkdir -p "$apt/lists/partial" "$apt/archives/partial" "$apt/empty"
   : >"$apt/status"
   [ -e "$keyring" ] && signed="[signed-by=$keyring] "
-  printf "deb ${signed}%s %s main\n" "$mirror" trixie "$mirror" trixie-backports >"$apt/sources.list"
+  printf "deb ${signed}%s %s main\n" "$mirror" trixie "$mirror" trixie-backports \
+    >"$apt/sources.list"
   # Hooks of this machine's apt would clean *its* caches; a mirror that is a snapshot of an older
   # day is as good as any.
   cat >"$apt/apt.conf" <<CONF
@@ -61,7 +62,8 @@ unpack() {
 
 # kernel_package NAME: the newest package NAME-VERSION whose version begins as wanted, or nothing.
 kernel_package() {
-  apt_private apt-cache search --names-only "^$1-${kernel_wanted//./\\.}.*-cloud-amd64\$" | awk '{print $1}' | sort -V | tail -n 1
+  apt_private apt-cache search --names-only "^$1-${kernel_wanted//./\\.}.*-cloud-amd64\$" |
+    awk '{print $1}' | sort -V | tail -n 1
 }
 
 # Puts vmlinuz, version and modules/lib/modules/VERSION into $kernel_dir, and busybox beside it.
@@ -70,7 +72,8 @@ fetch_kernel() {
   if [ "$kernel_wanted" = debug ]; then
     # It was built before (tests/vm/run); busybox comes with a kernel of Debian.
     [ -e "$kernel_dir/version" ] || { echo "no kernel in $kernel_dir"; return 1; }
-    apt_lists && unpack "$cache/busybox.$$" busybox-static && mv "$cache/busybox.$$/usr/bin/busybox" "$busybox" || return
+    apt_lists && unpack "$cache/busybox.$$" busybox-static &&
+      mv "$cache/busybox.$$/usr/bin/busybox" "$busybox" || return
     rm -rf "$cache/busybox.$$"
     return
   fi
@@ -85,10 +88,15 @@ fetch_kernel() {
   else
     # Kernels of trixie itself (6.12) are one package.
     name=$(kernel_package linux-image)
-    [ -n "$name" ] || { echo "no linux-binary-unsigned-$kernel_wanted*-cloud-amd64 in trixie-backports, no linux-image in trixie"; return 1; }
+    if [ -z "$name" ]; then
+      echo "no linux-binary-unsigned-$kernel_wanted*-cloud-amd64 in trixie-backports," \
+        "no linux-image in trixie"
+      return 1
+    fi
     version=${name#linux-image-}
     unpack "$at/tree" "$name" busybox-static || return
-    mv "$at/tree/boot/vmlinuz-$version" "$at/tree/usr/lib/modules/$version/vmlinuz.unsigned" || return
+    mv "$at/tree/boot/vmlinuz-$version" "$at/tree/usr/lib/modules/$version/vmlinuz.unsigned" ||
+      return
   fi
   mkdir -p "$at/modules/lib/modules"
   mv "$at/tree/usr/lib/modules/$version" "$at/modules/lib/modules/$version" || return
@@ -120,15 +128,19 @@ fetch_qemu() {
   qemu=$(command -v qemu-system-x86_64) || wanted+=(qemu-system-x86)
   if ! find_virtiofsd && apt-cache show virtiofsd >/dev/null 2>&1; then wanted+=(virtiofsd); fi
   if [ ${#wanted[@]} -gt 0 ]; then
-    command -v apt-get >/dev/null || { echo "qemu-system-x86_64 and virtiofsd are missing"; return 1; }
-    { apt-get -q update && DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends "${wanted[@]}"; } || return
+    command -v apt-get >/dev/null ||
+      { echo "qemu-system-x86_64 and virtiofsd are missing"; return 1; }
+    apt-get -q update || return
+    DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends "${wanted[@]}" ||
+      return
   fi
   qemu=$(command -v qemu-system-x86_64) && find_virtiofsd
 }
 
 # fetch LOG: all of it; what apt says goes into LOG.
 fetch() {
-  if ! { command -v apt-get && command -v dpkg-deb; } >/dev/null; then echo "this is not a Debian (apt-get, dpkg-deb)"; return 1; fi
+  { command -v apt-get && command -v dpkg-deb; } >/dev/null ||
+    { echo "this is not a Debian (apt-get, dpkg-deb)"; return 1; }
   [ "$(uname -m)" = x86_64 ] || { echo "the virtual machine is for x86-64 only"; return 1; }
   fetch_qemu >>"$1" 2>&1 || { tail -n 5 "$1"; echo "no QEMU with virtiofsd"; return 1; }
   fetch_kernel >>"$1" 2>&1 || { tail -n 5 "$1"; echo "no kernel"; return 1; }

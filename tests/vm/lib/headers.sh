@@ -11,15 +11,17 @@ kbuild=$cache/kbuild
 
 # What a build of a module calls: Debian's headers name gcc-14, which needs `as`; their scripts need
 # a shell and its tools.
-kbuild_tools=(base-files bash dash coreutils diffutils xz-utils findutils grep sed mawk make gcc-14 binutils libc6-dev kmod pahole bpftool)
+kbuild_tools=(base-files bash dash coreutils diffutils xz-utils findutils grep sed mawk make gcc-14
+  binutils libc6-dev kmod pahole bpftool)
 
 # headers_version WANTED: the kernel whose headers are to be used: WANTED itself where it is a whole
 # version that is still there, else the newest of its series. Old versions leave backports within
 # days.
 headers_version() {
-  local wanted=$1 series found
+  local wanted=$1 series found pattern
   series=$(grep -oE '^[0-9]+\.[0-9]+' <<<"$wanted") || return
-  found=$(apt_private apt-cache search --names-only "^linux-headers-${series//./\\.}\\..*-cloud-amd64\$" |
+  pattern="^linux-headers-${series//./\\.}\\..*-cloud-amd64\$"
+  found=$(apt_private apt-cache search --names-only "$pattern" |
     awk '{sub("^linux-headers-", "", $1); print $1}' | sort -V)
   grep -Fx -- "$wanted" <<<"$found" || tail -n 1 <<<"$found" | grep .
 }
@@ -29,7 +31,8 @@ headers_version() {
 kbuild_unpack() {
   local each name
   # The empty status file of the private configuration makes apt name everything, down to libc.
-  apt_private apt-get install -y --download-only --no-install-recommends -t trixie-backports "$@" || return
+  apt_private apt-get install -y --download-only --no-install-recommends -t trixie-backports \
+    "$@" || return
   mkdir -p "$kbuild/unpacked"
   # base-files first: it brings the links from /bin and /lib to /usr.
   for each in "$cache"/apt/archives/base-files_*.deb "$cache"/apt/archives/*.deb; do
@@ -52,9 +55,13 @@ fetch_headers() {
   local wanted=$1 version have
   have=$cache/kbuild/series/$wanted
   if [ -e "$have" ]; then cat "$have"; return; fi
-  if [ "$wanted" = debug ]; then echo "there is no debug kernel: run tests/vm/debug-kernel" >&2; return 1; fi
+  [ "$wanted" != debug ] ||
+    { echo "there is no debug kernel: run tests/vm/debug-kernel" >&2; return 1; }
   apt_lists >&2 || return
-  version=$(headers_version "$wanted") || { echo "no linux-headers-$wanted*-cloud-amd64 in trixie or trixie-backports" >&2; return 1; }
+  if ! version=$(headers_version "$wanted"); then
+    echo "no linux-headers-$wanted*-cloud-amd64 in trixie or trixie-backports" >&2
+    return 1
+  fi
   kbuild_unpack "${kbuild_tools[@]}" "linux-headers-$version" >&2 || return
   mkdir -p "${have%/*}"
   echo "$version" >"$have"
@@ -70,8 +77,10 @@ in_kbuild() {
   # shellcheck disable=SC2016 # expanded by the inner shell
   unshare --mount --propagation private sh -c '
     tree=$1 source=$2; shift 2
-    mount --bind "$source" "$tree/source" && mount --bind /dev "$tree/dev" && mount --bind /proc "$tree/proc" || exit 125
-    exec chroot "$tree" "$@"' sh "$kbuild" "$source" /usr/bin/env -i PATH=/usr/bin:/usr/sbin LC_ALL=C.UTF-8 "$@"
+    mount --bind "$source" "$tree/source" || exit 125
+    mount --bind /dev "$tree/dev" && mount --bind /proc "$tree/proc" || exit 125
+    exec chroot "$tree" "$@"' sh "$kbuild" "$source" \
+    /usr/bin/env -i PATH=/usr/bin:/usr/sbin LC_ALL=C.UTF-8 "$@"
 }
 
 # fetch_vhost VERSION: prints the path of that kernel's own vhost.ko.xz. Kernels of backports have
@@ -83,8 +92,9 @@ fetch_vhost() {
   at=$(mktemp -d "$cache/unpack.XXXXXX") || return
   for each in linux-modules linux-image; do
     (cd "$at" && apt_private apt-get download "$each-$version") >&2 || continue
-    dpkg-deb --fsys-tarfile "$at"/*.deb | tar -xO --wildcards '*/kernel/drivers/vhost/vhost.ko.xz' >"$at/vhost" && [ -s "$at/vhost" ] &&
-      mv "$at/vhost" "$file" && break
+    dpkg-deb --fsys-tarfile "$at"/*.deb |
+      tar -xO --wildcards '*/kernel/drivers/vhost/vhost.ko.xz' >"$at/vhost" &&
+      [ -s "$at/vhost" ] && mv "$at/vhost" "$file" && break
     rm -f "$at"/*.deb
   done
   rm -rf "$at"

@@ -4,7 +4,8 @@
 # Promises: QEMU and virtiofsd end with the run; a time limit ends everything; a boot that dies
 # before the job begins is tried twice more, and so is a job in which the emulator made a mistake; a
 # complaint of the guest's kernel fails a run whose job succeeded.
-# shellcheck shell=bash disable=SC2154,SC2054 # variables of tests/vm/run and fetch.sh; words of QEMU have commas
+# Variables of tests/vm/run and fetch.sh; words of QEMU have commas.
+# shellcheck shell=bash disable=SC2154,SC2054
 
 # Two nodes of two CPUs: sockets, because Linux objects to nodes within one socket.
 cpus=4
@@ -15,7 +16,9 @@ boot_limit_s=120
 if [ "$kernel_wanted" = debug ]; then node_mib=2560 boot_limit_s=600; fi
 # What of the kernel's log means that something went wrong. A soft lockup or RCU stall needs minutes
 # here (see the command line): what looks like one is not just a busy host.
-complaints='WARNING:|BUG:|Oops|Kernel panic|INFO: task .* blocked for more than|INFO: rcu|general protection fault|unable to handle|refcount_t:|UBSAN:|ODEBUG:|possible recursive locking|possible circular locking|inconsistent lock state'
+complaints='WARNING:|BUG:|Oops|Kernel panic|INFO: task .* blocked for more than|INFO: rcu'
+complaints+='|general protection fault|unable to handle|refcount_t:|UBSAN:|ODEBUG:'
+complaints+='|possible recursive locking|possible circular locking|inconsistent lock state'
 
 # What is a mistake of the emulator. Linux changes its own code while other CPUs run it (static
 # keys, modules that are loaded), with a breakpoint in its place meanwhile; QEMU's emulation of
@@ -35,17 +38,20 @@ accelerator() { echo "${RINGDISK_VM_ACCEL:-tcg,thread=multi,tb-size=512}"; }
 # processor: of Linux 6.12 the allocator uses cmpxchg16b in a way that QEMU 7.2 emulates wrongly (a
 # double fault in the first programs).
 processor() {
-  case $kernel_wanted in 6.*) echo max,arch-capabilities=off,-cx16 ;; *) echo max,arch-capabilities=off ;; esac
+  local words=max,arch-capabilities=off
+  if [[ $kernel_wanted == 6.* ]]; then words+=,-cx16; fi
+  echo "$words"
 }
 
 # The initramfs: busybox, /init, and the two modules that the root file system takes.
 make_initramfs() {
-  local tree=$1/tree version each
+  local tree=$1/tree version each modules
   version=$(cat "$kernel_dir/version")
   mkdir -p "$tree"/{bin,dev,proc,sys,modules}
   cp "$busybox" "$tree/bin/busybox" && cp "$here/guest/init" "$tree/init" || return
+  modules=$kernel_dir/modules/lib/modules/$version/kernel
   for each in drivers/block/virtio_blk fs/overlayfs/overlay; do
-    "$busybox" unxz -c "$kernel_dir/modules/lib/modules/$version/kernel/$each.ko.xz" >"$tree/modules/${each##*/}.ko" || return
+    "$busybox" unxz -c "$modules/$each.ko.xz" >"$tree/modules/${each##*/}.ko" || return
   done
   (cd "$tree" && find . | "$busybox" cpio -o -H newc) >"$1/initramfs" 2>/dev/null
 }
@@ -91,22 +97,28 @@ start_qemu() {
   # tsc=reliable: emulated CPUs share the host's clock, and Linux would fall back to a slow timer.
   # no_timer_check: Linux counts the timer's interrupts over a few ms and panics ("IO-APIC + timer
   # doesn't work!") where a busy host has no time for the machine just then.
-  append="console=ttyS0 loglevel=5 panic=-1 tsc=reliable no_timer_check mitigations=off random.trust_cpu=on hung_task_timeout_secs=100"
-  append+=" watchdog_thresh=60 rcupdate.rcu_cpu_stall_timeout=120 rdinit=/init"
+  append="console=ttyS0 loglevel=5 panic=-1 tsc=reliable no_timer_check mitigations=off"
+  append+=" random.trust_cpu=on hung_task_timeout_secs=100 watchdog_thresh=60"
+  append+=" rcupdate.rcu_cpu_stall_timeout=120 rdinit=/init"
   # Arrays of free objects for each CPU keep addresses of what was taken from them: kmemleak saw no
   # leak of a small object. Caches whose objects are checked have no such arrays.
   if [ "$kernel_wanted" = debug ]; then append+=" slab_debug=F,kmalloc-*"; fi
   append+=" ringdisk.run=$run ringdisk.modules=$kernel_dir/modules ringdisk.writable=${writable:-}"
+  local memory="memory-backend-memfd,size=${node_mib}M,share=on"
   local words=(
-    -nodefaults -no-user-config -display none -no-reboot -machine q35,sata=off,smbus=off -cpu "${RINGDISK_VM_CPU:-$(processor)}"
+    -nodefaults -no-user-config -display none -no-reboot -machine q35,sata=off,smbus=off
+    -cpu "${RINGDISK_VM_CPU:-$(processor)}"
     -accel "$(accelerator)"
     -smp "$cpus,sockets=2,cores=$((cpus / 2))" -m "$((2 * node_mib))M"
-    -object "memory-backend-memfd,id=m0,size=${node_mib}M,share=on" -object "memory-backend-memfd,id=m1,size=${node_mib}M,share=on"
-    -numa node,nodeid=0,cpus=0-1,memdev=m0 -numa node,nodeid=1,cpus=2-3,memdev=m1 -numa dist,src=0,dst=1,val=21
+    -object "$memory,id=m0" -object "$memory,id=m1"
+    -numa node,nodeid=0,cpus=0-1,memdev=m0 -numa node,nodeid=1,cpus=2-3,memdev=m1
+    -numa dist,src=0,dst=1,val=21
     -kernel "$kernel_dir/vmlinuz" -initrd "$run/initramfs" -append "$append"
     -chardev "file,id=console,path=$run/console" -serial chardev:console
-    -chardev "socket,id=host,path=$run/socket" -device vhost-user-fs-pci,chardev=host,tag=host,queue-size=1024
-    -drive "file=$run/disk,format=raw,if=none,id=disk,cache=unsafe,discard=unmap" -device virtio-blk-pci,drive=disk
+    -chardev "socket,id=host,path=$run/socket"
+    -device vhost-user-fs-pci,chardev=host,tag=host,queue-size=1024
+    -drive "file=$run/disk,format=raw,if=none,id=disk,cache=unsafe,discard=unmap"
+    -device virtio-blk-pci,drive=disk
     -chardev "file,id=status,path=$run/status" -chardev "file,id=out,path=$run/out"
     -device virtio-serial-pci -device virtserialport,chardev=status,name=status "${console[@]}" )
   # shellcheck disable=SC2206 # words, split at blanks
@@ -128,7 +140,8 @@ boot() {
   : >"$run/status"
   : >"$run/console"
   rm -f "$run/disk"
-  truncate -s 16G "$run/disk" && PATH=$PATH:/sbin:/usr/sbin mkfs.ext4 -q -F -E nodiscard -O ^has_journal "$run/disk" || return 2
+  truncate -s 16G "$run/disk" || return 2
+  PATH=$PATH:/sbin:/usr/sbin mkfs.ext4 -q -F -E nodiscard -O ^has_journal "$run/disk" || return 2
   start_virtiofsd "$run" || return 2
   start_qemu "$run"
   while kill -0 "$qemu_pid" 2>/dev/null; do
@@ -159,7 +172,8 @@ machine() {
     boot "$run" "$limit_s"
     code=$?
     if [ $code -eq 2 ]; then
-      echo "vm: the machine died before the job began (attempt $attempt); the end of its console:" >&2
+      echo "vm: the machine died before the job began (attempt $attempt);" \
+        "the end of its console:" >&2
       # What it died of stands before a long trace.
       grep -aE -A 3 "$complaints" "$run/console" | head -n 12 >&2
       tail -n 15 "$run/console" "$run/qemu.log" >&2
@@ -177,6 +191,9 @@ machine() {
     return 126
   fi
   [ $code -eq 0 ] && return "$job_code"
-  [ $code -eq 1 ] && { echo "vm: the job began and did not end; the end of the console:" >&2; tail -n 30 "$run/console" >&2; }
+  if [ $code -eq 1 ]; then
+    echo "vm: the job began and did not end; the end of the console:" >&2
+    tail -n 30 "$run/console" >&2
+  fi
   return 125
 }

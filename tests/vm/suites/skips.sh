@@ -19,7 +19,8 @@ skips_end() {
   sort -u "$RINGDISK_TEST_SKIPS" | sed $'s/^/@skip\t/'
   skips_here=$(awk -F'\t' '$1 == "whole" {print $2, $3}' "$RINGDISK_TEST_SKIPS" | sort -u | wc -l)
   skipped=$((skipped + skips_here))
-  sort -u "$RINGDISK_TEST_SKIPS" | awk -F'\t' -v name="$1" '{print name ", " $3 ($1 == "part" ? " (in part)" : "") ": no " $4}' >>"$skips_all"
+  sort -u "$RINGDISK_TEST_SKIPS" | awk -F'\t' -v name="$1" \
+    '{print name ", " $3 ($1 == "part" ? " (in part)" : "") ": no " $4}' >>"$skips_all"
 }
 
 # skips_list: all of them, for people.

@@ -102,10 +102,8 @@ LIST
 # Builds the workspace's tests that need the module; prints the name, directory and program of each:
 # those of the daemon's side of it, and of `ringdisk serve --accel`.
 vhost_blk_programs() {
-  # The whole workspace, as `./test` builds it: other sets of packages would be other builds.
-  cargo test --no-run --manifest-path "$project/Cargo.toml" --workspace --message-format=json >"$run/cargo" || return
-  sed -n 's/.*"reason":"compiler-artifact".*"manifest_path":"\([^"]*\)\/Cargo.toml".*"kind":\["test"\].*"name":"\(module\|accel\)","src_path".*"executable":"\([^"]*\)".*/\2 \1 \3/p' \
-    "$run/cargo"
+  built >"$run/cargo" || return
+  programs_of "$run/cargo" | awk '$1 == "module" || $1 == "accel"'
 }
 
 # vhost_blk_modules MODULE: makes modules that do not fit, each by one change of a copy of the
@@ -116,16 +114,24 @@ vhost_blk_modules() {
   mkdir -p "$out" && cp "$1" "$out/usual.ko" || return
   for name in version layout; do
     rm -rf "$copy"
-    mkdir -p "$copy/kernel" && cp -a "$project/kernel/vhost-blk" "$copy/kernel/" && ln -s "$project/tests" "$copy/tests" || return
+    mkdir -p "$copy/kernel" && cp -a "$project/kernel/vhost-blk" "$copy/kernel/" &&
+      ln -s "$project/tests" "$copy/tests" || return
     case $name in
-      version) sed -i 's/^\(#define RINGDISK_VBLK_VERSION\) 1$/\1 1001/' "$copy/kernel/vhost-blk/ringdisk_vhost_blk.h" ;;
+      version)
+        sed -i 's/^\(#define RINGDISK_VBLK_VERSION\) 1$/\1 1001/' \
+          "$copy/kernel/vhost-blk/ringdisk_vhost_blk.h" ;;
       # A field more, and nobody who looks before it is built.
       layout)
-        sed -i 's/^struct vhost_virtqueue {$/&\n\tunsigned long another;/' "$copy"/kernel/vhost-blk/vhost/*/vhost.h
+        sed -i 's/^struct vhost_virtqueue {$/&\n\tunsigned long another;/' \
+          "$copy"/kernel/vhost-blk/vhost/*/vhost.h
         printf '#!/bin/sh\nexit 0\n' >"$copy/kernel/vhost-blk/check-layout" ;;
     esac || return
-    ! diff -rq "$project/kernel/vhost-blk" "$copy/kernel/vhost-blk" >/dev/null || { echo "vm: nothing was changed for $name.ko" >&2; return 1; }
-    cp "$("$copy/kernel/vhost-blk/build" "$version" 2>"$run/build.log" || cat "$run/build.log" >&2)" "$out/$name.ko" || return
+    if diff -rq "$project/kernel/vhost-blk" "$copy/kernel/vhost-blk" >/dev/null; then
+      echo "vm: nothing was changed for $name.ko" >&2
+      return 1
+    fi
+    cp "$("$copy/kernel/vhost-blk/build" "$version" 2>"$run/build.log" ||
+      cat "$run/build.log" >&2)" "$out/$name.ko" || return
   done
   rm -rf "$copy"
   echo "$out"
@@ -135,11 +141,13 @@ vhost_blk_modules() {
 suite_job() {
   local module modules name disk engine words each directory program
   local programs=(module accel)
-  module=$("$project/kernel/vhost-blk/build" "$(cat "$kernel_dir/version")" 2>"$run/build.log") || { cat "$run/build.log" >&2; return 1; }
+  module=$("$project/kernel/vhost-blk/build" "$(cat "$kernel_dir/version")" 2>"$run/build.log") ||
+    { cat "$run/build.log" >&2; return 1; }
   [[ $module == *"/$(cat "$kernel_dir/version")-"* ]] ||
     { echo "vm: no headers of this kernel any more; remove $kernel_dir" >&2; return 1; }
   # Static: it runs wherever the machine's root comes from.
-  cc -O2 -g -Wall -Wextra -Werror -static -pthread -o "$run/driver" "$here"/vhost_blk/*.c >&2 || return
+  cc -O2 -g -Wall -Wextra -Werror -static -pthread -o "$run/driver" "$here"/vhost_blk/*.c >&2 ||
+    return
   printf 'module=%q driver=%q skips_sh=%q\n' "$module" "$run/driver" "$here/suites/skips.sh"
   cat "$here/suites/each.job" "$here/suites/vhost-blk.job"
   while read -r name disk engine words; do
@@ -157,14 +165,18 @@ suite_job() {
   # Minutes of building: only where a filter wants one of them ("kiocb bio default" does not).
   words=
   for name in "${programs[@]}"; do
-    for each in "${@:-}"; do if [[ $name == *"$each"* || $each == "$name"::* ]]; then words=1; fi; done
+    for each in "${@:-}"; do
+      if [[ $name == *"$each"* || $each == "$name"::* ]]; then words=1; fi
+    done
   done
   if [ -z "$words" ]; then echo 'summary'; return; fi
   vhost_blk_programs >"$run/programs" && [ "$(wc -l <"$run/programs")" = ${#programs[@]} ] ||
     { echo "vm: not all programs of tests were built" >&2; return 1; }
   while read -r name directory program; do
     for each in "${@:-}"; do
-      if [[ $name == *"$each"* ]]; then words=; elif [[ $each == "$name"::* ]]; then words=${each#*::}; else continue; fi
+      if [[ $name == *"$each"* ]]; then words=
+      elif [[ $each == "$name"::* ]]; then words=${each#*::}
+      else continue; fi
       if [ "$name" = accel ]; then
         modules=$(vhost_blk_modules "$module") || return
         printf 'export RINGDISK_TEST_MODULES=%q\n' "$modules"

@@ -5,10 +5,11 @@
 # The QEMU of bench/peer where that is installed, with its firmware; else this machine's. Sets
 # qemu_words.
 vhost_user_qemu() {
-  local tree
+  local tree name=qemu-system-x86_64
   tree=$("$project/bench/peer" path)
-  if [ -z "${RINGDISK_VM_SYSTEM_QEMU:-}" ] && [ -x "$tree/usr/bin/qemu-system-x86_64" ] && [ -e "$tree/usr/share/seabios/bios-256k.bin" ]; then
-    mapfile -t qemu_words < <("$project/bench/peer" argv qemu-system-x86_64)
+  if [ -z "${RINGDISK_VM_SYSTEM_QEMU:-}" ] && [ -x "$tree/usr/bin/$name" ] &&
+    [ -e "$tree/usr/share/seabios/bios-256k.bin" ]; then
+    mapfile -t qemu_words < <("$project/bench/peer" argv "$name")
     qemu_words+=(-L "$tree/usr/share/seabios" -L "$tree/usr/share/qemu")
   else
     qemu_words=("$qemu")
@@ -22,15 +23,15 @@ suite_here() {
   for each in python3 qemu-img qemu-io fio mkfs.ext4 as ld; do
     PATH=$PATH:/usr/sbin:/sbin command -v "$each" >/dev/null || unavailable "there is no $each"
   done
-  # As `./test` builds it: another set of packages would be another build.
-  cargo test --no-run --quiet --manifest-path "$project/Cargo.toml" --workspace --message-format=json >"$run/cargo" ||
-    { echo "vm: ringdisk could not be built" >&2; return 1; }
-  each=$(sed -n 's/.*"reason":"compiler-artifact".*"kind":\["bin"\].*"name":"ringdisk".*"test":false}.*"executable":"\([^"]*\)".*/\1/p' "$run/cargo")
+  built >"$run/cargo" || { echo "vm: ringdisk could not be built" >&2; return 1; }
+  each='.*"reason":"compiler-artifact".*"kind":\["bin"\].*"name":"ringdisk".*"test":false}'
+  each=$(sed -n "s|$each.*\"executable\":\"\([^\"]*\)\".*|\1|p" "$run/cargo")
   [ -x "$each" ] || { echo "vm: cargo made no ringdisk" >&2; return 1; }
   vhost_user_qemu
   if [ $# -gt 0 ]; then words=(-- "$@"); fi
   mkdir "$run/files"
   # In place of this shell, so that a signal for it is one for the tests, which end what they have
   # started.
-  exec timeout -k 30 "$limit_s" python3 -B "$here/vhost_user" "$each" "$kernel_dir" "$busybox" "$run/files" "${qemu_words[@]}" "${words[@]}"
+  exec timeout -k 30 "$limit_s" python3 -B "$here/vhost_user" "$each" "$kernel_dir" "$busybox" \
+    "$run/files" "${qemu_words[@]}" "${words[@]}"
 }

@@ -1,10 +1,13 @@
-"""Virtual machines whose disks `ringdisk serve` serves: QEMU, emulated, on this machine. Called by tests/vm/run vhost-user.
+"""Virtual machines whose disks `ringdisk serve` serves: QEMU, emulated, on this
+machine. Called by tests/vm/run vhost-user.
 
     vhost_user PROGRAM KERNEL BUSYBOX DIRECTORY QEMU-WORDS… [-- FILTER…]
 
-PROGRAM is ringdisk; KERNEL the directory of the kernel (vmlinuz, version, modules); DIRECTORY is for files of the run; words of QEMU that are
--L DIRECTORY name its firmware. A FILTER leaves the cases whose name contains it. RINGDISK_FULL=1 adds the long ones.
+PROGRAM is ringdisk; KERNEL the directory of the kernel (vmlinuz, version, modules); DIRECTORY is
+for files of the run; words of QEMU that are -L DIRECTORY name its firmware. A FILTER leaves the
+cases whose name contains it. RINGDISK_FULL=1 adds the long ones.
 """
+
 import os
 import signal
 import sys
@@ -28,10 +31,20 @@ class Context:
         self.initramfs = bootdisk.initramfs(directory, kernel, busybox)
         self.root = bootdisk.root(directory, busybox)
         # Linux by QEMU's own loader, with a root file system that is no disk of ours.
-        self.linux = ["-kernel", os.path.join(kernel, "vmlinuz"), "-initrd", self.initramfs,
-                      "-append", f"{KERNEL_WORDS} ringdisk.root=tools ringdisk.mode=ro"]
-        self.tools = ["-drive", f"file={self.root},format=raw,if=none,id=tools,readonly=on",
-                      "-device", "virtio-blk-pci,drive=tools,serial=tools"]
+        self.linux = [
+            "-kernel",
+            os.path.join(kernel, "vmlinuz"),
+            "-initrd",
+            self.initramfs,
+            "-append",
+            f"{KERNEL_WORDS} ringdisk.root=tools ringdisk.mode=ro",
+        ]
+        self.tools = [
+            "-drive",
+            f"file={self.root},format=raw,if=none,id=tools,readonly=on",
+            "-device",
+            "virtio-blk-pci,drive=tools,serial=tools",
+        ]
 
 
 def main(words):
@@ -39,7 +52,7 @@ def main(words):
     filters = []
     if "--" in words:
         at = words.index("--")
-        words, filters = words[:at], words[at + 1:]
+        words, filters = words[:at], words[at + 1 :]
     program, kernel, busybox, directory, *qemu_words = words
     firmware = [qemu_words[i + 1] for i, word in enumerate(qemu_words) if word == "-L"]
     if firmware:

@@ -1,4 +1,5 @@
 """Live migration between two QEMUs, each with a daemon of its own, of one image that both open."""
+
 import os
 
 import processes
@@ -40,12 +41,27 @@ class Migrate(Group):
 
     def _daemon(self):
         self.moves += 1
-        return Daemon(self.context.directory, f"host{self.moves}", self.image, "--queues", "2", serial="moving")
+        return Daemon(
+            self.context.directory,
+            f"host{self.moves}",
+            self.image,
+            "--queues",
+            "2",
+            serial="moving",
+        )
 
     def _machine(self, daemon, extra=()):
-        return Machine(self.context.qemu, self.context.directory, f"host{self.moves}", boot=self.context.linux, cpus=2,
-                       memory_mib=256, disks=[(daemon, ",num-queues=2")], extra=[*self.context.tools, *extra],
-                       jobs=self.machine.jobs if self.moves > 1 else None)
+        return Machine(
+            self.context.qemu,
+            self.context.directory,
+            f"host{self.moves}",
+            boot=self.context.linux,
+            cpus=2,
+            memory_mib=256,
+            disks=[(daemon, ",num-queues=2")],
+            extra=[*self.context.tools, *extra],
+            jobs=self.machine.jobs if self.moves > 1 else None,
+        )
 
     def _destination(self):
         """Another daemon and a QEMU that wait for the guest."""
@@ -57,7 +73,10 @@ class Migrate(Group):
     def _begin(self, machine, pause=False):
         """Starts the migration to `machine`."""
         monitor = self.machine.monitor
-        monitor.command("migrate-set-capabilities", capabilities=[{"capability": "pause-before-switchover", "state": pause}])
+        monitor.command(
+            "migrate-set-capabilities",
+            capabilities=[{"capability": "pause-before-switchover", "state": pause}],
+        )
         monitor.command("migrate-set-parameters", max_bandwidth=1 << 30, downtime_limit=2000)
         monitor.command("migrate", uri=f"unix:{machine.path('migration')}")
 
@@ -70,8 +89,10 @@ class Migrate(Group):
 
         def reached():
             status = self._status()
-            require(status in wanted or status not in ends, f"the migration {status}, not {wanted}\n"
-                    + processes.tail(self.machine.log))
+            require(
+                status in wanted or status not in ends,
+                f"the migration {status}, not {wanted}\n" + processes.tail(self.machine.log),
+            )
             return status if status in wanted else None
 
         return until(reached, MIGRATE_S, f"the migration is {wanted}")
@@ -93,18 +114,23 @@ class Migrate(Group):
             return self.daemon.stats()["total"]["writes"] > before + 30 or job.done()
 
         until(progress, 60, "the guest goes on")
-        require(self.daemon.stats()["total"]["errors"] == 0, f"{self.daemon.name} answered with errors")
+        require(
+            self.daemon.stats()["total"]["errors"] == 0, f"{self.daemon.name} answered with errors"
+        )
         self.machine.run("touch /tmp/stop")
         require(int(job.output(180)) > 0, "not one pass of writing and verifying")
 
     def _move(self):
         """Moves the guest to another host under load."""
         mark = f"moved{self.moves}"
-        self.machine.run(f"printf '%-512s' {mark} | dd of={self.dev} bs=512 seek=900000 oflag=direct")
+        self.machine.run(
+            f"printf '%-512s' {mark} | dd of={self.dev} bs=512 seek=900000 oflag=direct"
+        )
         job = self._load()
         daemon, machine = self._destination()
         self._begin(machine)
         self._wait_for("completed")
+
         def runs():
             machine.alive()
             return machine.monitor.command("query-status")["status"] == "running"
@@ -115,7 +141,9 @@ class Migrate(Group):
         old_machine.kill()
         old_daemon.stop()
         self._goes_on(job)
-        found = self.machine.run(f"dd if={self.dev} bs=512 count=1 skip=900000 iflag=direct 2>/dev/null").strip()
+        found = self.machine.run(
+            f"dd if={self.dev} bs=512 count=1 skip=900000 iflag=direct 2>/dev/null"
+        ).strip()
         require(found == mark, f"the destination reads {found!r} where the source wrote {mark!r}")
 
     @case
@@ -160,24 +188,38 @@ class Migrate(Group):
 
     @case
     def paused_it_moves_and_goes_on_where_it_is_continued(self):
-        """Nothing tells the daemon of the source about it: its rings stand before, and the log is never turned on."""
+        """Nothing tells the daemon of the source about it: its rings stand before, and the log is
+        never turned on.
+        """
         mark = f"paused{self.moves}"
-        self.machine.run(f"printf '%-512s' {mark} | dd of={self.dev} bs=512 seek=900001 oflag=direct")
+        self.machine.run(
+            f"printf '%-512s' {mark} | dd of={self.dev} bs=512 seek=900001 oflag=direct"
+        )
         job = self._load()
         self.machine.monitor.command("stop")
         daemon, machine = self._destination()
         self._begin(machine)
         self._wait_for("completed")
-        until(lambda: machine.monitor.command("query-status")["status"] == "paused", 30, "the destination is there")
+        until(
+            lambda: machine.monitor.command("query-status")["status"] == "paused",
+            30,
+            "the destination is there",
+        )
         # The QEMU of the source is there still and may have the disk, until it is wanted.
         machine.monitor.command("cont")
-        until(lambda: machine.monitor.command("query-status")["status"] == "running", 30, "the destination runs")
+        until(
+            lambda: machine.monitor.command("query-status")["status"] == "running",
+            30,
+            "the destination runs",
+        )
         old_machine, old_daemon = self.machine, self.daemon
         self.machine, self.daemon = machine, daemon
         self._goes_on(job)
         old_machine.kill()
         old_daemon.stop()
-        found = self.machine.run(f"dd if={self.dev} bs=512 count=1 skip=900001 iflag=direct 2>/dev/null").strip()
+        found = self.machine.run(
+            f"dd if={self.dev} bs=512 count=1 skip=900001 iflag=direct 2>/dev/null"
+        ).strip()
         require(found == mark, f"the destination reads {found!r} where the source wrote {mark!r}")
 
     @full

@@ -1,4 +1,5 @@
-"""`ringdisk serve` of one image, that can be killed and started again, and asked for its counters."""
+"""`ringdisk serve` of one image: started, killed and started again, and asked for its counters."""
+
 import json
 import os
 import signal
@@ -12,7 +13,9 @@ START_S = 30
 
 
 class Daemon:
-    """Serves `image` at `socket`. Several processes, one after another: `start`, then `kill` or `stop`, then `start` again."""
+    """Serves `image` at `socket`. Several processes, one after another: `start`, then `kill` or
+    `stop`, then `start` again.
+    """
 
     def __init__(self, directory, name, image, *options, serial=None):
         self.name = name
@@ -33,15 +36,22 @@ class Daemon:
 
         def answers():
             if self.process.poll() is not None:
-                raise Failure(f"{' '.join(argv)}: ended with status {self.process.returncode}\n{processes.tail(self.log)}")
+                raise Failure(
+                    f"{' '.join(argv)}: ended with status"
+                    f" {self.process.returncode}\n{processes.tail(self.log)}"
+                )
             return os.path.getsize(ready) > 0
 
         processes.until(answers, START_S, f"{self.name}: the daemon answers")
         if os.geteuid() == 0:
             # What a guest does here it does to a process that can do little.
             with open(f"/proc/{self.serving()}/status", encoding="ascii") as status:
-                require("Seccomp:\t2\n" in status.read(), f"{self.name}: the daemon is in no sandbox")
-            require("seccomp" in (self.stats()["sandbox"] or ""), f"{self.name}: nothing is in force")
+                require(
+                    "Seccomp:\t2\n" in status.read(), f"{self.name}: the daemon is in no sandbox"
+                )
+            require(
+                "seccomp" in (self.stats()["sandbox"] or ""), f"{self.name}: nothing is in force"
+            )
         return self
 
     def serving(self):
@@ -51,7 +61,10 @@ class Daemon:
     def alive(self):
         """Fails the test when the process ended by itself."""
         code = self.process.poll() if self.process else None
-        require(code is None, f"{self.name}: the daemon ended with status {code}\n{processes.tail(self.log)}")
+        require(
+            code is None,
+            f"{self.name}: the daemon ended with status {code}\n{processes.tail(self.log)}",
+        )
 
     def kill(self):
         """SIGKILL."""
@@ -92,11 +105,20 @@ class Kept(Daemon):
 
     def serving(self):
         """Pid of the process that serves."""
+
         def child():
-            with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children", encoding="ascii") as children:
+            with open(
+                f"/proc/{self.process.pid}/task/{self.process.pid}/children", encoding="ascii"
+            ) as children:
                 for pid in children.read().split():
-                    with open(f"/proc/{pid}/cmdline", "rb") as words, open(f"/proc/{pid}/stat", encoding="ascii") as stat:
-                        if not words.read().startswith(b"ringdisk-helper") and stat.read().rsplit(")", 1)[1].split()[0] not in "ZX":
+                    with (
+                        open(f"/proc/{pid}/cmdline", "rb") as words,
+                        open(f"/proc/{pid}/stat", encoding="ascii") as stat,
+                    ):
+                        if (
+                            not words.read().startswith(b"ringdisk-helper")
+                            and stat.read().rsplit(")", 1)[1].split()[0] not in "ZX"
+                        ):
                             return int(pid)
             return None
 

@@ -1,17 +1,27 @@
 """fio in a guest, that verifies what it has written, and a daemon that dies under it."""
+
 import time
 
 from processes import require, until
 
 # fio in the guest: what was written is read back and compared, block by block.
-VERIFY = ("fio --name=v --ioengine=libaio --direct=1 --rw=randwrite --verify=crc32c --verify_fatal=1 --verify_state_save=0"
-          " --randrepeat=0 --group_reporting --minimal --output=/dev/null")
+VERIFY = (
+    "fio --name=v --ioengine=libaio --direct=1 --rw=randwrite --verify=crc32c --verify_fatal=1"
+    " --verify_state_save=0"
+    " --randrepeat=0 --group_reporting --minimal --output=/dev/null"
+)
 
 
 def load(target, size="8M"):
-    """A script that writes and verifies a device or a file, each time with other bytes, until there is a file /tmp/stop."""
-    return (f"rm -f /tmp/stop; passes=0; while [ ! -e /tmp/stop ]; do {VERIFY} --filename={target} --size={size} --bs=8k --iodepth=16"
-            " --numjobs=2 --offset_increment=64M --fsync=64 || exit 1; passes=$((passes + 1)); done; echo $passes")
+    """A script that writes and verifies a device or a file, each time with other bytes, until there
+    is a file /tmp/stop.
+    """
+    return (
+        f"rm -f /tmp/stop; passes=0; while [ ! -e /tmp/stop ]; do {VERIFY} --filename={target}"
+        f" --size={size} --bs=8k --iodepth=16"
+        " --numjobs=2 --offset_increment=64M --fsync=64 || exit 1; passes=$((passes + 1)); done;"
+        " echo $passes"
+    )
 
 
 def kills(machine, daemon, target, count):
@@ -30,7 +40,9 @@ def kills(machine, daemon, target, count):
 
 
 def kills_of_the_serving_one(machine, daemon, target, count):
-    """fio writes and verifies for as long as the process that serves a kept disk is killed again and again."""
+    """fio writes and verifies for as long as the process that serves a kept disk is killed again
+    and again.
+    """
     job = machine.begin(load(target))
     for _ in range(count):
         begun = time.monotonic()

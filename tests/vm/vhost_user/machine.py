@@ -1,4 +1,7 @@
-"""QEMU with disks of ours: its command line, its monitor (QMP), and the agent in the guest that runs shell scripts."""
+"""QEMU with disks of ours: its command line, its monitor (QMP), and the agent in the guest that
+runs shell scripts.
+"""
+
 import base64
 import json
 import os
@@ -18,12 +21,15 @@ COMMAND_S = 120
 # What of the kernel's log means that something went wrong. A soft lockup or a stall of RCU needs
 # minutes here (see KERNEL_WORDS).
 COMPLAINTS = re.compile(
-    r"WARNING:|BUG:|Oops|Kernel panic|INFO: task .* blocked for more than|INFO: rcu|general protection fault"
-    r"|unable to handle|refcount_t:|possible recursive locking|EXT4-fs error|I/O error|critical .* error"
+    r"WARNING:|BUG:|Oops|Kernel panic|INFO: task .* blocked for more than|INFO: rcu|general"
+    r" protection fault"
+    r"|unable to handle|refcount_t:|possible recursive locking|EXT4-fs error|I/O error|critical .*"
+    r" error"
 )
 # tsc=reliable, no_timer_check: as in tests/vm/lib/machine.sh.
 KERNEL_WORDS = (
-    "console=ttyS0 loglevel=5 panic=-1 tsc=reliable no_timer_check mitigations=off random.trust_cpu=on hung_task_timeout_secs=100"
+    "console=ttyS0 loglevel=5 panic=-1 tsc=reliable no_timer_check mitigations=off"
+    " random.trust_cpu=on hung_task_timeout_secs=100"
     " watchdog_thresh=60 rcupdate.rcu_cpu_stall_timeout=120 rdinit=/init"
 )
 
@@ -51,7 +57,9 @@ class Job:
                 return self.answer.get(timeout=0.5)
             except queue.Empty:
                 self.machine.alive()
-                require(time.monotonic() < end, f"the guest did not end within {limit_s} s: {self.text}")
+                require(
+                    time.monotonic() < end, f"the guest did not end within {limit_s} s: {self.text}"
+                )
 
     def output(self, limit_s=COMMAND_S):
         """What it printed; fails the test when its exit status is not 0."""
@@ -61,7 +69,9 @@ class Job:
 
 
 class Agent(threading.Thread):
-    """Reads what the agent says. `jobs` is shared by the agents of the two ends of a migration: it is one guest."""
+    """Reads what the agent says. `jobs` is shared by the agents of the two ends of a migration: it
+    is one guest.
+    """
 
     def __init__(self, path, jobs):
         super().__init__(daemon=True)
@@ -77,7 +87,11 @@ class Agent(threading.Thread):
                 if words == [b"ready"]:
                     self.ready.put(True)
                 elif len(words) >= 2 and words[0].isdigit() and int(words[0]) in self.jobs:
-                    text = base64.b64decode(words[2]).decode(errors="replace") if len(words) > 2 else ""
+                    text = (
+                        base64.b64decode(words[2]).decode(errors="replace")
+                        if len(words) > 2
+                        else ""
+                    )
                     self.jobs.pop(int(words[0])).answer.put((int(words[1]), text))
         except OSError:
             pass
@@ -142,7 +156,9 @@ class Monitor:
         """Whether an event came since the last call that found it."""
         self.command("query-status")
         for event in self.events:
-            if event["event"] == name and all(event["data"].get(key) == value for key, value in data.items()):
+            if event["event"] == name and all(
+                event["data"].get(key) == value for key, value in data.items()
+            ):
                 self.events.remove(event)
                 return True
         return False
@@ -154,25 +170,51 @@ class Qemu:
     def __init__(self, argv, firmware):
         self.argv = argv
         self.firmware = firmware
-        text = subprocess.run([*argv, "--version"], capture_output=True, text=True, check=True).stdout
-        self.version = tuple(int(each) for each in re.search(r"version (\d+)\.(\d+)", text).groups())
+        text = subprocess.run(
+            [*argv, "--version"], capture_output=True, text=True, check=True
+        ).stdout
+        self.version = tuple(
+            int(each) for each in re.search(r"version (\d+)\.(\d+)", text).groups()
+        )
         self.name = text.splitlines()[0]
 
     def chardev(self, name, path):
         """Words of a chardev that connects to a daemon, again and again."""
-        return f"socket,id={name},path={path}," + ("reconnect-ms=100" if self.version >= (9, 2) else "reconnect=1")
+        return f"socket,id={name},path={path}," + (
+            "reconnect-ms=100" if self.version >= (9, 2) else "reconnect=1"
+        )
 
 
 class Machine:
-    """One QEMU. `disks` are (daemon, options of the device); `boot` is "disk", or the words for QEMU that load a kernel.
-    `threads`: "single" emulates all CPUs in one thread, which is slower and never lets a boot die."""
+    """One QEMU. `disks` are (daemon, options of the device); `boot` is "disk", or the words for
+    QEMU that load a kernel. `threads`: "single" emulates all CPUs in one thread, which is slower
+    and never lets a boot die.
+    """
 
-    def __init__(self, qemu, directory, name, *, boot, disks, cpus=2, memory_mib=384, extra=(), jobs=None,
-                 threads="multi"):
+    def __init__(
+        self,
+        qemu,
+        directory,
+        name,
+        *,
+        boot,
+        disks,
+        cpus=2,
+        memory_mib=384,
+        extra=(),
+        jobs=None,
+        threads="multi",
+    ):
         self.qemu, self.name, self.directory = qemu, name, directory
         self.console = os.path.join(directory, name + ".console")
         self.log = os.path.join(directory, name + ".qemu")
-        self.boot, self.disks, self.cpus, self.memory_mib, self.extra = boot, disks, cpus, memory_mib, list(extra)
+        self.boot, self.disks, self.cpus, self.memory_mib, self.extra = (
+            boot,
+            disks,
+            cpus,
+            memory_mib,
+            list(extra),
+        )
         self.jobs = {} if jobs is None else jobs
         self.threads = threads
         self.process = self.monitor = self.agent = None
@@ -187,20 +229,43 @@ class Machine:
         words = [*self.qemu.argv]
         for each in self.qemu.firmware:
             words += ["-L", each]
-        words += ["-nodefaults", "-no-user-config", "-display", "none", "-machine", "q35,sata=off,smbus=off,memory-backend=m"]
+        words += [
+            "-nodefaults",
+            "-no-user-config",
+            "-display",
+            "none",
+            "-machine",
+            "q35,sata=off,smbus=off,memory-backend=m",
+        ]
         words += ["-cpu", os.environ.get("RINGDISK_VM_CPU", "max,arch-capabilities=off")]
-        words += ["-accel", os.environ.get("RINGDISK_VM_ACCEL", f"tcg,thread={self.threads},tb-size=256")]
+        words += [
+            "-accel",
+            os.environ.get("RINGDISK_VM_ACCEL", f"tcg,thread={self.threads},tb-size=256"),
+        ]
         words += ["-smp", str(self.cpus), "-m", f"{self.memory_mib}M"]
         words += ["-object", f"memory-backend-memfd,id=m,size={self.memory_mib}M,share=on"]
-        words += ["-chardev", f"file,id=console,path={self.console},append=on", "-serial", "chardev:console"]
+        words += [
+            "-chardev",
+            f"file,id=console,path={self.console},append=on",
+            "-serial",
+            "chardev:console",
+        ]
         words += ["-qmp", f"unix:{self.path('qmp')},server=on,wait=off"]
-        words += ["-device", "virtio-serial-pci", "-chardev", f"socket,id=agent,path={self.path('agent')},server=on,wait=off"]
+        words += [
+            "-device",
+            "virtio-serial-pci",
+            "-chardev",
+            f"socket,id=agent,path={self.path('agent')},server=on,wait=off",
+        ]
         words += ["-device", "virtserialport,chardev=agent,name=agent"]
         for each in range(2):
             words += ["-device", f"pcie-root-port,id=plug{each},chassis={each + 1},slot={each + 1}"]
         for number, (daemon, options) in enumerate(self.disks):
             words += ["-chardev", self.qemu.chardev(f"char{number}", daemon.socket)]
-            words += ["-device", f"vhost-user-blk-pci,id=disk{number},chardev=char{number}{options}"]
+            words += [
+                "-device",
+                f"vhost-user-blk-pci,id=disk{number},chardev=char{number}{options}",
+            ]
         if self.boot != "disk":
             words += self.boot
         return words + self.extra
@@ -223,7 +288,9 @@ class Machine:
         return self
 
     def boots(self):
-        """Starts and waits for the agent; a boot that dies is tried twice more (emulation of several CPUs is not perfect)."""
+        """Starts and waits for the agent; a boot that dies is tried twice more (emulation of
+        several CPUs is not perfect).
+        """
         for attempt in (1, 2, 3):
             try:
                 self.start().comes_up()
@@ -249,20 +316,25 @@ class Machine:
             except queue.Empty:
                 self.alive()
                 if time.monotonic() > end:
-                    raise Died(f"{self.name}: not booted within {BOOT_S} s\n{processes.tail(self.console)}") from None
+                    raise Died(
+                        f"{self.name}: not booted within {BOOT_S} s\n{processes.tail(self.console)}"
+                    ) from None
 
     def alive(self):
         """Fails the test when QEMU ended, or when a complaint of the guest's kernel is new."""
         if self.process is None or self.process.poll() is not None:
             code = self.process.returncode if self.process else None
-            raise Died(f"{self.name}: QEMU ended (status {code})\n{processes.tail(self.log)}\n{processes.tail(self.console)}")
+            raise Died(
+                f"{self.name}: QEMU ended (status"
+                f" {code})\n{processes.tail(self.log)}\n{processes.tail(self.console)}"
+            )
 
     def complaints(self):
         """What the guest's kernel complained about since the last call."""
         with open(self.console, "rb") as f:
             lines = f.read().decode(errors="replace").splitlines()
         found = [line for line in lines if COMPLAINTS.search(line)]
-        new, self.complained = found[self.complained:], len(found)
+        new, self.complained = found[self.complained :], len(found)
         return new
 
     def begin(self, script):
@@ -274,21 +346,47 @@ class Machine:
         return job
 
     def run(self, script, limit_s=COMMAND_S):
-        """Runs a script in the guest and returns what it printed; a status other than 0 fails the test."""
+        """Runs a script in the guest and returns what it printed; a status other than 0 fails the
+        test.
+        """
         return self.begin(script).output(limit_s).strip()
 
     def disk(self, serial, limit_s=20):
         """Name in the guest of the disk with this serial number, such as vdb."""
-        script = f"for i in /sys/block/vd*; do [ \"$(cat $i/serial)\" = {serial} ] && echo ${{i##*/}}; done; true"
+        script = (
+            f'for i in /sys/block/vd*; do [ "$(cat $i/serial)" = {serial} ]'
+            " && echo ${i##*/}; done; true"
+        )
         return processes.until(lambda: self.run(script), limit_s, f"the guest sees a disk {serial}")
 
     def plug(self, number, daemon, options="", reconnects=True):
-        """Adds a disk to the running machine, in the root port `number`. `reconnects`: QEMU connects again when the daemon has gone."""
-        words = {"id": f"pchar{number}", "backend": {"type": "socket", "data": {
-            "addr": {"type": "unix", "data": {"path": daemon.socket}}, "server": False,
-            **({} if not reconnects else {"reconnect-ms": 100} if self.qemu.version >= (9, 2) else {"reconnect": 1})}}}
+        """Adds a disk to the running machine, in the root port `number`. `reconnects`: QEMU
+        connects again when the daemon has gone.
+        """
+        words = {
+            "id": f"pchar{number}",
+            "backend": {
+                "type": "socket",
+                "data": {
+                    "addr": {"type": "unix", "data": {"path": daemon.socket}},
+                    "server": False,
+                    **(
+                        {}
+                        if not reconnects
+                        else {"reconnect-ms": 100}
+                        if self.qemu.version >= (9, 2)
+                        else {"reconnect": 1}
+                    ),
+                },
+            },
+        }
         self.monitor.command("chardev-add", **words)
-        device = {"driver": "vhost-user-blk-pci", "id": f"pdisk{number}", "chardev": f"pchar{number}", "bus": f"plug{number}"}
+        device = {
+            "driver": "vhost-user-blk-pci",
+            "id": f"pdisk{number}",
+            "chardev": f"pchar{number}",
+            "bus": f"plug{number}",
+        }
         for each in filter(None, options.split(",")):
             key, value = each.split("=")
             device[key] = int(value) if value.isdigit() else {"on": True, "off": False}[value]
@@ -298,7 +396,9 @@ class Machine:
         """Removes a disk; returns when the guest has let go of it."""
         self.monitor.command("device_del", id=f"pdisk{number}")
         processes.until(
-            lambda: self.monitor.happened("DEVICE_DELETED", device=f"pdisk{number}"), 40, f"disk {number} is unplugged"
+            lambda: self.monitor.happened("DEVICE_DELETED", device=f"pdisk{number}"),
+            40,
+            f"disk {number} is unplugged",
         )
         self.monitor.command("chardev-remove", id=f"pchar{number}")
 

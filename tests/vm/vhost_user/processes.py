@@ -1,4 +1,5 @@
 """Processes of a test: whatever happens, none of them outlives it."""
+
 import ctypes
 import os
 import signal
@@ -29,7 +30,12 @@ def start(argv, log, **more):
     """Starts a process whose output goes to the file `log`; it dies with us."""
     with open(log, "ab") as out:
         process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=more.pop("stdout", out), stderr=out, preexec_fn=_ends_with_us, **more
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=more.pop("stdout", out),
+            stderr=out,
+            preexec_fn=_ends_with_us,
+            **more,
         )
     _all.append(process)
     return process
@@ -57,10 +63,16 @@ def kill_all():
 
 
 def output(*argv, expect=0):
-    """What a command of the host printed; fails the test when its exit status is not `expect` (None: any)."""
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False)
+    """What a command of the host printed; fails the test when its exit status is not `expect`
+    (None: any).
+    """
+    done = subprocess.run(
+        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False
+    )
     if expect is not None and done.returncode != expect:
-        raise Failure(f"{' '.join(argv)}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
+        raise Failure(
+            f"{' '.join(argv)}: exit status {done.returncode}\n{done.stdout}{done.stderr}"
+        )
     return done.stdout
 
 

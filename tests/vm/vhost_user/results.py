@@ -1,5 +1,7 @@
-"""Runs groups of cases and prints a line for each, as `cargo test` does. The cases of a group share what its `setup` made, most often
-one boot of a guest; each works alone too (a filter may leave out the others)."""
+"""Runs groups of cases and prints a line for each, as `cargo test` does. The cases of a group share
+what its `setup` made, most often one boot of a guest; each works alone too (a filter may leave out
+the others)."""
+
 import time
 import traceback
 
@@ -20,7 +22,9 @@ def full(function):
 
 
 class Group:
-    """Cases in the order of their definition. `setup` and `teardown` frame them; `after` is called after each case that passed."""
+    """Cases in the order of their definition. `setup` and `teardown` frame them; `after` is called
+    after each case that passed.
+    """
 
     name = ""
 
@@ -107,5 +111,9 @@ class Results:
         for each in self.failed:
             print(f"    {each}")
         word = "FAILED" if self.failed else "ok"
-        print(f"test result: {word}. {self.passed} passed; {len(self.failed)} failed; {self.left_out} ignored", flush=True)
+        print(
+            f"test result: {word}. {self.passed} passed; {len(self.failed)} failed;"
+            f" {self.left_out} ignored",
+            flush=True,
+        )
         return 1 if self.failed else 0

@@ -15,6 +15,7 @@ use std::sync::Arc;
 use ringdisk_qcow2::{Error, Extent, ExtentKind, GuestOffset, OpenOptions, Qcow2};
 use ringdisk_ring::{Config, Errno, IoBuf, Ring, Runtime};
 use ringdisk_storage::{Lock, Storage};
+use ringdisk_testkit::images::differs_at;
 
 pub const KIB: u64 = 1 << 10;
 pub const MIB: u64 = 1 << 20;
@@ -173,7 +174,7 @@ pub fn read_all(runtime: &mut Runtime, image: &Qcow2, backing: &[u8], piece: usi
 /// Compares without printing megabytes.
 pub fn assert_same(case: &str, ours: &[u8], theirs: &[u8]) {
     assert_eq!(ours.len(), theirs.len(), "{case}: length");
-    if let Some(at) = ours.iter().zip(theirs).position(|(a, b)| a != b) {
+    if let Some(at) = differs_at(ours, theirs) {
         panic!("{case}: byte {at} is {:#x}, should be {:#x}", ours[at], theirs[at]);
     }
 }

@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::Path;
 
-use ringdisk_testkit::images::{pattern, qcow2, qemu_img, qemu_io, raw};
+use ringdisk_testkit::images::{differs_at, pattern, qcow2, qemu_img, qemu_io, raw};
 use ringdisk_testkit::limits::{UringParameter, needs, needs_root, part_needs};
 use ringdisk_testkit::mount::{FileSystem, Mounted, STOP, scratch, text};
 use ringdisk_testkit::process::{Process, command, ok_words, run, until};
@@ -157,8 +157,8 @@ fn check_against_model(disk: &Path, model: &mut [u8], rounds: usize, seed: u64, 
         } else {
             file.read_exact_at(memory.get(), offset as u64).expect(&what);
             memory.assert_fence(&what);
-            let first = memory.get().iter().zip(&model[range]).position(|(a, b)| a != b);
-            assert_eq!(first, None, "{what}");
+            let (got, wanted) = (memory.get(), &model[range]);
+            assert_eq!(differs_at(got, wanted), None, "{what}");
         }
     }
     let mut all = Memory::new(504, model.len());

@@ -9,6 +9,7 @@ use imago::{FormatAccess, FormatDriverBuilder, PermissiveImplicitOpenGate};
 use ringdisk_qcow2::{Below, GuestOffset, Qcow2, ResizeOptions, compress};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_storage::{Lock, Storage};
+use ringdisk_testkit::images::differs_at;
 
 use crate::common::runtime;
 use crate::differential::steps::{Model, Op, Step};
@@ -265,7 +266,7 @@ async fn reads_back(
 ) -> Result<(), String> {
     let mut seen = vec![0; model.disk.len()];
     crate::live::read(ring, disk, base, 0, &mut seen).await.map_err(|errno| errno.to_string())?;
-    match seen.iter().zip(&model.disk).position(|(a, b)| a != b) {
+    match differs_at(&seen, &model.disk) {
         Some(at) => Err(format!("our engine reads {:#x} at {at:#x}", seen[at])),
         None => Ok(()),
     }

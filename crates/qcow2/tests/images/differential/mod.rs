@@ -16,7 +16,7 @@ use std::path::PathBuf;
 use cells::Cell;
 use engines::Engine;
 use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, TestRng, TestRunner};
-use ringdisk_testkit::images::pattern;
+use ringdisk_testkit::images::{differs_at, pattern};
 use ringdisk_testkit::layout::{Guest, Layout};
 use ringdisk_testkit::process::{command, run};
 use steps::{Model, Step, steps};
@@ -102,7 +102,7 @@ impl Bench {
         }
         let mut seen = vec![0; model.disk.len()];
         guest.read(0, &mut seen, &|at, out| engines::fill(&self.base, at, out))?;
-        if let Some(at) = seen.iter().zip(&model.disk).position(|(a, b)| a != b) {
+        if let Some(at) = differs_at(&seen, &model.disk) {
             return Err(format!("byte {at:#x} is {:#x}, not {:#x}", seen[at], model.disk[at]));
         }
         if engine != Engine::Ours {
