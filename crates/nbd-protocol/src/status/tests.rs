@@ -26,7 +26,9 @@ fn extents_go_both_ways_in_both_widths() {
 fn status_that_is_cut_off_empty_or_lies_about_its_count_is_refused() {
     let mut payload = Vec::new();
     push_extents(&mut payload, true, 3, &EXTENTS);
-    let parse = |payload: &[u8]| StatusPayload::parse(chunk::BLOCK_STATUS_EXTENDED, payload);
+    fn parse(payload: &[u8]) -> Result<StatusPayload<'_>, Malformed> {
+        StatusPayload::parse(chunk::BLOCK_STATUS_EXTENDED, payload)
+    }
     assert!(parse(&payload[..payload.len() - 1]).is_err());
     assert!(parse(&payload[..payload.len() - 16]).is_err());
     assert!(parse(&payload[..8]).is_err());
