@@ -246,8 +246,9 @@ impl Storage {
         }
     }
 
-    /// Device and inode number of a file, (device number, 0) of a block device, a number made of the
-    /// address of an NBD export: equal for two storages on the same bytes. `None`: another kind.
+    /// Device and inode number of a file, (device number, 0) of a block device, a number made of
+    /// the address of an NBD export: equal for two storages on the same bytes. `None`: another
+    /// kind.
     pub fn identity(&self) -> Option<(u64, u64)> {
         match &self.0 {
             Inner::File(file) => Some(file.identity),

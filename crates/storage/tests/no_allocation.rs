@@ -1,5 +1,5 @@
-//! An aligned request of a file, and a request to an NBD server, allocates nothing. A program of its
-//! own, since it counts all allocations of the thread.
+//! An aligned request of a file, and a request to an NBD server, allocates nothing. A program of
+//! its own, since it counts all allocations of the thread.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;

@@ -15,10 +15,14 @@ impl Nbd {
         (offset | len).is_multiple_of(u64::from(self.shared.agreed.block))
     }
 
+    /// Bytes of a block.
+    fn block(&self) -> usize {
+        self.shared.agreed.block as usize
+    }
+
     /// Bytes of one piece: whole blocks.
     fn piece_max(&self) -> usize {
-        let block = self.shared.agreed.block as usize;
-        (self.shared.agreed.payload_max as usize).min(BOUNCE_MAX).max(block)
+        (self.shared.agreed.payload_max as usize).min(BOUNCE_MAX).max(self.block())
     }
 
     /// Reads through a buffer of whole blocks.
@@ -38,7 +42,7 @@ impl Nbd {
             if buf.is_ours() && self.fits(at, 0) {
                 // Whole blocks in the middle need no copy.
                 let len = (total - done).min(self.shared.agreed.payload_max as usize);
-                let len = len - len % self.shared.agreed.block as usize;
+                let len = len - len % self.block();
                 if len > 0 {
                     done += self.read_one(ring, at, &buf.slice(done..done + len)).await?;
                     continue;
@@ -47,7 +51,7 @@ impl Nbd {
             let start = at / block * block;
             let before = usize::try_from(at - start).map_err(|_| Errno::INVAL)?;
             let len = (total - done).min(most - before);
-            let bounce = IoBuf::new((before + len).next_multiple_of(block as usize), 1);
+            let bounce = IoBuf::new((before + len).next_multiple_of(self.block()), 1);
             self.read_one(ring, start, &bounce).await?;
             let piece = bounce.slice(before..before + len);
             ring.copy(&piece, &buf.slice(done..done + len)).await?;
@@ -74,11 +78,11 @@ impl Nbd {
             let into_block = usize::try_from(at % block).map_err(|_| Errno::INVAL)?;
             let left = total - done;
             let whole = left.min(self.shared.agreed.payload_max as usize);
-            let whole = whole - whole % block as usize;
+            let whole = whole - whole % self.block();
             let len = if into_block == 0 && whole > 0 {
                 whole
             } else {
-                left.min(block as usize - into_block)
+                left.min(self.block() - into_block)
             };
             let piece = buf.slice(done..done + len);
             let written = if into_block == 0 && whole > 0 {
@@ -114,7 +118,7 @@ impl Nbd {
             None => None,
             Some(gate) => Some(gate.exclusive(start, start + block).await),
         };
-        let whole = IoBuf::new(block as usize, 1);
+        let whole = IoBuf::new(self.block(), 1);
         self.read_one(ring, start, &whole).await?;
         let at = usize::try_from(offset - start).map_err(|_| Errno::INVAL)?;
         whole.copy_from_buf(at, piece);

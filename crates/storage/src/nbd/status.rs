@@ -31,6 +31,16 @@ struct Run {
 #[derive(Debug, Default)]
 pub(super) struct Cache(Mutex<Option<Known>>);
 
+impl Cache {
+    fn find(&self, offset: u64) -> Option<(Allocation, u64)> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.find(offset)
+    }
+
+    fn set(&self, known: Known) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(known);
+    }
+}
+
 #[derive(Debug)]
 struct Known {
     start: u64,
@@ -80,11 +90,9 @@ impl Nbd {
         if self.shared.agreed.allocation.is_none() {
             return Ok((Allocation::Data, len));
         }
-        let found = self.status.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((kind, run)) = found.as_ref().and_then(|known| known.find(offset)) {
+        if let Some((kind, run)) = self.status.find(offset) {
             return Ok((kind, run.min(len)));
         }
-        drop(found);
         let block = u64::from(self.shared.agreed.block);
         let start = offset / block * block;
         let (flags, end) = if self.read_only {
@@ -106,7 +114,7 @@ impl Nbd {
         let known = Known { start, runs, since: Instant::now() };
         let (kind, run) = known.find(offset).unwrap_or((Allocation::Data, len));
         if self.read_only {
-            *self.status.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(known);
+            self.status.set(known);
         }
         Ok((kind, run.min(len)))
     }

@@ -304,8 +304,8 @@ impl Random {
     }
 }
 
-/// A sound answer to a read in up to three parts, in any order, with some bytes changed, left out or
-/// put in.
+/// A sound answer to a read in two parts, in any order, with some bytes changed, left out or put
+/// in.
 fn damaged(random: &mut Random, request: &Request) -> Vec<u8> {
     let len = usize::try_from(request.len).expect("small");
     let (style, cut) = (Style::Extended, 1 + random.below(len - 1));

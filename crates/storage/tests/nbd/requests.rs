@@ -88,16 +88,14 @@ fn large_blocks_are_read_and_changed_in_whole() {
     });
     let storage = server.open();
     assert_eq!(storage.limits().offset_align, 4096);
-    let expected = Arc::new(std::sync::Mutex::new(vec![0; 1 << 20]));
-    let model = Arc::clone(&expected);
-    on_ring(|ring| async move {
+    let model = on_ring(|ring| async move {
+        let mut model = vec![0; 1 << 20];
         let (storage, ring) = (&storage, &ring);
         // Parts of one block at once: none is lost.
         join_all((0..64usize).map(|at| async move {
             assert_eq!(storage.write(ring, 100 + at as u64 * 60, &pattern(60, at)).await, Ok(60));
         }))
         .await;
-        let mut model = model.lock().unwrap();
         (0..64).for_each(|at| model[100 + at * 60..][..60].copy_from_slice(&bytes(60, at)));
         for (offset, len) in [(5000, 200_000), (300_000, 1), (4095, 2), (1_040_000, 8576)] {
             let written = pattern(len, offset);
@@ -111,8 +109,9 @@ fn large_blocks_are_read_and_changed_in_whole() {
             assert_eq!(storage.read(ring, offset as u64, &read).await, Ok(len));
             assert!(read.to_vec() == model[offset..offset + len], "{offset} {len}");
         }
+        model
     });
-    assert!(*server.disk.lock().unwrap() == *expected.lock().unwrap());
+    assert!(*server.disk.lock().unwrap() == model);
 }
 
 #[test]
