@@ -61,6 +61,7 @@ pub fn layer(layer: &Layer) -> Value {
 fn file_child(layer: &Layer) -> Option<Value> {
     let file = layer.file()?;
     let format = match file.kind() {
+        _ if file.nbd_address().is_some() => "nbd",
         StorageKind::BlockDevice => "host_device",
         StorageKind::Regular | StorageKind::Custom => "file",
     };

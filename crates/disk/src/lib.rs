@@ -86,7 +86,9 @@ pub use live::{
     Backing, CommitOptions, NewSize, OverlayOptions, ResizeOptions, Resized, SnapshotChange,
 };
 pub use open::{guess, note_file};
-pub use options::{Cache, DetectZeroes, Discard, Format, ImageOptions, NullOptions, Source};
+pub use options::{
+    AllowedHost, Cache, DetectZeroes, Discard, Format, ImageOptions, NullOptions, Source,
+};
 pub use ownership::HandOver;
 pub use plain::Plain;
 pub use progress::Progress;

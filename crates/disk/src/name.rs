@@ -1,14 +1,15 @@
 //! Names of backing and data files, as an image spells them.
 //!
-//! Promises: pure. Understands plain paths, `file:PATH`, and `json:{…}` descriptions of plain
-//! files, nested or dotted. Everything else is refused by name; nothing is guessed and nothing is
-//! opened here. Source: QEMU's documentation of image file names ("json:" and "file:"
-//! pseudo-protocols).
+//! Promises: pure. Understands plain paths, `file:PATH`, addresses of NBD exports, and `json:{…}`
+//! descriptions of plain files and NBD exports, nested or dotted. Everything else is refused by
+//! name; nothing is guessed and nothing is opened here. Source: QEMU's documentation of image file
+//! names ("json:" and "file:" pseudo-protocols).
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
+use ringdisk_storage::{NBD_PORT, NbdAddress, NbdServer};
 use serde_json::{Map, Value};
 
 use crate::{Error, ErrorKind, Format};
@@ -20,8 +21,11 @@ pub const NAME_BYTES_MAX: usize = 4096;
 /// A parsed name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileName {
-    /// Path of the file, relative to the directory of the image that names it.
+    /// Path of the file, relative to the directory of the image that names it; the URI of an NBD
+    /// export.
     pub path: PathBuf,
+    /// The NBD export, if it is one.
+    pub nbd: Option<NbdAddress>,
     /// Format, when the name states it (`json:` only).
     pub format: Option<Format>,
     /// First byte of a raw image, bytes (`json:` only).
@@ -38,11 +42,39 @@ impl FileName {
     fn plain(path: &[u8]) -> FileName {
         FileName {
             path: PathBuf::from(OsString::from_vec(path.to_vec())),
+            nbd: None,
             format: None,
             raw_offset: 0,
             raw_size: None,
             without_backing: false,
         }
+    }
+
+    /// An NBD export.
+    fn export(address: NbdAddress) -> FileName {
+        let uri = address.to_string();
+        FileName { nbd: Some(address), ..FileName::plain(uri.as_bytes()) }
+    }
+
+    /// The path, seen from a directory; the URI of an NBD export is the same everywhere.
+    pub fn seen_from(&self, directory: &Path) -> PathBuf {
+        match self.nbd {
+            None => directory.join(&self.path),
+            Some(_) => self.path.clone(),
+        }
+    }
+
+    /// The NBD export that a name of an image leads to. `None`: the name is a path.
+    ///
+    /// Errors: as [`FileName::parse`], of a name that begins as that of an export.
+    pub fn export_of(path: &Path) -> Result<Option<FileName>, Error> {
+        let name = path.as_os_str().as_bytes();
+        if NbdAddress::is_meant(name) {
+            return FileName::parse(name).map(Some);
+        }
+        // A `json:` name that is no export may be that of a file.
+        let parsed = name.starts_with(b"json:").then(|| FileName::parse(name));
+        Ok(parsed.and_then(Result::ok).filter(|parsed| parsed.nbd.is_some()))
     }
 
     /// Parses a name.
@@ -67,6 +99,9 @@ impl FileName {
         if let Some(text) = name.strip_prefix(b"json:") {
             return parse_json(text);
         }
+        if NbdAddress::is_meant(name) {
+            return NbdAddress::parse(name).map(FileName::export).map_err(|why| of_address(&why));
+        }
         let path = name.strip_prefix(b"file:").unwrap_or(name);
         if path.is_empty() {
             return Err(invalid("`file:` without a path"));
@@ -77,14 +112,20 @@ impl FileName {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
-                    "the protocol '{protocol}:' is not supported, only local files are; if it is \
-                     a file whose name contains a colon, name it './…' in the image \
+                    "the protocol '{protocol}:' is not supported, only local files and `nbd:` are; \
+                     if it is a file whose name contains a colon, name it './…' in the image \
                      (`ringdisk rebase -u`)"
                 ),
             ));
         }
         Ok(FileName::plain(path))
     }
+}
+
+/// Whether the name of an image is the address of an NBD export (perhaps a malformed one), and no
+/// path.
+pub fn is_export(image: &Path) -> bool {
+    !matches!(FileName::export_of(image), Ok(None))
 }
 
 /// The word before a colon that comes before the first slash, as QEMU reads names.
@@ -154,6 +195,7 @@ fn parse_json(text: &[u8]) -> Result<FileName, Error> {
         Some("raw") => format_node(&object, Some(Format::Raw)),
         Some("qcow2") => format_node(&object, Some(Format::Qcow2)),
         Some("file" | "host_device") => file_node(&object),
+        Some("nbd") => nbd_node(&object),
         Some(other) => Err(unsupported_driver(other)),
         // Without a driver, an object with a file inside is a format to be found elsewhere.
         None if object.contains_key("file") => format_node(&object, None),
@@ -166,7 +208,7 @@ fn unsupported_driver(driver: &str) -> Error {
         ErrorKind::Unsupported,
         format!(
             "the driver '{}' of the `json:` name is not supported; supported: raw, qcow2 over \
-             file, host_device",
+             file, host_device, nbd",
             driver.escape_debug()
         ),
     )
@@ -228,6 +270,7 @@ fn format_node(object: &Map<String, Value>, format: Option<Format>) -> Result<Fi
             let file = undotted(file.clone())?;
             match text_of(&file, "driver")?.as_deref() {
                 None | Some("file" | "host_device") => file_node(&file)?,
+                Some("nbd") => nbd_node(&file)?,
                 Some(other) => return Err(unsupported_driver(other)),
             }
         }
@@ -275,6 +318,57 @@ fn file_node(object: &Map<String, Value>) -> Result<FileName, Error> {
     Ok(FileName::plain(path.as_bytes()))
 }
 
+/// A node with driver nbd: `{"server": {"type": "unix", "path": "x"}, "export": "y"}`, or `host`,
+/// `port` and `path` without a server.
+fn nbd_node(object: &Map<String, Value>) -> Result<FileName, Error> {
+    let own = ["driver", "server", "export", "host", "port", "path"];
+    // How long requests wait is said on the command line.
+    let harmless = ["reconnect-delay", "open-timeout"];
+    for key in object.keys().map(String::as_str) {
+        match key {
+            "tls-creds" | "tls-hostname" => {
+                return Err(Error::new(
+                    ErrorKind::Unsupported,
+                    format!("'{key}' of the `json:` name: TLS is not supported in this version"),
+                ));
+            }
+            key if own.contains(&key) || harmless.contains(&key) || HARMLESS.contains(&key) => {}
+            key => return Err(unknown_key(key)),
+        }
+    }
+    let server = match object.get("server") {
+        None => object.clone(),
+        Some(Value::Object(server)) => undotted(server.clone())?,
+        Some(_) => return Err(invalid("'server' of the `json:` name is not an object")),
+    };
+    let kind = text_of(&server, "type")?;
+    let (path, host) = (text_of(&server, "path")?, text_of(&server, "host")?);
+    let export = text_of(object, "export")?.unwrap_or_default().into_bytes();
+    let address = match (kind.as_deref(), path, host) {
+        (None | Some("unix"), Some(path), None) => NbdAddress::unix(path.into_bytes(), export),
+        (None | Some("inet"), None, Some(host)) => {
+            let port = match server.get("port") {
+                None => u64::from(NBD_PORT),
+                Some(port) => number_of("port", port)?,
+            };
+            let port = u16::try_from(port).ok().filter(|port| *port != 0);
+            let port = port.ok_or_else(|| invalid("'port' of the `json:` name is no port"))?;
+            NbdAddress::new(NbdServer::Tcp(host, port), export)
+        }
+        _ => {
+            return Err(invalid(
+                "the server of the `json:` name is neither type unix with a path nor type inet \
+                 with a host",
+            ));
+        }
+    };
+    address.map(FileName::export).map_err(|why| of_address(&why))
+}
+
+fn of_address(why: &ringdisk_storage::BadAddress) -> Error {
+    Error::new(ErrorKind::Invalid, format!("the address of the NBD export: {why}"))
+}
+
 fn unknown_key(key: &str) -> Error {
     Error::new(
         ErrorKind::Unsupported,
@@ -306,7 +400,7 @@ fn number_of(key: &str, value: &Value) -> Result<u64, Error> {
 /// * `name`: as the image spells it.
 pub(crate) fn beside(of: &Path, name: &FileName) -> PathBuf {
     match of.parent() {
-        Some(directory) => directory.join(&name.path),
+        Some(directory) => name.seen_from(directory),
         None => name.path.clone(),
     }
 }

@@ -9,7 +9,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ringdisk_storage::Opener;
+use ringdisk_storage::{NbdServer, Opener};
 
 use crate::{Error, ErrorKind};
 
@@ -146,6 +146,64 @@ impl FromStr for DetectZeroes {
     }
 }
 
+/// A server that names inside images may lead to (`--allow-host`).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum AllowedHost {
+    /// All ports of a host, by the name or address that an image has for it.
+    Host(String),
+    /// One port of a host, or one Unix socket.
+    Server(NbdServer),
+}
+
+impl AllowedHost {
+    /// Whether an image may name a server.
+    pub fn allows(&self, server: &NbdServer) -> bool {
+        match self {
+            AllowedHost::Host(host) => {
+                server.host().is_some_and(|other| other.eq_ignore_ascii_case(host))
+            }
+            AllowedHost::Server(allowed) => allowed == server,
+        }
+    }
+}
+
+impl FromStr for AllowedHost {
+    type Err = Error;
+
+    /// Reads `HOST`, `HOST:PORT`, `[ADDRESS]:PORT` and `unix:PATH`.
+    ///
+    /// Errors: `Invalid` for anything else.
+    fn from_str(text: &str) -> Result<AllowedHost, Error> {
+        let wrong = || {
+            let text = text.escape_debug();
+            let what = "a host is HOST, HOST:PORT, [ADDRESS]:PORT or unix:PATH";
+            Error::new(ErrorKind::Invalid, format!("'{text}' names no host: {what}"))
+        };
+        if let Some(path) = text.strip_prefix("unix:").filter(|path| !path.is_empty()) {
+            return Ok(AllowedHost::Server(NbdServer::Unix(path.into())));
+        }
+        let is_plain =
+            |host: &str| !host.is_empty() && !host.contains(['/', '[', ']', '?', ' ', '@']);
+        let with_port = |host: &str, port: &str| {
+            let port = port.parse().ok().filter(|port| *port != 0 && is_plain(host));
+            let port = port.ok_or_else(wrong)?;
+            Ok(AllowedHost::Server(NbdServer::Tcp(host.to_owned(), port)))
+        };
+        if let Some(rest) = text.strip_prefix('[') {
+            return match rest.split_once(']') {
+                Some((host, "")) if is_plain(host) => Ok(AllowedHost::Host(host.to_owned())),
+                Some((host, port)) => with_port(host, port.strip_prefix(':').ok_or_else(wrong)?),
+                None => Err(wrong()),
+            };
+        }
+        match text.split_once(':') {
+            Some((host, port)) if !port.contains(':') => with_port(host, port),
+            _ if is_plain(text) => Ok(AllowedHost::Host(text.to_owned())),
+            _ => Err(wrong()),
+        }
+    }
+}
+
 /// Options of [`Disk::open`](crate::Disk::open). `Default` probes the format, opens for writing
 /// and allows files below the image's own directory.
 #[derive(Clone, Debug, Default)]
@@ -184,6 +242,11 @@ pub struct ImageOptions {
     /// Directories (with all below) and single files that backing and data file names may lead
     /// to, beside the image's own directory.
     pub allow_paths: Vec<PathBuf>,
+    /// Servers that backing file names may lead to.
+    pub allow_hosts: Vec<AllowedHost>,
+    /// How long requests to an NBD server wait for a connection that was lost; `None`: the default
+    /// of [`ringdisk_storage::NBD_RECONNECT_DEFAULT`].
+    pub reconnect: Option<Duration>,
     /// As `allow_paths`, but not named by the user: a header may lead there only with the names
     /// that the note at the image has ([`crate::names_note`]).
     pub known_paths: Vec<PathBuf>,
@@ -227,7 +290,8 @@ pub struct ImageOptions {
 /// The place of the top image.
 #[derive(Debug)]
 pub enum Source {
-    /// A path that the user named; symbolic links in it are followed.
+    /// A path that the user named; symbolic links in it are followed. Or the address of an NBD
+    /// export ([`FileName::export_of`](crate::name::FileName::export_of)).
     Path(PathBuf),
     /// An inherited descriptor, and a name for messages.
     Fd(OwnedFd, String),

@@ -13,12 +13,12 @@ use ringdisk_daemon::new_file::{NewFiles, check_new_name};
 use ringdisk_daemon::size::{human_size_exact, parse_size};
 use ringdisk_daemon::terminal::visible;
 use ringdisk_disk::Format;
-use ringdisk_disk::name::FileName;
+use ringdisk_disk::name::{FileName, is_export};
 use ringdisk_disk::names_note::{Names, renew};
 use ringdisk_qcow2::limits::SECTOR;
 use ringdisk_qcow2::{CompressionType, CreateOptions, Preallocation};
 use ringdisk_ring::Ring;
-use ringdisk_storage::{OpenOptions, Storage};
+use ringdisk_storage::{NbdOptions, OpenOptions, Storage};
 
 /// Options of qcow2 in the order of qemu-img's lines, with what they mean.
 const QCOW2: [(&str, &str); 12] = [
@@ -270,7 +270,9 @@ impl NewImage {
         size: u64,
         fresh: &NewFiles,
     ) -> Result<(), Failure> {
-        check_new_name(file)?;
+        if !is_export(file) {
+            check_new_name(file)?;
+        }
         match self.format {
             Format::Raw => self.make_raw(ring, file, size, fresh).await,
             Format::Qcow2 => self.make_qcow2(ring, file, size, fresh).await,
@@ -350,6 +352,9 @@ impl NewImage {
 
 /// Opens a file to be filled, and makes it when it is not there.
 fn open_new(path: &Path, fresh: &NewFiles) -> Result<Arc<Storage>, Failure> {
+    if let Some(FileName { nbd: Some(address), .. }) = FileName::export_of(path)? {
+        return Ok(Arc::new(Storage::open_nbd(&address, &NbdOptions::default())?));
+    }
     fresh.file(path).map_err(|error| {
         Failure::system(format!("cannot create '{}'", path.display()), &error, Exit::Image)
     })?;
@@ -358,6 +363,9 @@ fn open_new(path: &Path, fresh: &NewFiles) -> Result<Arc<Storage>, Failure> {
 
 /// From now on the old content of a file is lost.
 fn begin(fresh: &NewFiles, path: &Path) -> Result<(), Failure> {
+    if is_export(path) {
+        return Ok(());
+    }
     fresh.begin(path).map_err(|error| {
         Failure::system(format!("cannot create '{}'", path.display()), &error, Exit::Image)
     })
@@ -366,7 +374,8 @@ fn begin(fresh: &NewFiles, path: &Path) -> Result<(), Failure> {
 /// Where an external data file of `image` is: beside it, unless its name says otherwise.
 fn data_path(image: &Path, name: &str) -> Result<PathBuf, Failure> {
     let parsed = FileName::parse(name.as_bytes())?;
-    if parsed.format == Some(Format::Qcow2) || parsed.raw_offset != 0 || parsed.raw_size.is_some() {
+    let is_plain = parsed.nbd.is_none() && parsed.format != Some(Format::Qcow2);
+    if !is_plain || parsed.raw_offset != 0 || parsed.raw_size.is_some() {
         return refuse("a data file is a plain file or block device, used from its first byte");
     }
     Ok(image.parent().unwrap_or(Path::new("")).join(parsed.path))

@@ -1,4 +1,5 @@
-//! Storage for disk images: regular files, block devices, and custom storage behind a trait.
+//! Storage for disk images: regular files, block devices, exports of NBD servers, and custom
+//! storage behind a trait.
 //!
 //! ```
 //! use ringdisk_ring::{Config, IoBuf, Runtime};
@@ -43,11 +44,12 @@
 //!
 //! | row | modules |
 //! |---|---|
-//! | words | `error`, `failure`, `kinds`, `opener` |
+//! | words | `error`, `failure`, `kinds`, `endpoint`, `opener` |
 //! | system calls, waiting | `ffi`, `gate`, `holders`, `sysfs` |
 //! | of an open file | `lock`, `options`, `pages`, `probe`, `retry` |
 //! | a file | `file`, `read`, `write`, `extend`, `space` |
 //! | opening | `open`, `reopen` |
+//! | other storage | `nbd` |
 //! | all kinds | `custom`, `storage`, `topology`, `names`, `life`, `outside` |
 //!
 //! [`Storage`] is shared by all queue threads; its asynchronous methods run on the thread of the
@@ -56,6 +58,7 @@
 #![deny(unsafe_code)]
 
 mod custom;
+mod endpoint;
 mod error;
 mod extend;
 mod failure;
@@ -68,6 +71,7 @@ mod kinds;
 mod life;
 mod lock;
 mod names;
+mod nbd;
 mod open;
 mod opener;
 mod options;
@@ -86,10 +90,12 @@ mod topology;
 mod write;
 
 pub use custom::{CustomStorage, LocalFuture};
+pub use endpoint::NbdEndpoint;
 pub use error::{Error, ErrorKind};
 pub use failure::Failure;
 pub use kinds::{Allocation, Kind, Limits, Lock, Preallocation};
 pub use names::NameLost;
+pub use nbd::{BadAddress, NBD_PORT, NBD_RECONNECT_DEFAULT, NbdAddress, NbdOptions, NbdServer};
 pub use opener::Opener;
 pub use options::OpenOptions;
 pub use ringdisk_ring::Errno;

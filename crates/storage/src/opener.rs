@@ -12,6 +12,8 @@ use std::path::Path;
 
 use rustix::io::Errno;
 
+use crate::endpoint::NbdEndpoint;
+
 /// Opens files for a process that may not open them itself.
 pub trait Opener: Debug + Send + Sync {
     /// Makes an empty file, open for reading and writing, with the mode of
@@ -50,4 +52,12 @@ pub trait Opener: Debug + Send + Sync {
     ///
     /// Errors: those of fsync(2), as there.
     fn sync(&self, directory: &Path) -> Result<(), Errno>;
+
+    /// Begins to connect to the server of an NBD export, as [`NbdEndpoint::begin`] does.
+    ///
+    /// Errors: those of connect(2); EACCES where the opener does not connect to that server.
+    fn connect(&self, endpoint: &NbdEndpoint) -> Result<OwnedFd, Errno> {
+        let _ = endpoint;
+        Err(Errno::ACCESS)
+    }
 }

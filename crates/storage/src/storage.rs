@@ -9,10 +9,12 @@ use ringdisk_ring::{Errno, Fd, IoBuf, Ring};
 use rustix::fs::OFlags;
 
 use crate::custom::CustomStorage;
+use crate::endpoint::NbdEndpoint;
 use crate::error::Error;
 use crate::failure;
 use crate::file::{File, end_of};
 use crate::kinds::{Allocation, Kind, Limits, Preallocation};
+use crate::nbd::{self, Nbd, NbdAddress, NbdOptions};
 use crate::options::OpenOptions;
 use crate::{open, reopen};
 
@@ -26,6 +28,7 @@ pub struct Storage(Inner);
 #[derive(Debug)]
 enum Inner {
     File(File),
+    Nbd(Box<Nbd>),
     Custom(Box<dyn CustomStorage>),
 }
 
@@ -63,6 +66,9 @@ impl Storage {
             Inner::File(file) => {
                 Some(reopen::reopen(file, options).map(|file| Storage(Inner::File(file))))
             }
+            Inner::Nbd(nbd) => {
+                Some(nbd.reopen(options).map(|nbd| Storage(Inner::Nbd(Box::new(nbd)))))
+            }
             Inner::Custom(_) => None,
         }
     }
@@ -73,7 +79,7 @@ impl Storage {
         match &self.0 {
             Inner::File(file) => rustix::fs::fcntl_getfl(file.borrow())
                 .is_ok_and(|flags| flags & OFlags::RWMODE == OFlags::RDWR),
-            Inner::Custom(_) => !self.is_read_only(),
+            Inner::Nbd(_) | Inner::Custom(_) => !self.is_read_only(),
         }
     }
 
@@ -97,8 +103,44 @@ impl Storage {
     pub(crate) fn file(&self) -> Option<&File> {
         match &self.0 {
             Inner::File(file) => Some(file),
-            Inner::Custom(_) => None,
+            Inner::Nbd(_) | Inner::Custom(_) => None,
         }
+    }
+
+    /// Opens an export of an NBD server. It has a fixed size and no locks, and its users treat it
+    /// as a block device. Blocks, for at most 10 s and the look-up of the host's name.
+    ///
+    /// Errors: kind `NotFound`: no server, host or export; `ReadOnly`: the server offers it for
+    /// reading only; `PermissionDenied`: the server refuses; `Io`.
+    pub fn open_nbd(address: &NbdAddress, options: &NbdOptions) -> Result<Storage, Error> {
+        nbd::open(address, options).map(|nbd| Storage(Inner::Nbd(Box::new(nbd))))
+    }
+
+    fn nbd(&self) -> Option<&Nbd> {
+        match &self.0 {
+            Inner::Nbd(nbd) => Some(nbd),
+            Inner::File(_) | Inner::Custom(_) => None,
+        }
+    }
+
+    /// The address of an NBD export. `None`: it is none.
+    pub fn nbd_address(&self) -> Option<&NbdAddress> {
+        self.nbd().map(Nbd::address)
+    }
+
+    /// Where the server of an NBD export is, with its host's name looked up; empty: it is none.
+    pub fn nbd_endpoints(&self) -> &[NbdEndpoint] {
+        self.nbd().map_or(&[], Nbd::endpoints)
+    }
+
+    /// Connections to the server of an NBD export; 0: it is none, or the server is gone.
+    pub fn nbd_connections(&self) -> usize {
+        self.nbd().map_or(0, Nbd::connections)
+    }
+
+    /// Whether a discard may be tried.
+    pub(crate) fn may_discard(&self) -> bool {
+        self.nbd().map_or(!self.is_read_only(), Nbd::can_discard)
     }
 
     /// Wraps storage of another kind.
@@ -110,6 +152,7 @@ impl Storage {
     pub fn name(&self) -> &str {
         match &self.0 {
             Inner::File(file) => &file.name,
+            Inner::Nbd(nbd) => nbd.name(),
             Inner::Custom(custom) => custom.name(),
         }
     }
@@ -120,6 +163,7 @@ impl Storage {
     pub fn len(&self) -> u64 {
         match &self.0 {
             Inner::File(file) => file.len(),
+            Inner::Nbd(nbd) => nbd.len(),
             Inner::Custom(custom) => custom.len(),
         }
     }
@@ -133,6 +177,7 @@ impl Storage {
     pub fn refresh_len(&self) -> Result<u64, Errno> {
         match &self.0 {
             Inner::File(file) => file.refresh_len(),
+            Inner::Nbd(nbd) => Ok(nbd.len()),
             Inner::Custom(custom) => Ok(custom.len()),
         }
     }
@@ -141,6 +186,7 @@ impl Storage {
     pub fn is_read_only(&self) -> bool {
         match &self.0 {
             Inner::File(file) => file.read_only,
+            Inner::Nbd(nbd) => nbd.read_only,
             Inner::Custom(custom) => custom.is_read_only(),
         }
     }
@@ -149,6 +195,7 @@ impl Storage {
     pub fn kind(&self) -> Kind {
         match &self.0 {
             Inner::File(file) => file.kind,
+            Inner::Nbd(_) => Kind::BlockDevice,
             Inner::Custom(custom) => custom.kind(),
         }
     }
@@ -157,6 +204,7 @@ impl Storage {
     pub fn limits(&self) -> Limits {
         match &self.0 {
             Inner::File(file) => file.limits,
+            Inner::Nbd(nbd) => nbd.limits,
             Inner::Custom(custom) => custom.limits(),
         }
     }
@@ -167,7 +215,7 @@ impl Storage {
     pub fn raw_fd(&self) -> Option<Fd> {
         match &self.0 {
             Inner::File(file) => Some(file.fd),
-            Inner::Custom(_) => None,
+            Inner::Nbd(_) | Inner::Custom(_) => None,
         }
     }
 
@@ -198,11 +246,13 @@ impl Storage {
         }
     }
 
-    /// Device and inode number of a file, (device number, 0) of a block device: equal for two
-    /// storages on the same bytes. `None`: no file.
+    /// Device and inode number of a file, (device number, 0) of a block device, a number made of
+    /// the address of an NBD export: equal for two storages on the same bytes. `None`: another
+    /// kind.
     pub fn identity(&self) -> Option<(u64, u64)> {
         match &self.0 {
             Inner::File(file) => Some(file.identity),
+            Inner::Nbd(nbd) => Some((nbd.identity(), 0)),
             Inner::Custom(_) => None,
         }
     }
@@ -220,6 +270,8 @@ impl Storage {
     pub fn allocated_bytes(&self) -> u64 {
         match &self.0 {
             Inner::File(file) => file.allocated_bytes(),
+            // The server does not say.
+            Inner::Nbd(nbd) => nbd.len(),
             Inner::Custom(custom) => custom.allocated_bytes(),
         }
     }
@@ -230,7 +282,7 @@ impl Storage {
     pub fn probe_client_pages(&self) -> bool {
         match &self.0 {
             Inner::File(file) => file.probe_client_pages(),
-            Inner::Custom(_) => false,
+            Inner::Nbd(_) | Inner::Custom(_) => false,
         }
     }
 
@@ -240,6 +292,7 @@ impl Storage {
     pub async fn read(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
         let result = match &self.0 {
             Inner::File(file) => file.read(ring, offset, buf).await,
+            Inner::Nbd(nbd) => nbd.read(ring, offset, buf).await,
             Inner::Custom(custom) => read_custom(&**custom, ring, offset, buf).await,
         };
         self.noted(result, "a read", offset, buf.len() as u64)
@@ -268,6 +321,7 @@ impl Storage {
     pub async fn write(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
         let result = match &self.0 {
             Inner::File(file) => file.write(ring, offset, buf).await,
+            Inner::Nbd(nbd) => nbd.write(ring, offset, buf).await,
             Inner::Custom(custom) => write_custom(&**custom, ring, offset, buf).await,
         };
         self.noted(result, "a write", offset, buf.len() as u64)
@@ -282,6 +336,7 @@ impl Storage {
     pub async fn flush(&self, ring: &Ring) -> Result<(), Errno> {
         let result = match &self.0 {
             Inner::File(file) => file.flush(ring).await,
+            Inner::Nbd(nbd) => nbd.flush(ring).await,
             Inner::Custom(custom) => custom.flush(ring).await,
         };
         self.noted(result, "a flush", 0, 0)
@@ -295,6 +350,7 @@ impl Storage {
     pub async fn discard(&self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
         let result = match &self.0 {
             Inner::File(file) => file.discard(ring, offset, len).await,
+            Inner::Nbd(nbd) => nbd.discard(ring, offset, len).await,
             Inner::Custom(custom) => custom.discard(ring, offset, len).await,
         };
         self.noted(result, "a discard", offset, len)
@@ -317,6 +373,7 @@ impl Storage {
     ) -> Result<(), Errno> {
         let result = match &self.0 {
             Inner::File(file) => file.write_zeroes(ring, offset, len, may_unmap, fallback).await,
+            Inner::Nbd(nbd) => nbd.write_zeroes(ring, offset, len, may_unmap, fallback).await,
             Inner::Custom(custom) => {
                 custom.write_zeroes(ring, offset, len, may_unmap, fallback).await
             }
@@ -329,6 +386,7 @@ impl Storage {
     pub async fn set_len(&self, ring: &Ring, len: u64) -> Result<(), Errno> {
         match &self.0 {
             Inner::File(file) => file.set_len(ring, len).await,
+            Inner::Nbd(nbd) => nbd.set_len(len),
             Inner::Custom(custom) => custom.set_len(ring, len).await,
         }
     }
@@ -354,6 +412,7 @@ impl Storage {
     ) -> Result<(), Errno> {
         match &self.0 {
             Inner::File(file) => file.extend(ring, from, end, mode, go_on).await,
+            Inner::Nbd(nbd) => nbd.reach(end),
             // Only this process writes to it, and its users do not write past its end.
             Inner::Custom(custom) if custom.len() >= end => Ok(()),
             Inner::Custom(custom) if mode == Preallocation::Off => custom.set_len(ring, end).await,
@@ -378,6 +437,7 @@ impl Storage {
     ) -> Result<(), Errno> {
         match &self.0 {
             Inner::File(file) => file.preallocate(ring, offset, len, mode).await,
+            Inner::Nbd(nbd) => nbd.reach(offset.saturating_add(len)),
             Inner::Custom(custom) => custom.preallocate(ring, offset, len, mode).await,
         }
     }
@@ -393,6 +453,7 @@ impl Storage {
     ) -> Result<(Allocation, u64), Errno> {
         match &self.0 {
             Inner::File(file) => file.allocation(ring, offset, len).await,
+            Inner::Nbd(nbd) => nbd.allocation(ring, offset, len).await,
             Inner::Custom(custom) => custom.allocation(ring, offset, len).await,
         }
     }

@@ -43,7 +43,7 @@ impl Storage {
             physical_block: logical,
             min_io: logical,
             opt_io: 0,
-            can_discard: !self.is_read_only(),
+            can_discard: self.may_discard(),
             discard_align: limits.discard_align.max(logical),
             discard_max: None,
         };
@@ -54,7 +54,9 @@ impl Storage {
                 let align = plain.discard_align.max(block);
                 Topology { physical_block: block, min_io: block, discard_align: align, ..plain }
             }
-            (Kind::BlockDevice, Some((device, _))) => of_device(device, plain),
+            (Kind::BlockDevice, Some((device, _))) if self.nbd_address().is_none() => {
+                of_device(device, plain)
+            }
             _ => plain,
         }
     }

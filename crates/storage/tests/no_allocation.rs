@@ -1,22 +1,29 @@
-//! An aligned request of a file allocates nothing. A program of its own, since it counts all
-//! allocations of the process.
+//! An aligned request of a file, and a request to an NBD server, allocates nothing. A program of
+//! its own, since it counts all allocations of the thread.
 
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::cell::Cell;
 
+use futures_util::future::join3;
 use ringdisk_ring::{Config, IoBuf, Runtime};
 use ringdisk_storage::{OpenOptions, Storage};
 use ringdisk_testkit::mount::scratch;
 
+#[allow(dead_code)] // Tests of what it serves use the rest.
+#[path = "nbd/server.rs"]
+mod server;
+
 /// The system's allocator, counted.
 struct Counting;
 
-static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+thread_local! {
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
 
 // SAFETY: every call is passed on unchanged to the system's allocator, which keeps the contract.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
         // SAFETY: the caller's promises are passed on.
         unsafe { System.alloc(layout) }
     }
@@ -43,14 +50,14 @@ fn allocations_of_requests(direct: bool) -> u64 {
         let mut before = 0;
         for round in 0..300u64 {
             if round == 100 {
-                before = ALLOCATIONS.load(Ordering::Relaxed);
+                before = ALLOCATIONS.get();
             }
             let offset = round % 250 * 4096;
             assert_eq!(storage.read(&ring, offset, &buf).await, Ok(4096));
             assert_eq!(storage.write(&ring, offset, &buf).await, Ok(4096));
         }
         assert_eq!(storage.flush(&ring).await, Ok(()));
-        ALLOCATIONS.load(Ordering::Relaxed) - before
+        ALLOCATIONS.get() - before
     })
 }
 
@@ -58,4 +65,31 @@ fn allocations_of_requests(direct: bool) -> u64 {
 fn aligned_requests_allocate_nothing() {
     assert_eq!(allocations_of_requests(false), 0, "buffered");
     assert_eq!(allocations_of_requests(true), 0, "direct");
+}
+
+#[test]
+fn requests_to_an_nbd_server_allocate_nothing() {
+    let server = server::Server::new(server::Offer::default());
+    let storage = server.open();
+    let mut runtime = Runtime::new(Config::default()).unwrap();
+    let ring = runtime.ring().clone();
+    let bufs = [4096, 4096, 64 << 10].map(|len| IoBuf::new(len, 4096));
+    let allocated = runtime.block_on(async {
+        let mut before = 0;
+        for round in 0..300u64 {
+            if round == 100 {
+                before = ALLOCATIONS.get();
+            }
+            let offset = round % 100 * 4096;
+            let [small, other, large] = &bufs;
+            let first = storage.read(&ring, offset, small);
+            let second = storage.write(&ring, offset + (1 << 19), other);
+            let all = join3(first, second, storage.write(&ring, 900_000, large)).await;
+            assert_eq!(all, (Ok(4096), Ok(4096), Ok(64 << 10)));
+            assert_eq!(storage.read(&ring, 900_000, large).await, Ok(64 << 10));
+            assert_eq!(storage.flush(&ring).await, Ok(()));
+        }
+        ALLOCATIONS.get() - before
+    });
+    assert_eq!(allocated, 0);
 }

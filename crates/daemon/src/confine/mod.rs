@@ -15,7 +15,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-pub use opener::{HeldForDisk, directory_for, images_allowed, images_of, pass_on, trees_for};
+pub use opener::{
+    HeldForDisk, directory_for, images_allowed, images_of, pass_on, servers_of, trees_for,
+};
 pub use reach::Reach;
 use reach::is_whole_system;
 use ringdisk_disk::Disk;

@@ -15,7 +15,7 @@ use std::sync::{Mutex, PoisonError};
 use ringdisk_disk::names_note::Names;
 use ringdisk_disk::probe::PROBE_LEN;
 use ringdisk_disk::{Disk, Format, Layer};
-use ringdisk_storage::{Kind, Lock, OpenOptions, Opener, Storage};
+use ringdisk_storage::{Kind, Lock, NbdEndpoint, OpenOptions, Opener, Storage};
 use rustix::fs::fstat;
 use rustix::io::Errno;
 
@@ -26,7 +26,7 @@ use crate::helper::overlays::{
     FORGET, HELD_MAX, Id, LEAVE, LOWER, MADE_MAX, MAKE, NOTE, NOTE_BOTH, READ, REMOVE, SYNC, WRITE,
     is_component,
 };
-use crate::helper::tasks::{DONE, Named, named};
+use crate::helper::tasks::{CONNECT_NBD, DONE, Named, named};
 
 /// Asks the helper process. Inside.
 #[derive(Debug)]
@@ -112,6 +112,18 @@ impl Opener for FromInside {
 
     fn remove(&self, identity: Id) -> Result<(), Errno> {
         Self::ask(REMOVE, identity, b"").map(drop)
+    }
+
+    fn connect(&self, endpoint: &NbdEndpoint) -> Result<OwnedFd, Errno> {
+        let ours = helper::ours::get().ok_or(Errno::ACCESS)?;
+        let answer = ours.ask(CONNECT_NBD, endpoint.to_string().as_bytes()).map_err(|error| {
+            tracing::warn!("the helper process does not answer: {error}");
+            Errno::IO
+        })?;
+        match answer.fd {
+            Some(socket) => Ok(socket),
+            None => Err(answer.words.parse().map_or(Errno::ACCESS, Errno::from_raw_os_error)),
+        }
     }
 
     fn sync(&self, directory: &Path) -> Result<(), Errno> {
@@ -233,6 +245,14 @@ pub fn images_of(disk: &Disk, told_within: Option<&Reach>) -> Vec<Image> {
             image_of(layer, (file, format, names), told_within)
         })
         .collect()
+}
+
+/// Servers of the NBD exports of a disk: connections that are lost are made again by the helper
+/// process.
+pub fn servers_of(disk: &Disk) -> Vec<NbdEndpoint> {
+    let layers = disk.layers();
+    let files = layers.iter().filter_map(|layer| layer.file());
+    files.flat_map(|file| file.nbd_endpoints().to_vec()).collect()
 }
 
 /// Files that `--allow-path` names: a command may have an image name one of them. Their notes say

@@ -22,6 +22,7 @@ use std::path::{Path, PathBuf};
 use ringdisk_fuse::ErrorKind;
 use ringdisk_fuse::mount::{self, Abort, Unmount};
 use ringdisk_sandbox::User;
+use ringdisk_storage::NbdEndpoint;
 use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags, makedev, statx};
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect as connect_to, socket_with,
@@ -48,6 +49,7 @@ pub(crate) const MESSAGE_BYTES_MAX: usize = 16 << 10;
 const MOUNT: u8 = b'm';
 const FILE: u8 = b'f';
 const FRONT: u8 = b's';
+const SERVER: u8 = b'n';
 const DIRECTORY: u8 = b'd';
 const TREE: u8 = b't';
 const MAKER: u8 = b'u';
@@ -62,6 +64,8 @@ pub(crate) const FORCE: u8 = b'F';
 pub(crate) const ABORT: u8 = b'A';
 pub(crate) const UNLINK: u8 = b'R';
 pub(crate) const CONNECT: u8 = b'C';
+/// Begins to connect to the server of an NBD export: its endpoint.
+pub(crate) const CONNECT_NBD: u8 = b'O';
 pub(crate) const USERS: u8 = b'U';
 /// A user's word, in a descriptor: see [`super::approval`].
 pub(crate) const HEAR: u8 = b'H';
@@ -82,6 +86,8 @@ pub struct Tasks {
     pub files: Vec<Named>,
     /// Sockets of front ends that listen.
     pub fronts: Vec<PathBuf>,
+    /// Servers of NBD exports that are images, or lie below them.
+    pub servers: Vec<NbdEndpoint>,
     /// Directories in which new overlays may be made, one for each disk.
     pub directories: Vec<Named>,
     /// Directories of `--allow-path`: new overlays may be made in them at any depth.
@@ -177,6 +183,10 @@ impl Tasks {
             self.mount.iter().map(|(path, number)| message(MOUNT, path, &[(*number).into()]));
         let files = self.files.iter().map(|(path, id)| message(FILE, path, &[id.0, id.1]));
         let fronts = self.fronts.iter().map(|path| message(FRONT, path, &[]));
+        let servers = self.servers.iter().map(|server| {
+            let name = server.to_string();
+            message(SERVER, Path::new(&name), &[])
+        });
         let directories =
             self.directories.iter().map(|(path, id)| message(DIRECTORY, path, &[id.0, id.1]));
         let trees = self.trees.iter().map(|(path, id)| message(TREE, path, &[id.0, id.1]));
@@ -202,6 +212,7 @@ impl Tasks {
             .chain(images)
             .chain(files)
             .chain(fronts)
+            .chain(servers)
             .chain(directories)
             .chain(trees)
             .chain(maker)
@@ -235,6 +246,9 @@ impl Tasks {
                 self.files.push((path(name), (number(device)?, number(inode)?)));
             }
             (FRONT, [name]) => self.fronts.push(path(name)),
+            (SERVER, [name]) => {
+                self.servers.push(std::str::from_utf8(name).ok()?.parse().ok()?);
+            }
             (DIRECTORY, [name, device, inode]) => {
                 self.directories.push((path(name), (number(device)?, number(inode)?)));
             }
@@ -291,6 +305,11 @@ impl Tasks {
             (CONNECT, _) => {
                 let front = self.fronts.iter().find(|path| *path == name);
                 front.map_or_else(Answer::refused, |path| connect(path))
+            }
+            (CONNECT_NBD, _) => {
+                let asked = name.to_str().and_then(|name| name.parse().ok());
+                let server = self.servers.iter().find(|server| Some(*server) == asked.as_ref());
+                server.map_or_else(Answer::refused, connect_nbd)
             }
             _ => Answer::refused(),
         }
@@ -354,6 +373,14 @@ fn is_made(path: &Path, meta: &fs::Metadata) -> bool {
     meta.len() == 0
         || meta.len() <= pid_text::CONTENT_BYTES_MAX as u64
             && fs::read(path).is_ok_and(|content| pid_text::is_pid(&content))
+}
+
+/// Begins to connect, without waiting. The words of a failure are the number of its errno.
+fn connect_nbd(server: &NbdEndpoint) -> Answer {
+    match server.begin() {
+        Ok(socket) => Answer { fd: Some(socket), ..Answer::new(DONE, "") },
+        Err(errno) => Answer::new(REFUSED, errno.raw_os_error().to_string()),
+    }
 }
 
 /// Connects, without waiting for a front end that is busy.

@@ -48,6 +48,9 @@ fn owner_of_top(disk: &Disk) -> Result<(Identity, String), String> {
     let top = layers.first().and_then(|top| Some((top.name(), top.file()?)));
     let (name, file) = top.ok_or_else(|| String::from("there is no image"))?;
     let shown = quoted(name);
+    if file.nbd_address().is_some() {
+        return Err(format!("{shown} is an NBD export"));
+    }
     if file.kind() != Kind::Regular {
         return Err(format!("{shown} is a device"));
     }

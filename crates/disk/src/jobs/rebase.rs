@@ -18,7 +18,7 @@ use crate::layer::{Layer, Node};
 use crate::live::{all_of, buffer, equal, pieces, snapshots_show_the_same};
 use crate::name::{FileName, printable};
 use crate::open::{identity_of, open_below};
-use crate::{Backing, Disk, Error, ErrorKind, ImageOptions, Progress, Source};
+use crate::{AllowedHost, Backing, Disk, Error, ErrorKind, ImageOptions, Progress, Source};
 
 /// Differences are found in units of this, bytes, or of a cluster where that is larger.
 const UNIT_MIN: u64 = 64 << 10;
@@ -67,6 +67,10 @@ fn allow(
     backing: &Backing,
 ) -> Result<(), Error> {
     let name = FileName::parse(&backing.file)?;
+    if let Some(address) = name.nbd {
+        options.allow_hosts.push(AllowedHost::Server(address.server));
+        return Ok(());
+    }
     let path = crate::name::beside(image, &name);
     let directory = path.parent().filter(|directory| !directory.as_os_str().is_empty());
     let directory = directory.map_or_else(|| PathBuf::from("."), std::path::Path::to_path_buf);

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use ringdisk_qcow2::{Compressed, Extent, ExtentKind, GuestOffset, HostOffset, Qcow2};
 use ringdisk_ring::{Errno, IoBuf, Ring};
-use ringdisk_storage::{Kind as StorageKind, Storage};
+use ringdisk_storage::{Kind as StorageKind, NbdAddress, Storage};
 
 use crate::task_mutex::TaskGuard;
 use crate::{Format, NullOptions};
@@ -234,6 +234,11 @@ impl Layer {
             Node::Raw(raw) => Some(&raw.storage),
             Node::Qcow2(image) => Some(image.file()),
         }
+    }
+
+    /// Address of the image, if it is an export of an NBD server.
+    pub fn export(&self) -> Option<&NbdAddress> {
+        self.file().and_then(|file| file.nbd_address())
     }
 
     /// The image file and, where there is one, the external data file.

@@ -202,6 +202,7 @@ impl Disk {
     fn check_others(&self, layers: &[Arc<Layer>]) -> Result<(), Error> {
         let own = self.shown_on.load(Ordering::Acquire);
         let lies_on = |storage: &Storage| match storage.kind() {
+            _ if storage.nbd_address().is_some() => false,
             Kind::BlockDevice => behind_loop_device(storage) == Some(own),
             _ => storage.identity().is_some_and(|(on, _)| on == own),
         };

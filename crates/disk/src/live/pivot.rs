@@ -370,7 +370,7 @@ pub(super) fn name_of_base(graph: &Graph, options: CommitOptions) -> Result<Name
         ));
     };
     let parsed = FileName::parse(&name)?;
-    if parsed.path.is_absolute() || upper.directory == lower.directory {
+    if parsed.nbd.is_some() || parsed.path.is_absolute() || upper.directory == lower.directory {
         return Ok((name, format));
     }
     match &lower.directory {

@@ -68,7 +68,12 @@ pub fn guess(storage: &Storage, head: &[u8]) -> Result<Format, Error> {
     guessed(&printable(storage.name().as_bytes()), probe(head), is_noted, is_device)
 }
 
-fn guessed(shown: &str, probed: Probed, is_noted: bool, is_device: bool) -> Result<Format, Error> {
+pub(super) fn guessed(
+    shown: &str,
+    probed: Probed,
+    is_noted: bool,
+    is_device: bool,
+) -> Result<Format, Error> {
     match probed {
         Probed::Raw => Ok(Format::Raw),
         looks_like if is_noted || is_device => Err(is_unclear(shown, looks_like, is_noted)),
@@ -77,7 +82,7 @@ fn guessed(shown: &str, probed: Probed, is_noted: bool, is_device: bool) -> Resu
 }
 
 /// The error for a raw image that a guest will write, without a stated format.
-fn raw_is_asked(shown: &str) -> Error {
+pub(super) fn raw_is_asked(shown: &str) -> Error {
     let text = format!(
         "'{shown}' is not a qcow2 image, and nobody said that it is raw: its guest may write \
          anything into a raw disk, so that is not guessed; say `--format raw`"
@@ -95,7 +100,7 @@ fn is_unclear(shown: &str, looks_like: Probed, is_noted: bool) -> Error {
     let why = if is_noted {
         "it was used as raw"
     } else {
-        "it is a device, which keeps no note of its format"
+        "a device or an export keeps no note of its format"
     };
     let text = format!(
         "'{shown}' begins like an image of the format {looks}, but {why}, so its guest may have \

@@ -7,6 +7,7 @@
 //!
 //! Control path; runs on the thread that owns `ring`.
 
+mod export;
 mod guess;
 mod layer;
 pub(crate) mod locks;
@@ -41,9 +42,26 @@ pub(crate) use layer::{
 pub use noting::note_file;
 pub(crate) use overlay::{create_file, over, remove, sync_directory};
 
-/// An image that is open as a file, and what is known about it.
+/// An image that was found.
+enum Found {
+    /// A file, open.
+    File(Opened),
+    /// An NBD export, connected.
+    Export(Arc<Storage>),
+}
+
+impl Found {
+    fn identity(&self) -> Option<(u64, u64)> {
+        match self {
+            Found::File(opened) => Some(opened.identity),
+            Found::Export(storage) => identity_of(storage),
+        }
+    }
+}
+
+/// An image that was found, and what is known about it.
 struct Candidate {
-    opened: Opened,
+    found: Found,
     /// As the user sees it.
     name: PathBuf,
     /// Where relative names inside the image start; `None` for an inherited descriptor.
@@ -218,7 +236,7 @@ impl<'a> Opening<'a> {
 
     /// Opens the image that the user named with all below it.
     async fn all(&mut self, source: Source, parts: &mut Parts) -> Result<(), Error> {
-        let (candidate, held) = self.top(source, parts)?;
+        let (candidate, held) = self.top(source, parts).await?;
         self.chain(candidate, held.as_ref().map(|held| (held, parts))).await?;
         self.note_names().await;
         Ok(())
@@ -252,12 +270,18 @@ impl<'a> Opening<'a> {
         candidate: Candidate,
         fallback: Option<(&Held, &mut Parts)>,
     ) -> Result<Option<Candidate>, Error> {
-        if let Some(at) = self.seen.iter().position(|id| *id == candidate.opened.identity) {
+        let identity = candidate.found.identity();
+        if let Some(at) = self.seen.iter().position(|id| Some(*id) == identity) {
             return Err(self.looped(&candidate.name, at));
         }
-        self.seen.push(candidate.opened.identity);
+        self.seen.extend(identity);
         let writable = !candidate.read_only;
-        let storage = self.storage(candidate.opened, &candidate.name, candidate.read_only).await?;
+        let storage = match candidate.found {
+            Found::File(opened) => {
+                self.storage(opened, &candidate.name, candidate.read_only).await?
+            }
+            Found::Export(storage) => storage,
+        };
         let name = candidate.name;
         let named = Reached {
             name: &name,

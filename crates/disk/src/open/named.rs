@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 use ringdisk_storage::Storage;
 
-use super::{Candidate, Opening};
+use super::export::refuse_export;
+use super::{Candidate, Found, Opening};
 use crate::name::{FileName, beside, printable_path, shell_name, shell_path, shell_word};
 use crate::resolve::Resolver;
 use crate::{Error, ErrorKind, Format, format_note};
@@ -42,6 +43,10 @@ impl Opening<'_> {
                 "an offset or a size can be given for raw images only",
             ));
         }
+        if let Some(address) = &parsed.nbd {
+            let candidate = self.export_below(&parsed, address, format)?;
+            return Ok((String::from_utf8_lossy(file).into_owned(), candidate));
+        }
         let path = self.path_of(&parsed, directory)?;
         let opened = self.resolver.open(&path, self.access(true))?;
         if format == Format::Qcow2 && format_note::is_raw(&opened.fd) {
@@ -64,7 +69,7 @@ impl Opening<'_> {
             name.to_string_lossy().into_owned()
         };
         let candidate = Candidate {
-            opened,
+            found: Found::File(opened),
             name,
             directory: path.parent().map(Path::to_path_buf),
             format,
@@ -90,7 +95,11 @@ impl Opening<'_> {
         directory: Option<&Path>,
         role: Role<'_>,
     ) -> Result<(), Error> {
-        let path = self.path_of(&FileName::parse(file)?, directory)?;
+        let parsed = FileName::parse(file)?;
+        if let Some(address) = &parsed.nbd {
+            return self.check_host(address);
+        }
+        let path = self.path_of(&parsed, directory)?;
         let allowed = match role {
             Role::Backing(_) => &self.allowed,
             Role::Data => &self.allowed_files,
@@ -124,7 +133,11 @@ impl Opening<'_> {
         file: &[u8],
         directory: Option<&Path>,
     ) -> Result<bool, Error> {
-        let path = self.path_of(&FileName::parse(file)?, directory)?;
+        let parsed = FileName::parse(file)?;
+        if let Some(address) = &parsed.nbd {
+            return Ok(self.check_host(address).is_ok());
+        }
+        let path = self.path_of(&parsed, directory)?;
         Ok(self.allowed_files.open(&path, self.access(true)).is_ok())
     }
 
@@ -139,7 +152,11 @@ impl Opening<'_> {
         of: &Path,
         directory: Option<&Path>,
     ) -> Result<(), Error> {
-        let path = self.path_of(&FileName::parse(file)?, directory)?;
+        let parsed = FileName::parse(file)?;
+        if let Some(address) = &parsed.nbd {
+            return self.check_host(address);
+        }
+        let path = self.path_of(&parsed, directory)?;
         let reaches = |resolver: &Resolver| resolver.open(&path, self.access(true)).is_ok();
         if reaches(&self.allowed) || reaches(&self.known_files) {
             return Ok(());
@@ -157,6 +174,7 @@ impl Opening<'_> {
 
     /// The absolute path of a file that an image names.
     fn path_of(&self, name: &FileName, directory: Option<&Path>) -> Result<PathBuf, Error> {
+        debug_assert!(name.nbd.is_none(), "an export has no path");
         if name.path.is_absolute() {
             return Ok(name.path.clone());
         }
@@ -179,6 +197,7 @@ impl Opening<'_> {
         writable: bool,
     ) -> Result<(PathBuf, Arc<Storage>), Error> {
         let parsed = FileName::parse(file)?;
+        refuse_export(&parsed, "a data file")?;
         if parsed.format == Some(Format::Qcow2)
             || parsed.raw_offset != 0
             || parsed.raw_size.is_some()

@@ -18,8 +18,8 @@ use rustix::io::Errno;
 use super::{Opening, identity_of, of_qcow2, of_storage, open_qcow2, qcow2_layer, storage_options};
 use crate::disk::Parts;
 use crate::layer::Layer;
-use crate::name::printable_path;
-use crate::{Cache, Disk, Error, ErrorKind, Format, ImageOptions, Source};
+use crate::name::{FileName, printable_path};
+use crate::{AllowedHost, Cache, Disk, Error, ErrorKind, Format, ImageOptions, Source};
 
 /// Names that are tried where the file system has no unnamed files.
 const NAMES_MAX: u32 = 100;
@@ -135,7 +135,11 @@ async fn kept(
     }
     drop((below, top));
     let mut known_paths = options.known_paths.clone();
-    if let Some(directory) = image.parent().filter(|parent| !parent.as_os_str().is_empty()) {
+    let mut allow_hosts = options.allow_hosts.clone();
+    if let Some(FileName { nbd: Some(address), .. }) = FileName::export_of(&image)? {
+        // The user has named it.
+        allow_hosts.push(AllowedHost::Server(address.server));
+    } else if let Some(directory) = image.parent().filter(|parent| !parent.as_os_str().is_empty()) {
         known_paths.push(directory.to_owned());
     } else {
         known_paths.push(PathBuf::from("."));
@@ -148,6 +152,7 @@ async fn kept(
         overlay: None,
         temporary: false,
         known_paths,
+        allow_hosts,
         ..options.clone()
     };
     let mut opening = Opening::new(ring, &overlay)?;
@@ -210,6 +215,15 @@ pub(crate) fn over(layer: &Layer, path: &Path) -> Result<CreateOptions, Error> {
             format!("'{shown}' cannot have an overlay: {reason}"),
         ))
     };
+    let create = |name: Vec<u8>| CreateOptions {
+        size: layer.size(),
+        backing_file: Some(name),
+        backing_format: Some(format.name().to_owned()),
+        ..CreateOptions::default()
+    };
+    if layer.export().is_some() && layer.differs_by_its_name().is_none() {
+        return Ok(create(layer.name().as_os_str().as_bytes().to_vec()));
+    }
     if layer.directory.is_none() {
         return refuse("it has no name that the overlay could record");
     }
@@ -229,12 +243,7 @@ pub(crate) fn over(layer: &Layer, path: &Path) -> Result<CreateOptions, Error> {
     if colon.is_some_and(|at| name[at] == b':') {
         name.splice(0..0, *b"./");
     }
-    Ok(CreateOptions {
-        size: layer.size(),
-        backing_file: Some(name),
-        backing_format: Some(format.name().to_owned()),
-        ..CreateOptions::default()
-    })
+    Ok(create(name))
 }
 
 /// Makes the name of a new file durable.

@@ -6,19 +6,24 @@
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-use super::{Candidate, Opening};
+use super::{Candidate, Found, Opening};
 use crate::disk::Parts;
-use crate::name::{printable, printable_path};
+use crate::name::{FileName, printable, printable_path};
 use crate::resolve::{Held, Opened, absolute, identify};
 use crate::{Error, ErrorKind, Source};
 
 impl Opening<'_> {
     /// Opens the image that the user named and finds its format.
-    pub(super) fn top(
+    pub(super) async fn top(
         &mut self,
         source: Source,
         parts: &mut Parts,
     ) -> Result<(Candidate, Option<Held>), Error> {
+        if let Source::Path(path) = &source
+            && let Some(name) = FileName::export_of(path)?
+        {
+            return Ok((self.top_export(name, parts).await?, None));
+        }
         let mut read_only = self.options.read_only;
         let (held, opened, name, directory) = match source {
             Source::Path(path) => {
@@ -45,7 +50,7 @@ impl Opening<'_> {
         };
         let is_guarded = !read_only && self.is_guarded(&opened.fd, &shown)?;
         let candidate = Candidate {
-            opened,
+            found: Found::File(opened),
             name,
             directory,
             format,

@@ -226,7 +226,7 @@ fn backing_formats_and_protocols_that_are_not_ours_are_refused() {
     let path = directory.path().join("top.qcow2");
     let cases = [
         ("base", "vmdk", ErrorKind::UnknownFormat, "vmdk"),
-        ("nbd://localhost/x", "raw", ErrorKind::Unsupported, "'nbd:'"),
+        ("nbd://localhost/x", "raw", ErrorKind::NotAllowed, "--allow-host localhost"),
         ("https://host/x", "qcow2", ErrorKind::Unsupported, "'https:'"),
         ("json:{\"driver\":\"raw\",\"file.filename\":\"x\"}", "qcow2", ErrorKind::Invalid, "raw"),
         ("nothing.raw", "raw", ErrorKind::NotFound, "nothing.raw"),

@@ -5,7 +5,7 @@ use std::path::Path;
 use ringdisk_testkit::sim::Prng;
 
 use crate::name::{FileName, NAME_BYTES_MAX};
-use crate::{ErrorKind, Format};
+use crate::{AllowedHost, ErrorKind, Format};
 
 fn path_of(name: &str) -> String {
     let parsed = FileName::parse(name.as_bytes()).expect("name");
@@ -32,7 +32,7 @@ fn the_file_prefix_is_dropped() {
 
 #[test]
 fn protocols_are_refused_by_name() {
-    for name in ["nbd://host/x", "http://host/x", "rbd:pool/x", "fat:dir", "x:y", ":x"] {
+    for name in ["http://host/x", "rbd:pool/x", "fat:dir", "x:y", ":x"] {
         let error = FileName::parse(name.as_bytes()).expect_err("refused");
         assert_eq!(error.kind(), ErrorKind::Unsupported, "{name}");
         let protocol = name.split(':').next().expect("word");
@@ -85,7 +85,7 @@ fn a_json_name_can_cut_the_chain() {
 #[test]
 fn json_names_of_anything_else_are_refused() {
     let unsupported = [
-        r#"{"driver":"nbd","host":"h"}"#,
+        r#"{"driver":"nbd","host":"h","tls-creds":"t"}"#,
         r#"{"driver":"qcow2","file":{"driver":"https","url":"x"}}"#,
         r#"{"driver":"qcow2","file":"node0"}"#,
         r#"{"driver":"qcow2","encrypt.format":"aes","file.filename":"x"}"#,
@@ -145,5 +145,52 @@ fn random_names_are_taken_or_refused() {
             name.extend_from_slice(&byte[..usize::from(byte[0] < 16)]);
         }
         let _ = FileName::parse(&name);
+    }
+}
+
+#[test]
+fn addresses_of_nbd_exports_are_understood_in_every_form() {
+    let unix = "nbd+unix:///n?socket=/s";
+    for (name, uri) in [
+        ("nbd://host/x", "nbd://host/x"),
+        ("nbd:unix:/s:exportname=n", unix),
+        (r#"json:{"driver":"nbd","server":{"type":"unix","path":"/s"},"export":"n"}"#, unix),
+        (r#"json:{"driver":"nbd","path":"/s","export":"n"}"#, unix),
+        (r#"json:{"server.type":"unix","server.path":"/s","export":"n","driver":"nbd"}"#, unix),
+        (r#"json:{"driver":"raw","file":{"driver":"nbd","path":"/s","export":"n"}}"#, unix),
+        (r#"json:{"driver":"nbd","host":"h","port":"5","reconnect-delay":3}"#, "nbd://h:5/"),
+    ] {
+        let parsed = FileName::parse(name.as_bytes()).expect(name);
+        assert_eq!(parsed.path.to_str(), Some(uri), "{name}");
+        assert!(parsed.nbd.is_some());
+        assert_eq!(parsed.seen_from("/srv".as_ref()).to_str(), Some(uri));
+    }
+    for name in [
+        "nbds://host/x",
+        r#"json:{"driver":"nbd"}"#,
+        r#"json:{"driver":"nbd","path":"/s","host":"h"}"#,
+        r#"json:{"driver":"nbd","host":"h","port":0}"#,
+        r#"json:{"driver":"nbd","host":"h","port":65536}"#,
+        r#"json:{"driver":"nbd","path":"/s","tls-creds":"t"}"#,
+        r#"json:{"driver":"nbd","path":"/s","other":1}"#,
+        r#"json:{"driver":"nbd","server":"/s"}"#,
+    ] {
+        assert!(FileName::parse(name.as_bytes()).is_err(), "{name}");
+    }
+}
+
+#[test]
+fn hosts_are_allowed_by_name_by_port_and_by_socket() {
+    let server = |uri: &str| FileName::parse(uri.as_bytes()).unwrap().nbd.unwrap().server;
+    let allows =
+        |host: &str, uri: &str| host.parse::<AllowedHost>().expect(host).allows(&server(uri));
+    assert!(allows("Host", "nbd://host:5/x") && allows("host:5", "nbd://host:5/x"));
+    assert!(!allows("host:5", "nbd://host/x") && !allows("other", "nbd://host/x"));
+    assert!(allows("[::1]:10809", "nbd://[::1]/") && allows("::1", "nbd://[::1]:7/"));
+    assert!(allows("unix:/s", "nbd+unix:///x?socket=/s"));
+    assert!(!allows("unix:/t", "nbd+unix:///x?socket=/s"));
+    assert!(!allows("host", "nbd+unix:///x?socket=host"));
+    for wrong in ["", "a b", "host:", "host:0", "host:x", "unix:", "nbd://host", "[::1", "a@b"] {
+        assert!(wrong.parse::<AllowedHost>().is_err(), "{wrong}");
     }
 }

@@ -48,6 +48,11 @@ impl Ring {
         })
     }
 
+    /// Whether both are handles of one ring.
+    pub fn is(&self, other: &Ring) -> bool {
+        Rc::ptr_eq(&self.0, &other.0)
+    }
+
     /// A handle for other threads.
     pub fn remote(&self) -> Remote {
         Remote(Arc::clone(&self.0.shared))

@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use clap::{Args, ValueHint};
 use ringdisk_daemon::size::{parse_size, parse_time};
-use ringdisk_disk::{Cache, DetectZeroes, Discard, Format};
+use ringdisk_disk::{AllowedHost, Cache, DetectZeroes, Discard, Format};
 
 use crate::cli::words::{
-    CacheSize, DETECT_ZEROES, DISCARD, one_of, parse_cache_size, parse_switch,
+    CacheSize, DETECT_ZEROES, DISCARD, one_of, parse_cache_size, parse_host, parse_switch,
 };
 use crate::cli::{cache_parser, format_parser, is_named_qcow2};
 
@@ -18,9 +18,10 @@ use crate::cli::{cache_parser, format_parser, is_named_qcow2};
 pub(crate) struct ImageArgs {
     /// Serve a disk of SIZE bytes that keeps nothing, instead of an image
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options",
-          conflicts_with_all = ["create", "format", "cache", "direct", "allow_path", "force_share",
-                                "offset", "size", "partition", "snapshot", "overlay", "discard",
-                                "discard_no_unref", "detect_zeroes", "lazy_refcounts",
+          conflicts_with_all = ["create", "format", "cache", "direct", "allow_path",
+                                "allow_host", "reconnect", "force_share", "offset", "size",
+                                "partition", "snapshot", "overlay", "discard", "discard_no_unref",
+                                "detect_zeroes", "lazy_refcounts",
                                 "metadata_cache"])]
     pub(crate) null: Option<u64>,
 
@@ -123,6 +124,21 @@ pub(crate) struct ImageArgs {
     #[arg(long, value_name = "DIR", value_hint = ValueHint::AnyPath, help_heading = "Image \
         options")]
     pub(crate) allow_path: Vec<PathBuf>,
+
+    /// A server that backing file names of IMAGE may lead to, if they are NBD exports: HOST,
+    /// HOST:PORT or unix:PATH
+    ///
+    /// The server of an IMAGE that is an export itself needs no leave. May be given several times.
+    #[arg(long, value_name = "HOST", value_parser = parse_host, help_heading = "Image options")]
+    pub(crate) allow_host: Vec<AllowedHost>,
+
+    /// How long requests to an NBD export wait when the connection is lost, such as 5m; then they
+    /// fail, until the server is back [default: 30s]
+    ///
+    /// 0s: not at all. Reads are repeated over the new connection, and so are writes if the server
+    /// ended the old one. Counts for the exports of the backing chain, too.
+    #[arg(long, value_name = "TIME", value_parser = parse_time, help_heading = "Image options")]
+    pub(crate) reconnect: Option<Duration>,
 
     /// Read IMAGE although another program is writing to it; needs --read-only
     #[arg(short = 'U', long, requires = "read_only", help_heading = "Image options")]

@@ -4,9 +4,10 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
 use ringdisk_daemon::size::parse_size;
-use ringdisk_disk::Format;
+use ringdisk_disk::{AllowedHost, Format};
 
 use crate::cli::format_parser;
+use crate::cli::words::parse_host;
 
 /// How a result is printed.
 #[derive(Args, Clone, Debug)]
@@ -36,6 +37,11 @@ pub(crate) struct PoolArgs {
     /// when a sandbox served it last.
     #[arg(long, value_name = "DIR", value_hint = ValueHint::AnyPath)]
     pub(crate) allow_path: Vec<PathBuf>,
+
+    /// A server that names of NBD exports inside an image may lead to: HOST, HOST:PORT or
+    /// unix:PATH (repeatable)
+    #[arg(long, value_name = "HOST", value_parser = parse_host)]
+    pub(crate) allow_host: Vec<AllowedHost>,
 }
 
 /// What a command that only looks at an image needs.

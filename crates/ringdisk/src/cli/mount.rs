@@ -56,7 +56,8 @@ Examples:
                       ringdisk mount [OPTIONS] --null SIZE MOUNTPOINT"
 )]
 pub(crate) struct MountArgs {
-    /// The image: a regular file or a block device (with --null: the MOUNTPOINT)
+    /// The image: a regular file, a block device or the address of an NBD export (with --null: the
+    /// MOUNTPOINT)
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     image: PathBuf,
 

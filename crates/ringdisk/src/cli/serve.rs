@@ -82,7 +82,7 @@ pub(crate) struct ServeArgs {
     #[command(flatten)]
     words: DiskWords,
 
-    /// The image: a regular file or a block device
+    /// The image: a regular file, a block device or the address of an NBD export
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath, conflicts_with = "null")]
     image: Option<PathBuf>,
 

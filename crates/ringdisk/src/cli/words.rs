@@ -4,11 +4,16 @@ use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use ringdisk_daemon::confine::Confinement;
 use ringdisk_daemon::size::parse_size;
-use ringdisk_disk::{DetectZeroes, Discard};
+use ringdisk_disk::{AllowedHost, DetectZeroes, Discard};
 use ringdisk_export::Numa;
 use ringdisk_fuse::{Stay, Transport, ZeroCopy};
 use ringdisk_qcow2::Preallocation;
 use ringdisk_vhost::export::{Engine, OnError, Packed, Second};
+
+/// Reads a server of `--allow-host`.
+pub(crate) fn parse_host(text: &str) -> Result<AllowedHost, String> {
+    text.parse().map_err(|error: ringdisk_disk::Error| error.to_string())
+}
 
 /// The words of an option: each with what it means, for the help, and its value.
 pub(crate) type Words<T> = [(&'static str, &'static str, T)];

@@ -19,6 +19,7 @@ pub(crate) fn run(args: &CommitArgs) -> Result<(), Failure> {
         trust_base_format: args.base_format == Some(Format::Raw),
         cache: args.cache,
         allow_paths: args.pool.allow_path.clone(),
+        allow_hosts: args.pool.allow_host.clone(),
         ..ImageOptions::default()
     };
     let disk = runtime.block_on(Disk::open(&ring, Source::Path(args.file.clone()), &options))?;

@@ -81,6 +81,7 @@ fn open(
         read_only: true,
         cache: args.cache,
         allow_paths: args.pool.allow_path.clone(),
+        allow_hosts: args.pool.allow_host.clone(),
         force_share: args.force_share,
         ..ImageOptions::default()
     };

@@ -8,9 +8,11 @@ use std::sync::Arc;
 
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::new_file::{NewFiles, check_new_name};
+use ringdisk_daemon::size::human_size_exact;
 use ringdisk_daemon::terminal::{self, visible};
 use ringdisk_disk::jobs::{self, ConvertOptions, ConvertReport, SPARSE_BYTES_DEFAULT};
-use ringdisk_disk::{Disk, Format, ImageOptions, Layer, Source};
+use ringdisk_disk::name::is_export;
+use ringdisk_disk::{AllowedHost, Disk, Format, ImageOptions, Layer, Source};
 use ringdisk_qcow2::{Bitmap, Qcow2};
 use ringdisk_ring::Runtime;
 use ringdisk_storage::Kind;
@@ -116,6 +118,7 @@ fn open_source(
         read_only: true,
         cache: args.source_cache,
         allow_paths: args.pool.allow_path.clone(),
+        allow_hosts: args.pool.allow_host.clone(),
         force_share: args.force_share,
         ..ImageOptions::default()
     };
@@ -176,8 +179,12 @@ impl Work<'_> {
         bitmaps: &[Bitmap],
     ) -> Result<ConvertReport, Failure> {
         let ring = runtime.ring().clone();
-        if !self.args.no_create {
-            check_new_name(self.target)?;
+        // A raw export is made already, and a server may serve one client only.
+        let is_made = is_export(self.target) && self.format == Format::Raw;
+        if !self.args.no_create && !is_made {
+            if !is_export(self.target) {
+                check_new_name(self.target)?;
+            }
             let names: Vec<Arc<Layer>> = from.layers();
             if names.iter().any(|layer| is_same(layer.name(), self.target)) {
                 return Err(usage(format!(
@@ -188,6 +195,17 @@ impl Work<'_> {
             runtime.block_on(self.image.make(&ring, self.target, from.size(), fresh))?;
         }
         let to = self.open_target(runtime)?;
+        if is_made && to.size() < from.size() {
+            return Err(Failure::new(
+                Exit::Image,
+                format!(
+                    "the export '{}' has {} and cannot hold a disk of {}",
+                    self.target.display(),
+                    human_size_exact(to.size()),
+                    human_size_exact(from.size())
+                ),
+            ));
+        }
         let target_is_zero = match self.args.no_create {
             true => self.args.target_is_zero,
             // A raw device keeps what it held.
@@ -212,16 +230,21 @@ impl Work<'_> {
 
     fn open_target(&self, runtime: &mut Runtime) -> Result<Arc<Disk>, Failure> {
         let mut allow_paths = self.args.pool.allow_path.clone();
+        let mut allow_hosts = self.args.pool.allow_host.clone();
         // The user has just named the backing file, so it may be where it is.
         if let Some(name) = self.image.backing() {
             let parsed = ringdisk_disk::name::FileName::parse(name.as_bytes())?;
             let path = crate::commands::create::backing_path(self.target, &parsed);
-            allow_paths.push(path);
+            match parsed.nbd {
+                Some(address) => allow_hosts.push(AllowedHost::Server(address.server)),
+                None => allow_paths.push(path),
+            }
         }
         let options = ImageOptions {
             format: Some(self.format),
             cache: self.args.target_cache,
             allow_paths,
+            allow_hosts,
             ..ImageOptions::default()
         };
         let ring = runtime.ring().clone();

@@ -8,7 +8,7 @@ use ringdisk_daemon::new_file::{NewFiles, check_new_name};
 use ringdisk_daemon::signals::{Phase, Watcher};
 use ringdisk_daemon::terminal::{self, shell_word};
 use ringdisk_disk::name::FileName;
-use ringdisk_disk::{Disk, Format, ImageOptions, Source};
+use ringdisk_disk::{AllowedHost, Disk, Format, ImageOptions, Source};
 use ringdisk_qcow2::limits::SECTOR;
 use ringdisk_ring::Runtime;
 use ringdisk_storage::Storage;
@@ -134,12 +134,16 @@ impl Backing {
     ) -> Result<Backing, Failure> {
         let parsed = FileName::parse(name.as_bytes())?;
         let path = backing_path(file, &parsed);
+        // What the user names here is allowed.
+        let named = parsed.nbd.as_ref().map(|it| AllowedHost::Server(it.server.clone()));
+        let allow_hosts = [args.pool.allow_host.clone(), named.into_iter().collect()].concat();
         let options = ImageOptions {
             format: image.backing_format()?.or(parsed.format),
             read_only: true,
             window_offset: parsed.raw_offset,
             window_size: parsed.raw_size,
             allow_paths: args.pool.allow_path.clone(),
+            allow_hosts,
             ..ImageOptions::default()
         };
         let has_window = parsed.raw_offset != 0 || parsed.raw_size.is_some();
@@ -170,6 +174,15 @@ impl Backing {
 
     /// Says what opening the new image will need, if that is more than usual.
     fn explain(&self, file: &Path) {
+        let layers = self.disk.layers();
+        if let Some(address) = layers.first().and_then(|top| top.export()) {
+            let server = &address.server;
+            terminal::note(format_args!(
+                "the backing file is an NBD export, so opening the image needs --allow-host {}",
+                shell_word(server.host().unwrap_or(&server.to_string()))
+            ));
+            return;
+        }
         let directory = match file.parent() {
             Some(directory) if !directory.as_os_str().is_empty() => directory,
             _ => Path::new("."),
@@ -190,7 +203,7 @@ impl Backing {
 
 /// Where a backing file that an image names is: a relative name starts at the image.
 pub(crate) fn backing_path(file: &Path, name: &FileName) -> PathBuf {
-    file.parent().unwrap_or(Path::new("")).join(&name.path)
+    name.seen_from(file.parent().unwrap_or(Path::new("")))
 }
 
 /// Whether two names lead to one file.

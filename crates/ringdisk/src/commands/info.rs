@@ -41,6 +41,7 @@ fn alone(runtime: &mut Runtime, args: &InfoArgs) -> Result<Arc<Disk>, Failure> {
         format: args.look.format,
         read_only: true,
         allow_paths: args.look.pool.allow_path.clone(),
+        allow_hosts: args.look.pool.allow_host.clone(),
         force_share: args.look.force_share,
         without_backing: true,
         ..ImageOptions::default()
@@ -80,7 +81,7 @@ fn full_backing_name(layer: &Layer) -> Option<String> {
     match FileName::parse(name) {
         Ok(parsed) if !text.starts_with("json:") => {
             let directory = layer.name().parent().unwrap_or(Path::new(""));
-            Some(directory.join(&parsed.path).to_string_lossy().into_owned())
+            Some(parsed.seen_from(directory).to_string_lossy().into_owned())
         }
         _ => Some(text),
     }
@@ -126,6 +127,7 @@ fn human(out: &mut impl Write, layer: &Layer) -> io::Result<()> {
 fn child(out: &mut impl Write, layer: &Layer) -> io::Result<()> {
     let Some(file) = layer.file() else { return Ok(()) };
     let kind = match file.kind() {
+        _ if file.nbd_address().is_some() => "nbd",
         Kind::BlockDevice => "host_device",
         Kind::Regular | Kind::Custom => "file",
     };

@@ -50,6 +50,7 @@ pub(crate) fn open_for_reading(
         format,
         read_only: true,
         allow_paths: pool.allow_path.clone(),
+        allow_hosts: pool.allow_host.clone(),
         force_share,
         ..ImageOptions::default()
     };

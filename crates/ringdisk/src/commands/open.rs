@@ -12,6 +12,7 @@ use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::new_file::{NewFiles, check_new_name};
 use ringdisk_daemon::size::human_size;
 use ringdisk_daemon::terminal::{self, shell_word};
+use ringdisk_disk::name::is_export;
 use ringdisk_disk::{Cache, Disk, Error, ErrorKind, Format, ImageOptions, NullOptions, Source};
 
 use crate::cli::ImageArgs;
@@ -88,6 +89,8 @@ impl<'a> ImagePlan<'a> {
             window_size,
             partition: args.partition.filter(|_| self.window.is_none()),
             allow_paths: args.allow_path.iter().map(|path| self.lasting(path)).collect(),
+            allow_hosts: args.allow_host.clone(),
+            reconnect: args.reconnect,
             force_share: args.force_share,
             metadata_cache_bytes: args.metadata_cache.bytes(),
             discard: args.discard,
@@ -144,6 +147,7 @@ impl<'a> ImagePlan<'a> {
         if let Some((top, format)) = &self.top {
             // The images below may lie where those of the command line do.
             let known = [Some(image), options.overlay.as_ref()].into_iter().flatten();
+            let known = known.filter(|path| !is_export(path));
             let known: Vec<_> = known
                 .flat_map(|path| [path.parent(), path.exists().then_some(path.as_path())])
                 .flatten()
@@ -180,7 +184,7 @@ impl<'a> ImagePlan<'a> {
         let shown = shell_word(&image.display().to_string());
         match kind {
             // A name that an image contains is not one that --create could make.
-            ErrorKind::NotFound if !image.exists() => {
+            ErrorKind::NotFound if !is_export(image) && !image.exists() => {
                 failure.hint(format!("add `--create 10G` to make '{shown}'"))
             }
             _ => failure,
@@ -209,7 +213,7 @@ impl<'a> ImagePlan<'a> {
     /// chain are named by each other, and opened again, while it serves.
     fn lasting(&self, path: &Path) -> PathBuf {
         match std::path::absolute(path) {
-            Ok(whole) if self.leaves_directory => whole,
+            Ok(whole) if self.leaves_directory && !is_export(path) => whole,
             _ => path.to_owned(),
         }
     }
@@ -217,6 +221,7 @@ impl<'a> ImagePlan<'a> {
     /// For headings: the absolute name of the image.
     pub(crate) fn name(&self) -> String {
         match &self.image {
+            Some(image) if is_export(image) => image.to_string_lossy().into_owned(),
             Some(image) => std::path::absolute(image)
                 .unwrap_or_else(|_| image.clone())
                 .to_string_lossy()
@@ -245,7 +250,8 @@ impl<'a> ImagePlan<'a> {
 
 /// Where a command line lets images lie.
 pub(crate) fn reach(args: &ImageArgs, image: Option<&Path>) -> Reach {
-    Reach::of(image.into_iter().chain(args.overlay.as_deref()), &args.allow_path)
+    let images = image.into_iter().chain(args.overlay.as_deref());
+    Reach::of(images.filter(|image| !is_export(image)), &args.allow_path)
 }
 
 /// What `--create` makes, and how large, bytes.

@@ -82,7 +82,8 @@ impl OwnImage {
             return Err(unsupported(format!("'{shown}' does not name its external data file")));
         };
         let parsed = FileName::parse(name)?;
-        if parsed.format == Some(Format::Qcow2)
+        if parsed.nbd.is_some()
+            || parsed.format == Some(Format::Qcow2)
             || parsed.raw_offset != 0
             || parsed.raw_size.is_some()
         {

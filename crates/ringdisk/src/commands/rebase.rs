@@ -40,6 +40,7 @@ pub(crate) fn run(args: &RebaseArgs) -> Result<(), Failure> {
         format: args.format,
         cache: args.cache,
         allow_paths: args.pool.allow_path.clone(),
+        allow_hosts: args.pool.allow_host.clone(),
         ..ImageOptions::default()
     };
     let work = jobs::Rebase { backing, header_only: args.backing_unsafe };

@@ -19,6 +19,7 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<(), Failure> {
     let options = ImageOptions {
         format: args.format,
         allow_paths: args.pool.allow_path.clone(),
+        allow_hosts: args.pool.allow_host.clone(),
         ..ImageOptions::default()
     };
     let disk = runtime.block_on(Disk::open(&ring, Source::Path(args.file.clone()), &options))?;

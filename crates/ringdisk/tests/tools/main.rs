@@ -9,4 +9,5 @@ mod common;
 mod copy;
 mod create;
 mod mount;
+mod nbd;
 mod readme;

@@ -20,6 +20,9 @@ fn tasks_arrive_as_they_were_told() {
         mount,
         files,
         fronts,
+        servers: ["unix:/run/nbd sock", "127.0.0.1:10809", "[::1]:5"]
+            .map(|server| server.parse().expect("an endpoint"))
+            .to_vec(),
         directories,
         trees: vec![(PathBuf::from("/allowed"), (8, 9))],
         maker: User::new(5, 0),
@@ -33,7 +36,18 @@ fn tasks_arrive_as_they_were_told() {
     };
     assert_eq!(told(&tasks), Some(tasks));
     assert_eq!(told(&Tasks::default()), Some(Tasks::default()));
-    for message in [&b"m/mnt"[..], b"m/mnt\x00x", b"f/file\x001", b"d/srv\x001", b"x", b"", b".."] {
+    for message in [
+        &b"n"[..],
+        b"nhost:1",
+        b"nunix:/a\x00b",
+        b"m/mnt",
+        b"m/mnt\x00x",
+        b"f/file\x001",
+        b"d/srv\x001",
+        b"x",
+        b"",
+        b"..",
+    ] {
         assert_eq!(Tasks::default().take(message), None);
     }
 }
@@ -130,4 +144,24 @@ fn only_sockets_that_it_was_told_of_are_connected() {
     assert_eq!(connect("other"), (REFUSED, false));
     drop(listeners);
     assert_eq!(connect("told"), (REFUSED, false));
+}
+
+#[test]
+fn only_servers_that_it_was_told_of_are_connected() {
+    let directory = tempfile::tempdir().expect("directory");
+    let endpoint = |name: &str| format!("unix:{}", directory.path().join(name).display());
+    let listeners = ["told", "other"]
+        .map(|name| UnixListener::bind(directory.path().join(name)).expect("bind"));
+    let servers = vec![endpoint("told").parse().expect("an endpoint")];
+    let tasks = Tasks { servers, ..Tasks::default() };
+    let held = tasks.hold();
+    let connect = |name: &str| {
+        let answer = tasks.carry_out(&[b"O", endpoint(name).as_bytes()].concat(), &held);
+        (answer.kind, answer.fd.is_some())
+    };
+    assert_eq!(connect("told"), (DONE, true));
+    assert_eq!(connect("other"), (REFUSED, false));
+    drop(listeners);
+    assert_eq!(connect("told"), (REFUSED, false));
+    assert_eq!(tasks.carry_out(b"O", &held).kind, REFUSED);
 }

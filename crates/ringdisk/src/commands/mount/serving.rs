@@ -311,6 +311,7 @@ impl<'a> Serving<'a> {
         let tasks = Tasks {
             mount: served.connection().map(|connection| (mountpoint.clone(), connection)),
             files,
+            servers: confine::servers_of(&self.disk),
             directories: self.plan.directories(&self.disk),
             trees: self.plan.trees(&self.disk),
             maker: user.user(),

@@ -95,12 +95,14 @@ pub(super) fn give_up(
         plan = confine::images(plan, disk.disk, disk.allowed, told_within);
     }
     files.extend(pidfile.and_then(Pidfile::identity));
+    let servers = disks.iter().flat_map(|disk| confine::servers_of(disk.disk)).collect();
     let fronts = disks.iter().filter_map(|disk| disk.front.clone()).collect();
     let kept = !mark.is_empty();
     let vhost = disks.iter().any(|disk| disk.has_kernel);
     let tasks = Tasks {
         files,
         fronts,
+        servers,
         directories: places,
         trees,
         maker: user.user(),

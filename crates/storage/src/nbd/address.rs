@@ -1,0 +1,345 @@
+//! Names of NBD exports: URIs, and the older form of QEMU.
+//!
+//! Promises: pure; nothing is connected or looked up here, and a name that is not understood is
+//! refused with the reason.
+//! Source: the NBD URI specification (doc/uri.md of the protocol); QEMU's documentation of its
+//! driver `nbd`.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::PathBuf;
+
+use ringdisk_nbd_protocol::numbers::NAME_BYTES_MAX;
+
+/// Port of servers that name none.
+pub const NBD_PORT: u16 = 10809;
+/// Longest path of a Unix socket (`sun_path` less its final zero), bytes.
+const SOCKET_PATH_BYTES_MAX: usize = 107;
+
+/// Where a server listens.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum NbdServer {
+    /// A Unix socket.
+    Unix(PathBuf),
+    /// A host (name or address, without brackets) and a port.
+    Tcp(String, u16),
+}
+
+impl NbdServer {
+    /// Where TCP addresses are compared by their host alone: `None` for a Unix socket.
+    pub fn host(&self) -> Option<&str> {
+        match self {
+            NbdServer::Unix(_) => None,
+            NbdServer::Tcp(host, _) => Some(host),
+        }
+    }
+}
+
+impl fmt::Display for NbdServer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            NbdServer::Unix(path) => write!(f, "unix:{}", path.display()),
+            NbdServer::Tcp(host, port) if host.contains(':') => write!(f, "[{host}]:{port}"),
+            NbdServer::Tcp(host, port) => write!(f, "{host}:{port}"),
+        }
+    }
+}
+
+/// An export of a server.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct NbdAddress {
+    /// The server.
+    pub server: NbdServer,
+    /// Name of the export; empty: the default one.
+    pub export: Vec<u8>,
+}
+
+/// The reason why a name is no address of an NBD export.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BadAddress(pub String);
+
+impl fmt::Display for BadAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for BadAddress {}
+
+fn bad<T>(why: impl Into<String>) -> Result<T, BadAddress> {
+    Err(BadAddress(why.into()))
+}
+
+impl NbdAddress {
+    /// Whether a name of an image begins as one of an NBD export does.
+    pub fn is_meant(name: &[u8]) -> bool {
+        let Some(at) = name.iter().position(|byte| *byte == b':' || *byte == b'/') else {
+            return false;
+        };
+        let scheme = name.get(..at).unwrap_or_default();
+        let schemes: [&[u8]; 8] = [
+            b"nbd",
+            b"nbds",
+            b"nbd+unix",
+            b"nbds+unix",
+            b"nbd+tcp",
+            b"nbds+tcp",
+            b"nbd+vsock",
+            b"nbds+vsock",
+        ];
+        name.get(at) == Some(&b':') && schemes.contains(&scheme)
+    }
+
+    /// Parses a name that [`NbdAddress::is_meant`].
+    ///
+    /// Errors: TLS and other transports, parts that are missing, malformed or unknown.
+    pub fn parse(name: &[u8]) -> Result<NbdAddress, BadAddress> {
+        let Ok(text) = std::str::from_utf8(name) else { return bad("the name is not UTF-8") };
+        let Some((scheme, rest)) = text.split_once(':') else { return bad("no NBD address") };
+        if scheme.starts_with("nbds") {
+            return bad("TLS is not supported in this version: use `nbd://`, over a tunnel");
+        }
+        let Some(rest) = rest.strip_prefix("//") else {
+            return if scheme == "nbd" { legacy(rest) } else { bad("the URI has no `//`") };
+        };
+        let (rest, fragment) = rest.split_once('#').unwrap_or((rest, ""));
+        if !fragment.is_empty() {
+            return bad("the URI has a fragment (`#…`)");
+        }
+        let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
+        let (authority, path) = match rest.find('/') {
+            Some(at) => rest.split_at(at),
+            None => (rest, ""),
+        };
+        let export = decoded(path.strip_prefix('/').unwrap_or(path))?;
+        let socket = socket_of(query)?;
+        let server = match (scheme, socket) {
+            ("nbd+unix", Some(_)) if !authority.is_empty() => {
+                return bad("a Unix socket has no host: `nbd+unix:///NAME?socket=PATH`");
+            }
+            ("nbd+unix", Some(path)) => unix(path)?,
+            ("nbd+unix", None) => return bad("`nbd+unix:///NAME` needs `?socket=PATH`"),
+            ("nbd" | "nbd+tcp", None) => tcp(authority)?,
+            ("nbd" | "nbd+tcp", Some(_)) => {
+                return bad("`socket=` belongs to `nbd+unix:///NAME?socket=PATH`");
+            }
+            _ => return bad(format!("the transport of `{scheme}:` is not supported")),
+        };
+        NbdAddress::new(server, export)
+    }
+
+    /// * `export`: at most 4096 bytes, without zero bytes.
+    ///
+    /// Errors: another name.
+    pub fn new(server: NbdServer, export: Vec<u8>) -> Result<NbdAddress, BadAddress> {
+        if export.len() > NAME_BYTES_MAX {
+            return bad(format!("the export's name is longer than {NAME_BYTES_MAX} bytes"));
+        }
+        if export.contains(&0) {
+            return bad("the export's name contains a zero byte");
+        }
+        Ok(NbdAddress { server, export })
+    }
+
+    /// The export of a server on a Unix socket.
+    ///
+    /// Errors: a path that no socket can have; as [`NbdAddress::new`].
+    pub fn unix(path: Vec<u8>, export: Vec<u8>) -> Result<NbdAddress, BadAddress> {
+        NbdAddress::new(unix(path)?, export)
+    }
+}
+
+impl fmt::Display for NbdAddress {
+    /// The URI.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let export = encoded(&self.export);
+        match &self.server {
+            NbdServer::Unix(path) => {
+                write!(f, "nbd+unix:///{export}?socket={}", encoded(path.as_os_str().as_bytes()))
+            }
+            NbdServer::Tcp(host, NBD_PORT) if host.contains(':') => {
+                write!(f, "nbd://[{host}]/{export}")
+            }
+            NbdServer::Tcp(host, NBD_PORT) => write!(f, "nbd://{host}/{export}"),
+            server => write!(f, "nbd://{server}/{export}"),
+        }
+    }
+}
+
+fn unix(path: Vec<u8>) -> Result<NbdServer, BadAddress> {
+    match path.len() {
+        0 => bad("the path of the socket is empty"),
+        len if len > SOCKET_PATH_BYTES_MAX => {
+            bad(format!("the path of the socket is longer than {SOCKET_PATH_BYTES_MAX} bytes"))
+        }
+        _ if path.contains(&0) => bad("the path of the socket contains a zero byte"),
+        _ => Ok(NbdServer::Unix(PathBuf::from(OsString::from_vec(path)))),
+    }
+}
+
+/// `[user@]host[:port]`.
+fn tcp(authority: &str) -> Result<NbdServer, BadAddress> {
+    let address = authority.rsplit_once('@').map_or(authority, |(_, address)| address);
+    let (host, port) = match address.strip_prefix('[') {
+        Some(rest) => match rest.split_once(']') {
+            Some((host, "")) => (host, None),
+            Some((host, rest)) if rest.starts_with(':') => (host, rest.get(1..)),
+            _ => return bad("the brackets of the address do not close"),
+        },
+        None => match address.split_once(':') {
+            Some((host, port)) => (host, Some(port)),
+            None => (address, None),
+        },
+    };
+    let host = String::from_utf8(decoded(host)?).unwrap_or_default();
+    host_and_port(&host, port.filter(|port| !port.is_empty()))
+}
+
+fn host_and_port(host: &str, port: Option<&str>) -> Result<NbdServer, BadAddress> {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-._:%".contains(c);
+    if host.is_empty() || !host.chars().all(is_plain) {
+        return bad("the host is missing or malformed");
+    }
+    let port = match port {
+        None => NBD_PORT,
+        Some(port) => match port.parse() {
+            Ok(0) | Err(_) => return bad("the port is no number from 1 to 65535"),
+            Ok(port) => port,
+        },
+    };
+    Ok(NbdServer::Tcp(host.to_owned(), port))
+}
+
+/// `unix:PATH[:exportname=NAME]` and `HOST:PORT[:exportname=NAME]`, behind `nbd:`.
+fn legacy(text: &str) -> Result<NbdAddress, BadAddress> {
+    let (server, export) = text.split_once(":exportname=").unwrap_or((text, ""));
+    let server = match server.strip_prefix("unix:") {
+        Some(path) => unix(path.as_bytes().to_vec())?,
+        None => match server.rsplit_once(':') {
+            Some((host, port)) => {
+                let host = host.strip_prefix('[').and_then(|it| it.strip_suffix(']'));
+                let host = host.unwrap_or(server.rsplit_once(':').map_or("", |(host, _)| host));
+                host_and_port(host, Some(port))?
+            }
+            None => return bad("`nbd:HOST:PORT` needs a port"),
+        },
+    };
+    NbdAddress::new(server, export.as_bytes().to_vec())
+}
+
+/// The value of `socket` in a query.
+fn socket_of(query: &str) -> Result<Option<Vec<u8>>, BadAddress> {
+    let mut socket = None;
+    for pair in query.split(['&', ';']).filter(|pair| !pair.is_empty()) {
+        let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
+        if key == "socket" && socket.is_none() {
+            socket = Some(decoded(value)?);
+        } else {
+            return bad(format!("`{key}` of the URI is not supported, or is given twice"));
+        }
+    }
+    Ok(socket)
+}
+
+/// Without percent signs.
+fn decoded(text: &str) -> Result<Vec<u8>, BadAddress> {
+    let mut out = Vec::with_capacity(text.len());
+    let mut bytes = text.bytes();
+    while let Some(byte) = bytes.next() {
+        if byte != b'%' {
+            out.push(byte);
+            continue;
+        }
+        let mut digit = || bytes.next().and_then(|byte| char::from(byte).to_digit(16));
+        let (Some(high), Some(low)) = (digit(), digit()) else {
+            return bad("a `%` of the URI is not followed by two hexadecimal digits");
+        };
+        out.push(u8::try_from(high * 16 + low).unwrap_or_default());
+    }
+    Ok(out)
+}
+
+fn encoded(bytes: &[u8]) -> String {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~/:@".contains(&byte);
+    let each = |byte: &u8| match *byte {
+        byte if plain(byte) => char::from(byte).to_string(),
+        byte => format!("%{byte:02X}"),
+    };
+    bytes.iter().map(each).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(name: &str) -> NbdAddress {
+        assert!(NbdAddress::is_meant(name.as_bytes()), "{name}");
+        NbdAddress::parse(name.as_bytes()).expect(name)
+    }
+
+    #[test]
+    fn addresses_are_parsed_and_shown_as_uris() {
+        let tcp = |host: &str, port, export: &[u8]| NbdAddress {
+            server: NbdServer::Tcp(host.to_owned(), port),
+            export: export.to_vec(),
+        };
+        let unix = |path: &str, export: &[u8]| NbdAddress {
+            server: NbdServer::Unix(path.into()),
+            export: export.to_vec(),
+        };
+        for (name, address, uri) in [
+            ("nbd://host", tcp("host", 10809, b""), "nbd://host/"),
+            ("nbd://host:1234/a%20b", tcp("host", 1234, b"a b"), "nbd://host:1234/a%20b"),
+            ("nbd://[::1]:9/x/y", tcp("::1", 9, b"x/y"), "nbd://[::1]:9/x/y"),
+            ("nbd://[::1]", tcp("::1", 10809, b""), "nbd://[::1]/"),
+            ("nbd://me@host/x", tcp("host", 10809, b"x"), "nbd://host/x"),
+            ("nbd+unix:///?socket=/a", unix("/a", b""), "nbd+unix:///?socket=/a"),
+            ("nbd+unix:///n?socket=s%3f", unix("s?", b"n"), "nbd+unix:///n?socket=s%3F"),
+            ("nbd:unix:/a:exportname=b", unix("/a", b"b"), "nbd+unix:///b?socket=/a"),
+            ("nbd:host:5", tcp("host", 5, b""), "nbd://host:5/"),
+            ("nbd:[::1]:5:exportname=q", tcp("::1", 5, b"q"), "nbd://[::1]:5/q"),
+        ] {
+            assert_eq!(parse(name), address, "{name}");
+            assert_eq!(address.to_string(), uri, "{name}");
+            assert_eq!(parse(uri), address, "{uri}");
+        }
+    }
+
+    #[test]
+    fn what_is_malformed_is_refused_with_a_reason() {
+        for (name, why) in [
+            ("nbds://host/x", "TLS is not supported"),
+            ("nbds+unix:///x?socket=/a", "TLS is not supported"),
+            ("nbd+vsock:///x", "transport"),
+            ("nbd://", "host is missing"),
+            ("nbd:///x", "host is missing"),
+            ("nbd://host:0/", "port"),
+            ("nbd://host:70000/", "port"),
+            ("nbd://ho st/", "host"),
+            ("nbd://[::1/", "brackets"),
+            ("nbd://host/%zz", "hexadecimal"),
+            ("nbd://host/%00", "zero byte"),
+            ("nbd://host/?socket=/a", "socket="),
+            ("nbd://host/?x=y", "`x`"),
+            ("nbd+unix:///x", "?socket=PATH"),
+            ("nbd+unix://host/x?socket=/a", "no host"),
+            ("nbd+unix:///x?socket=", "empty"),
+            ("nbd:host", "port"),
+        ] {
+            let error = NbdAddress::parse(name.as_bytes()).expect_err(name);
+            assert!(error.0.contains(why), "{name}: {error}");
+        }
+        let long = format!("nbd+unix:///?socket=/{}", "a".repeat(107));
+        assert!(NbdAddress::parse(long.as_bytes()).is_err());
+        let long = format!("nbd://host/{}", "a".repeat(4097));
+        assert!(NbdAddress::parse(long.as_bytes()).is_err());
+    }
+
+    #[test]
+    fn other_names_are_no_addresses() {
+        for name in ["disk.img", "nbd", "nbd/x", "./nbd://x", "nbdx://y", "file:nbd", "/nbd:x"] {
+            assert!(!NbdAddress::is_meant(name.as_bytes()), "{name}");
+        }
+    }
+}

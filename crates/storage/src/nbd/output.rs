@@ -1,0 +1,118 @@
+//! Sends requests in batches.
+//!
+//! Promises: one write is in flight for a connection; what is queued meanwhile goes with the next
+//! one. Heads and short payloads are copied into one buffer, long payloads are sent from where they
+//! are. Nothing is allocated for a request.
+
+use std::future::poll_fn;
+use std::task::Poll;
+
+use ringdisk_nbd_protocol::request::{EXTENDED_BYTES, Style};
+use ringdisk_ring::{Errno, IoBuf, Scatter};
+
+use super::driver::{Driver, Lost};
+use super::link::Link;
+
+/// Memory for heads and short payloads of one batch, bytes: the usual room of a socket.
+const BATCH_BYTES: usize = 256 << 10;
+/// Payloads up to this length are copied: a copy of 16 KiB costs as much as a piece more of the
+/// vector.
+const COPIED_MAX: usize = 16 << 10;
+/// Payloads of one batch that are sent from where they are: each takes two pieces of a vector,
+/// which has at most 1024.
+const DIRECT_MAX: usize = 128;
+
+/// The batch that is being sent.
+pub(super) struct Output {
+    heads: IoBuf,
+    pieces: Scatter,
+}
+
+impl Output {
+    pub(super) fn new() -> Output {
+        Output {
+            heads: IoBuf::new(BATCH_BYTES, 4096),
+            pieces: Scatter::with_capacity(2 * DIRECT_MAX + 2),
+        }
+    }
+}
+
+impl Driver {
+    /// Sends what is queued, for as long as the link is there.
+    pub(super) async fn send_all(&self, link: &Link) -> Lost {
+        loop {
+            let batch = poll_fn(|_| match self.next_batch(link.agreed.style) {
+                Some(batch) => Poll::Ready(batch),
+                None => Poll::Pending,
+            })
+            .await;
+            self.is_sending.set(true);
+            let sent = self.send(link, &batch).await;
+            drop(batch);
+            self.is_sending.set(false);
+            if let Err(lost) = sent {
+                return lost;
+            }
+        }
+    }
+
+    async fn send(&self, link: &Link, batch: &IoBuf) -> Result<(), Lost> {
+        let mut done = 0;
+        while done < batch.len() {
+            let rest = if done == 0 { batch.clone() } else { batch.slice(done..batch.len()) };
+            match self.ring.write(link.fd(), 0, &rest).await {
+                Ok(0) => return Err(Lost::Ended),
+                Ok(count) => done += count as usize,
+                Err(Errno::INTR | Errno::AGAIN) => self.ring.yield_now().await,
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Gathers the requests that are queued, as far as they fit. `None`: there are none.
+    fn next_batch(&self, style: Style) -> Option<IoBuf> {
+        let mut slots = self.slots.borrow_mut();
+        if !slots.has_queued() || !self.may_send() {
+            return None;
+        }
+        let output = &mut *self.output.borrow_mut();
+        output.pieces.clear();
+        let (mut from, mut to, mut direct) = (0, 0, 0);
+        // A head and the longest payload that is copied always fit.
+        while direct < DIRECT_MAX && to + EXTENDED_BYTES + COPIED_MAX <= BATCH_BYTES {
+            let Some((request, payload)) = slots.send_next() else { break };
+            match style {
+                Style::Simple | Style::Structured => {
+                    let head = request.to_compact();
+                    output.heads.copy_from_slice(to, &head);
+                    to += head.len();
+                }
+                Style::Extended => {
+                    let head = request.to_extended();
+                    output.heads.copy_from_slice(to, &head);
+                    to += head.len();
+                }
+            }
+            match payload {
+                Some(payload) if payload.len() <= COPIED_MAX => {
+                    output.heads.copy_from_buf(to, &payload);
+                    to += payload.len();
+                }
+                Some(payload) => {
+                    output.pieces.push(output.heads.slice(from..to));
+                    output.pieces.push(payload);
+                    (from, direct) = (to, direct + 1);
+                }
+                None => {}
+            }
+        }
+        if from == 0 {
+            return Some(output.heads.slice(0..to));
+        }
+        if from < to {
+            output.pieces.push(output.heads.slice(from..to));
+        }
+        Some(output.pieces.buffer())
+    }
+}

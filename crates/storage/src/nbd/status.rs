@@ -1,0 +1,144 @@
+//! What is a hole, as the server says.
+//!
+//! Promises: a hole reads as zeroes. One reply of an export that is opened for reading serves the
+//! questions that follow it, for a second; of one that is written each question is asked anew.
+//! Control path: convert and map.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use ringdisk_nbd_protocol::numbers::{command, command_flags, extent_flags};
+use ringdisk_nbd_protocol::request::Request;
+use ringdisk_nbd_protocol::status::Extent;
+use ringdisk_ring::{Errno, Ring};
+
+use super::{Nbd, driver};
+use crate::kinds::Allocation;
+
+/// How long a reply is believed.
+const BELIEVED: Duration = Duration::from_secs(1);
+/// Longest range that is asked about, bytes: what every server can say in 32 bits.
+const SPAN_MAX: u64 = 2 << 30;
+
+/// A run of data, or of holes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Run {
+    end: u64,
+    kind: Allocation,
+}
+
+/// The last reply.
+#[derive(Debug, Default)]
+pub(super) struct Cache(Mutex<Option<Known>>);
+
+impl Cache {
+    fn find(&self, offset: u64) -> Option<(Allocation, u64)> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.find(offset)
+    }
+
+    fn set(&self, known: Known) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(known);
+    }
+}
+
+#[derive(Debug)]
+struct Known {
+    start: u64,
+    runs: Vec<Run>,
+    since: Instant,
+}
+
+impl Known {
+    /// Kind of the byte at `offset`, and bytes from there to the end of its run.
+    fn find(&self, offset: u64) -> Option<(Allocation, u64)> {
+        if offset < self.start || self.since.elapsed() > BELIEVED {
+            return None;
+        }
+        let at = self.runs.partition_point(|run| run.end <= offset);
+        self.runs.get(at).map(|run| (run.kind, run.end - offset))
+    }
+}
+
+/// The runs of a reply, which begins at `start` and counts up to `end`.
+fn runs(start: u64, end: u64, extents: &[Extent]) -> Vec<Run> {
+    let mut runs: Vec<Run> = Vec::with_capacity(extents.len());
+    let mut at = start;
+    for extent in extents {
+        at = at.saturating_add(extent.len).min(end);
+        let is_zero = extent.flags & extent_flags::ZERO != 0;
+        let kind = if is_zero { Allocation::Hole } else { Allocation::Data };
+        match runs.last_mut() {
+            Some(last) if last.kind == kind => last.end = at,
+            _ => runs.push(Run { end: at, kind }),
+        }
+    }
+    runs
+}
+
+impl Nbd {
+    /// As [`crate::Storage::allocation`].
+    pub(crate) async fn allocation(
+        &self,
+        ring: &Ring,
+        offset: u64,
+        len: u64,
+    ) -> Result<(Allocation, u64), Errno> {
+        let len = self.clipped(offset, len);
+        if len == 0 {
+            return Ok((Allocation::Hole, 0));
+        }
+        if self.shared.agreed.allocation.is_none() {
+            return Ok((Allocation::Data, len));
+        }
+        if let Some((kind, run)) = self.status.find(offset) {
+            return Ok((kind, run.min(len)));
+        }
+        let block = u64::from(self.shared.agreed.block);
+        let start = offset / block * block;
+        let (flags, end) = if self.read_only {
+            (0, self.len().min(start + SPAN_MAX))
+        } else {
+            let end = (offset + len).next_multiple_of(block).min(self.len());
+            (command_flags::REQ_ONE, end.min(start + SPAN_MAX))
+        };
+        let request = Request {
+            command: command::BLOCK_STATUS,
+            flags,
+            offset: start,
+            len: end - start,
+            ..Request::default()
+        };
+        // A server may say more than it was asked about, at the end: that is not believed.
+        let driver = driver::of(&self.shared, ring);
+        let runs = driver.status(request, |extents| runs(start, end, extents)).await?;
+        let known = Known { start, runs, since: Instant::now() };
+        let (kind, run) = known.find(offset).unwrap_or((Allocation::Data, len));
+        if self.read_only {
+            self.status.set(known);
+        }
+        Ok((kind, run.min(len)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn extents_become_runs_that_end_where_the_question_did() {
+        let extent = |len, flags| Extent { len, flags };
+        let extents =
+            [extent(10, 0), extent(10, 1), extent(10, 3), extent(10, 2), extent(u64::MAX, 0)];
+        let known = Known { start: 100, runs: runs(100, 150, &extents), since: Instant::now() };
+        for (offset, found) in [
+            (99, None),
+            (100, Some((Allocation::Data, 20))),
+            (119, Some((Allocation::Data, 1))),
+            (120, Some((Allocation::Hole, 20))),
+            (140, Some((Allocation::Data, 10))),
+            (150, None),
+        ] {
+            assert_eq!(known.find(offset), found, "{offset}");
+        }
+    }
+}
