@@ -149,7 +149,7 @@ impl Export {
     /// Waits until a stop was asked for, then stops.
     ///
     /// Errors: a queue thread panicked; the last flush failed; requests did not end in time.
-    pub fn wait(mut self) -> Result<Stats, Error> {
+    pub fn wait(mut self) -> Result<Stats, HaltReason> {
         let why = self.ending.wait();
         let result = self.end(why);
         let stats = self.stats();
@@ -157,7 +157,7 @@ impl Export {
     }
 
     /// Ends the export: clients, disks, threads.
-    fn end(&mut self, why: Why) -> Result<(), Error> {
+    fn end(&mut self, why: Why) -> Result<(), HaltReason> {
         self.has_ended = true;
         self.listeners.clear();
         let is_whole = why == Why::Stopped;
@@ -165,7 +165,7 @@ impl Export {
         let closed = self.close_disks(drained);
         stop_threads(&mut self.threads, END_LIMIT, "nbd");
         if !is_whole {
-            return Err(halted(&HaltReason::Panicked));
+            return Err(HaltReason::Panicked);
         }
         closed
     }
@@ -177,7 +177,7 @@ impl Export {
     }
 
     /// Flushes and closes all disks.
-    fn close_disks(&self, drained: bool) -> Result<(), Error> {
+    fn close_disks(&self, drained: bool) -> Result<(), HaltReason> {
         let Some(first) = self.threads.first() else { return Ok(()) };
         let close = async move |queue: Rc<Queue>| {
             let mut result = Ok(());
@@ -190,11 +190,8 @@ impl Export {
         let closed = first.ask_task(close).wait(|| begun.elapsed() < END_LIMIT);
         match closed {
             Ok(Ok(())) if drained => Ok(()),
-            Ok(Ok(())) => Err(halted(&HaltReason::StillInFlight(self.in_flight()))),
-            Ok(Err(errno)) => {
-                Err(Error::new(ErrorKind::Storage, HaltReason::Flush(errno).to_string()))
-            }
-            Err(_) => Err(halted(&HaltReason::StillInFlight(self.in_flight()))),
+            Ok(Err(errno)) => Err(HaltReason::Flush(errno)),
+            Ok(Ok(())) | Err(_) => Err(HaltReason::StillInFlight(self.in_flight())),
         }
     }
 
@@ -206,15 +203,11 @@ impl Export {
 impl Drop for Export {
     fn drop(&mut self) {
         if !self.has_ended
-            && let Err(error) = self.end(Why::Stopped)
+            && let Err(reason) = self.end(Why::Stopped)
         {
-            tracing::warn!("{}", error.with_hint());
+            tracing::warn!("{reason}");
         }
     }
-}
-
-fn halted(reason: &HaltReason) -> Error {
-    Error::new(ErrorKind::Halted, reason.to_string())
 }
 
 fn of_socket(errno: rustix::io::Errno) -> Error {

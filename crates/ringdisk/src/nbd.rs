@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use ringdisk_daemon::control::disk::Serving;
-use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::stats::Report;
 use ringdisk_daemon::topology;
 use ringdisk_disk::Layer;
@@ -75,12 +75,8 @@ impl Served {
     ///
     /// Errors: why that ended, if nobody asked for it, or what went wrong at the end.
     pub(crate) fn wait(self, fault: impl FnOnce() -> Option<String>) -> Result<(), Failure> {
-        let Err(error) = self.export.wait() else { return Ok(()) };
-        let failure = Failure::from(error);
-        Err(match fault().filter(|_| failure.exit == Exit::Storage) {
-            Some(fault) => Failure::new(Exit::Storage, fault),
-            None => failure,
-        })
+        let halted = |reason| Failure::of_halt(&reason, fault()).context(&self.name);
+        self.export.wait().map(|_| ()).map_err(halted)
     }
 }
 

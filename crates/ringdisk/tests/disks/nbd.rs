@@ -231,3 +231,33 @@ fn what_does_not_go_with_nbd_is_refused_in_words() {
         ringdisk(root, &[&["serve"], words].concat()).ends(code).says(text);
     }
 }
+
+/// Client and server of ours speak extended headers with each other.
+#[test]
+fn our_client_uses_what_our_server_serves() {
+    for format in ["raw", "qcow2"] {
+        let place = Place::new(format);
+        let daemon = served(&place, &["--threads", "2"]);
+        let directory = place.directory.path();
+        let uri = uri(&place.socket, "");
+        let source = directory.join("source");
+        let bytes: Vec<u8> = (0..8u32 << 20).map(|at| (at / 555).to_le_bytes()[0]).collect();
+        fs::write(&source, &bytes).unwrap();
+        ringdisk(directory, &["convert", "-f", "raw", "source", &uri]).ok();
+        ringdisk(directory, &["compare", "-f", "raw", "source", &uri]).ok();
+        ringdisk(directory, &["convert", "-O", "qcow2", &uri, "copy.qcow2"]).ok();
+        ringdisk(directory, &["compare", "-f", "raw", "source", "copy.qcow2"]).ok();
+        ringdisk(directory, &["mount", "--daemonize", "-f", "raw", &uri, "mounted"]).ok();
+        let mounted = directory.join("mounted");
+        assert!(fs::read(&mounted).unwrap() == bytes, "{format}");
+        let to = format!("of={}", text(&mounted));
+        ok_words(&["dd", "if=/dev/zero", &to, "bs=64k", "count=4", "conv=notrunc,fsync"]);
+        ringdisk(directory, &["umount", "mounted"]).ok();
+        daemon.stop(&[&place.socket]);
+        let copy = ["convert", "-f", format, "-O", "raw", text(&place.image), "end"];
+        qemu_img(directory, &copy).ok();
+        let end = fs::read(directory.join("end")).unwrap();
+        assert!(end[..4 << 16].iter().all(|byte| *byte == 0), "{format}");
+        assert!(end[4 << 16..] == bytes[4 << 16..], "{format}");
+    }
+}

@@ -52,7 +52,11 @@ fn chain() -> Chain {
     let below = ["base", "other"].map(|name| {
         let at = directory.path().join(name);
         std::fs::write(&at, "").expect("a mountpoint");
-        Mounted::start_at(&program(), &["--null", "64M", "--latency", "200ms"], &at)
+        Mounted::start_at(
+            &program(),
+            &["--null", "64M", "--read-zeroes", "--latency", "200ms"],
+            &at,
+        )
     });
     let top = directory.path().join("top.qcow2");
     let words = ["create", "-q", "-f", "qcow2", "-b", below[0].text(), "-F", "raw", text(&top)];
