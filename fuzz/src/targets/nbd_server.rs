@@ -25,8 +25,9 @@ const PARTS_MAX: usize = 64;
 
 /// The socket of an export that lives as long as the process. It has no name that would stay.
 fn socket() -> &'static SocketAddr {
-    static SOCKET: OnceLock<SocketAddr> = OnceLock::new();
-    SOCKET.get_or_init(|| {
+    // Reachable until the end, so that the sanitizer takes it for no leak.
+    static SERVER: OnceLock<(SocketAddr, Export)> = OnceLock::new();
+    let (socket, _) = SERVER.get_or_init(|| {
         let name = format!("ringdisk-fuzz-{}", std::process::id());
         let socket = SocketAddr::from_abstract_name(name).expect("an address");
         let listener = UnixListener::bind_addr(&socket).expect("a socket");
@@ -35,9 +36,9 @@ fn socket() -> &'static SocketAddr {
         let common = CommonOptions::with_threads(1);
         let options = NbdOptions { common, ..NbdOptions::default() };
         let export = Export::start(disks, vec![listener.into()], options).expect("an export");
-        std::mem::forget(export);
-        socket
-    })
+        (socket, export)
+    });
+    socket
 }
 
 /// Options that are as they should be, requests whose fields are chosen, or any bytes.

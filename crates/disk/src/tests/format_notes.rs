@@ -174,7 +174,7 @@ fn nobody_guesses_that_a_device_is_more_than_its_bytes() {
         write(&ring, &disk, HEADER).await;
         drop(disk);
         for (ask, read_only) in [(false, false), (false, true), (true, false), (true, true)] {
-            let text = "a device, which keeps no note";
+            let text = "a device or an export keeps no note";
             refused(&ring, path, &guessed(ask, read_only), text).await;
         }
         assert_eq!(format_of(&ring, path, &raw(false)).await, Some(Format::Raw));
