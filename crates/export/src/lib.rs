@@ -42,5 +42,6 @@ pub use idle::IdleMemory;
 pub use options::{CommonOptions, Numa, THREADS_MAX, ThreadOptions, Threads};
 pub use pending::{Gone, Pending};
 pub use placement::{OwnCpu, PlacementRule, ThreadPlaces, cpus_are, cpus_named, place_threads};
-pub use thread::{EndThread, QueueThread, QueueWork, Running, ThreadSetup, ask_all, stop_threads};
+pub use thread::{EndThread, QueueThread, QueueWork, Running, ThreadHandle, ThreadSetup};
+pub use thread::{ask_all, stop_threads};
 pub use trial::{Measured, Pause, Trial, TrialRule, per_second};

@@ -100,6 +100,36 @@ struct Ready<T> {
     shared: T,
 }
 
+/// Reaches a queue thread from any other thread, also from another queue thread.
+pub struct ThreadHandle<W> {
+    remote: Remote,
+    work: PhantomData<fn() -> W>,
+}
+
+impl<W: QueueWork> ThreadHandle<W> {
+    /// Runs `job` on the thread with what it has for itself, soon; drops it when the thread has
+    /// ended before. The job may spawn tasks and must not block.
+    pub fn send(&self, job: impl FnOnce(&Rc<W::Local>) + Send + 'static) {
+        self.remote.run(move |_| {
+            if let Some(local) = local::<W>() {
+                job(&local);
+            }
+        });
+    }
+}
+
+impl<W> Clone for ThreadHandle<W> {
+    fn clone(&self) -> ThreadHandle<W> {
+        ThreadHandle { remote: self.remote.clone(), work: PhantomData }
+    }
+}
+
+impl<W> fmt::Debug for ThreadHandle<W> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ThreadHandle")
+    }
+}
+
 impl<W: QueueWork> QueueThread<W> {
     /// Starts a thread and waits until it is ready.
     ///
@@ -133,6 +163,12 @@ impl<W: QueueWork> QueueThread<W> {
     /// tasks and must not block.
     pub fn run(&self, job: impl FnOnce(&Ring) + Send + 'static) {
         self.view.remote.run(job);
+    }
+
+    /// A handle for other threads.
+    #[must_use]
+    pub fn handle(&self) -> ThreadHandle<W> {
+        ThreadHandle { remote: self.view.remote.clone(), work: PhantomData }
     }
 
     /// Does something on the thread with what it has for itself.

@@ -10,6 +10,7 @@
 mod cli;
 mod commands;
 mod log;
+mod nbd;
 mod new_image;
 mod serve;
 mod vhost;

@@ -32,6 +32,18 @@ pub(crate) fn queues(args: &DiskArgs) -> u16 {
     args.device.queues.unwrap_or_else(queues_default)
 }
 
+/// The queue threads that the words ask for.
+pub(crate) fn thread_options(device: &DeviceArgs) -> ThreadOptions {
+    ThreadOptions {
+        threads: device.threads,
+        cpus: device.cpus.clone(),
+        numa: match device.numa {
+            NumaWord::Auto => Numa::Auto,
+            NumaWord::Off => Numa::Off,
+        },
+    }
+}
+
 /// What the words ask for.
 ///
 /// * `read_only`: the disk can only be read.
@@ -48,14 +60,7 @@ pub(crate) fn options(
     ExportOptions {
         common: CommonOptions {
             name,
-            threads: ThreadOptions {
-                threads: device.threads,
-                cpus: device.cpus.clone(),
-                numa: match device.numa {
-                    NumaWord::Auto => Numa::Auto,
-                    NumaWord::Off => Numa::Off,
-                },
-            },
+            threads: thread_options(device),
             read_only: args.source.read_only || read_only,
             restricted,
         },

@@ -39,8 +39,8 @@ pub(crate) use mount::{MountArgs, MountPaths, StopTimeout, UmountArgs, ZeroCopyW
 pub(crate) use placement::{NumaWord, PlacementArgs, StayWord, TransportWord};
 use ringdisk_disk::{Cache, Format};
 pub(crate) use serve::{
-    AccelWord, DeviceArgs, DiskArgs, EngineWord, OnErrorWord, PackedWord, SecondWord, ServeArgs,
-    ServedDisk,
+    AccelWord, Address, DeviceArgs, DiskArgs, EngineWord, NbdArgs, OnErrorWord, PackedWord,
+    SecondWord, ServeArgs, ServedDisk,
 };
 pub(crate) use topology::TopologyArgs;
 pub(crate) use user::UserArgs;

@@ -1,5 +1,7 @@
 //! The words of `ringdisk serve`.
 
+mod nbd;
+
 use std::path::PathBuf;
 
 use clap::error::ErrorKind;
@@ -13,11 +15,13 @@ use ringdisk_vhost::export::{
 };
 
 use crate::cli::{DiskWords, ImageArgs, NumaWord, SandboxArgs, UserArgs, refuse};
+pub(crate) use nbd::{Address, NbdArgs, NbdDiskArgs};
 
 const SERVE_LONG: &str = "\
 Serves the disk inside IMAGE to a virtual machine, through the socket SOCKET (vhost-user-blk), \
 until it is \
-stopped by Ctrl-C (SIGINT), SIGTERM, SIGHUP or `ringdisk ctl SOCKET stop`.
+stopped by Ctrl-C (SIGINT), SIGTERM, SIGHUP or `ringdisk ctl SOCKET stop`. With --nbd ADDRESS it \
+is served to NBD clients instead (docs/nbd.md).
 
 QEMU, Cloud Hypervisor, Firecracker, crosvm and libblkio connect to it, one at a time; the virtual \
 machine may \
@@ -56,6 +60,8 @@ Examples:
       the virtual machine goes on, with a pause, when the serving process dies
   ringdisk ctl /run/vm1.sock resize +10G
       the running guest sees the new size
+  ringdisk serve disk.qcow2 --nbd /run/nbd.sock
+      for NBD clients of this machine: nbdcopy 'nbd+unix:///?socket=/run/nbd.sock' copy.img
   ringdisk serve --null 1T --vhost-user-blk /tmp/null.sock
       a disk that keeps nothing, to measure everything but storage";
 
@@ -65,6 +71,7 @@ Examples:
     long_about = SERVE_LONG,
     after_help = SERVE_EXAMPLES,
     override_usage = "ringdisk serve [OPTIONS] IMAGE --vhost-user-blk SOCKET\n       \
+                      ringdisk serve [OPTIONS] IMAGE --nbd ADDRESS\n       \
                       ringdisk serve [OPTIONS] --null SIZE --vhost-user-blk SOCKET\n       \
                       ringdisk serve [OPTIONS] --disk SPEC [--disk SPEC]..."
 )]
@@ -81,11 +88,14 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "SPEC", help_heading = "Socket options",
           conflicts_with_all = ["image", "null", "create", "overlay", "vhost_user_blk", "connect",
           "socket_fd",
-                               "socket_name", "serial"])]
+                               "socket_name", "serial", "export_name"])]
     disk: Vec<String>,
 
     #[command(flatten)]
     one: DiskArgs,
+
+    #[command(flatten)]
+    pub(crate) nbd: NbdArgs,
 
     /// Take over, with everything that is connected, from the process that serves the same disks
     /// now
@@ -135,6 +145,8 @@ pub(crate) struct DiskArgs {
     pub(crate) place: SocketArgs,
     #[command(flatten)]
     pub(crate) device: DeviceArgs,
+    #[command(flatten)]
+    pub(crate) nbd: NbdDiskArgs,
 }
 
 /// Where front ends come from.
@@ -480,8 +492,41 @@ impl ServeArgs {
             device.check_accel().map_err(|(kind, text)| refuse("serve", kind, text))?;
         }
         disks.iter().try_for_each(|disk| self.check_kept(&disk.args))?;
+        disks.iter().try_for_each(|disk| self.check_nbd(&disk.args))?;
         self.check_alike(&disks)?;
         Ok(disks)
+    }
+
+    /// The words about queue threads, for all disks of a process.
+    pub(crate) fn device(&self) -> &DeviceArgs {
+        &self.one.device
+    }
+
+    /// The words about sockets, for all disks of a process.
+    pub(crate) fn socket(&self) -> &SocketArgs {
+        &self.one.place
+    }
+
+    /// Errors: words about NBD without an address; a disk that has a socket of its own beside one.
+    fn check_nbd(&self, disk: &DiskArgs) -> Result<(), clap::Error> {
+        let place = &disk.place;
+        let has_socket = place.vhost_user_blk.is_some()
+            || place.connect.is_some()
+            || place.socket_fd.is_some()
+            || place.socket_name.is_some();
+        let NbdDiskArgs { export_name, description, bitmap } = &disk.nbd;
+        let has_words = export_name.is_some() || description.is_some() || !bitmap.is_empty();
+        let text = match self.nbd.nbd.is_empty() {
+            false if has_socket => {
+                "a disk is served over NBD or to a virtual machine: give --nbd, or a socket to each \
+                 disk"
+            }
+            true if has_words => {
+                "--export-name, --description and --bitmap are for NBD: add --nbd ADDRESS"
+            }
+            _ => return Ok(()),
+        };
+        Err(refuse("serve", ErrorKind::ArgumentConflict, text))
     }
 
     /// Errors: a disk that cannot be kept.

@@ -7,6 +7,7 @@
 
 mod greet;
 mod kept;
+mod nbd;
 mod privileges;
 pub(super) mod take;
 
@@ -107,6 +108,11 @@ pub(crate) fn run(args: &ServeArgs, disks: Vec<ServedDisk>) -> Result<u8, Failur
         false => None,
     };
     let user = Wanted::of(&args.user.word)?;
+    if !args.nbd.nbd.is_empty() {
+        let result = nbd::serve(args, &disks, background, user);
+        helper::leave();
+        return result;
+    }
     // Before any descriptor is opened here that could have the number of one that is inherited.
     let options: Vec<_> = disks.iter().map(|disk| disk.args.place.options()).collect();
     let inherited = sockets::take(&options)?;
@@ -181,7 +187,7 @@ fn serve(
     privileges::give_up(
         args.sandbox.word,
         user,
-        &running,
+        &running.iter().map(Running::inside).collect::<Vec<_>>(),
         pidfile.as_ref(),
         &notify,
         args.upgrade,

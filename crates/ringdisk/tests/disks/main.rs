@@ -1,10 +1,12 @@
-//! `ringdisk serve`: disks of virtual machines, their upgrades, kills and migrations.
+//! `ringdisk serve`: disks of virtual machines, their upgrades, kills and migrations; disks of NBD
+//! clients.
 
 #[path = "../common/mod.rs"]
 mod common;
 mod keep;
 mod keep_setup;
 mod migrate;
+mod nbd;
 mod serve;
 mod serve_cli;
 mod serve_qemu;

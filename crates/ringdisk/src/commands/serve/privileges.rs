@@ -5,9 +5,10 @@
 //! everything has been made and before a front end is listened to; guests of disks that were taken
 //! over (`--upgrade`) are served already, and then nothing that happens here ends the process.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use ringdisk_daemon::confine::{self, Confinement, Named, Tasks};
+use ringdisk_daemon::confine::{self, Confinement, Named, Reach, Tasks};
+use ringdisk_daemon::control::disk::DiskControl;
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::helper;
 use ringdisk_daemon::notify::Notify;
@@ -20,6 +21,24 @@ use ringdisk_disk::Disk;
 use ringdisk_sandbox::{Calls, Plan};
 
 use super::Running;
+
+/// A disk that is served, as the sandbox sees it.
+pub(super) struct Inside<'a> {
+    pub(super) disk: &'a Disk,
+    pub(super) commands: &'a DiskControl,
+    /// Where the command line allows images to lead.
+    pub(super) allowed: &'a [PathBuf],
+    /// What that and its image lead to.
+    pub(super) reach: &'a Reach,
+    /// The image that was on top at the start, if another one is now.
+    pub(super) first_top: Option<&'a Path>,
+    /// The socket of a front end that listens itself.
+    pub(super) front: Option<PathBuf>,
+    /// What goes at the end, if it is still there.
+    pub(super) names: Vec<Named>,
+    /// The host kernel may come to serve it.
+    pub(super) has_kernel: bool,
+}
 
 /// Takes everything away that serving does not need, and lets `ringdisk ctl` tell.
 ///
@@ -34,13 +53,13 @@ use super::Running;
 pub(super) fn give_up(
     word: Confinement,
     user: Wanted,
-    disks: &[Running],
+    disks: &[Inside<'_>],
     pidfile: Option<&Pidfile>,
     notify: &Notify,
     taken: bool,
     mark: String,
 ) -> Result<(), Failure> {
-    let all: Vec<&Disk> = disks.iter().map(|disk| &*disk.disk).collect();
+    let all: Vec<&Disk> = disks.iter().map(|disk| disk.disk).collect();
     let decided = user.decide(word, &all);
     let complain = |failure: Failure| terminal::complain(&failure.context("it stays root"));
     let mut user = match decided {
@@ -53,32 +72,32 @@ pub(super) fn give_up(
     if !confine::is_wanted(word) && !user.is_change() {
         return Ok(());
     }
-    let mut files: Vec<Named> = disks.iter().flat_map(Running::names).collect();
+    let mut files: Vec<Named> = disks.iter().flat_map(|disk| disk.names.clone()).collect();
     let mut plan = confine::plan(word);
     let (mut places, mut trees, mut images) = (Vec::new(), Vec::new(), Vec::new());
     for disk in disks {
-        let told_within = taken.then_some(&disk.reach);
-        if let Some(directory) = confine::directory_for(word, &disk.disk, told_within) {
+        let told_within = taken.then_some(disk.reach);
+        if let Some(directory) = confine::directory_for(word, disk.disk, told_within) {
             disk.commands.held_outside(&directory);
             places.push(directory);
             // As in the process that was there before a command put another image on top.
-            let first = disk.first_top.as_deref().and_then(confine::directory_of);
+            let first = disk.first_top.and_then(confine::directory_of);
             if let Some(first) = first.and_then(helper::named) {
                 disk.commands.held_outside(&first);
                 places.push(first);
             }
         }
-        let disk_trees = confine::trees_for(word, &disk.disk, &disk.allowed);
+        let disk_trees = confine::trees_for(word, disk.disk, disk.allowed);
         disk_trees.iter().for_each(|tree| disk.commands.held_outside(tree));
         trees.extend(disk_trees);
-        images.extend(confine::images_of(&disk.disk, told_within));
-        images.extend(confine::images_allowed(&disk.allowed));
-        plan = confine::images(plan, &disk.disk, &disk.allowed, told_within);
+        images.extend(confine::images_of(disk.disk, told_within));
+        images.extend(confine::images_allowed(disk.allowed));
+        plan = confine::images(plan, disk.disk, disk.allowed, told_within);
     }
     files.extend(pidfile.and_then(Pidfile::identity));
     let fronts = disks.iter().filter_map(|disk| disk.front.clone()).collect();
     let kept = !mark.is_empty();
-    let vhost = disks.iter().any(|disk| disk.served.has_kernel());
+    let vhost = disks.iter().any(|disk| disk.has_kernel);
     let tasks = Tasks {
         files,
         fronts,
@@ -127,6 +146,20 @@ fn through_helper(plan: Plan, tasks: &Tasks, vhost: bool, kept: bool) -> (Plan, 
 }
 
 impl Running {
+    /// For the sandbox.
+    pub(super) fn inside(&self) -> Inside<'_> {
+        Inside {
+            disk: &self.disk,
+            commands: &self.commands,
+            allowed: &self.allowed,
+            reach: &self.reach,
+            first_top: self.first_top.as_deref(),
+            front: self.front.clone(),
+            names: self.names(),
+            has_kernel: self.served.has_kernel(),
+        }
+    }
+
     /// What goes at the end, if it is still there.
     fn names(&self) -> Vec<Named> {
         let made = self.made.as_ref().map(MadeSocket::named);

@@ -1,0 +1,67 @@
+//! Takes clients: tasks of the first queue thread, one for each listening socket.
+//!
+//! Promises: a new connection goes to the thread that has the fewest; while as many are served as
+//! the options allow, no client is accepted. No part of a request.
+
+use std::os::fd::OwnedFd;
+use std::rc::Rc;
+use std::time::Duration;
+
+use ringdisk_export::ThreadHandle;
+use ringdisk_ring::{Errno, Fd, Parker};
+use rustix::net::{SocketFlags, accept_with};
+
+use crate::connection;
+use crate::queue::{Place, Queue, Work};
+
+/// `EPOLLIN`.
+const POLL_IN: u32 = 1;
+/// After an accept that failed for want of descriptors or memory the next one waits so long.
+const RETRY: Duration = Duration::from_millis(100);
+
+/// Takes clients of a listening socket from now on.
+///
+/// * `peers`: all threads of the export, in their order.
+pub(crate) fn listen(queue: &Rc<Queue>, listener: OwnedFd, peers: Vec<ThreadHandle<Work>>) {
+    let room = Rc::new(Parker::default());
+    queue.acceptors.borrow_mut().push(Rc::clone(&room));
+    queue.ring.spawn(accept(Rc::clone(queue), listener, peers, room));
+}
+
+/// Takes clients. Ends with the export.
+async fn accept(
+    queue: Rc<Queue>,
+    listener: OwnedFd,
+    peers: Vec<ThreadHandle<Work>>,
+    room: Rc<Parker>,
+) {
+    let (ring, shared) = (&queue.ring, &queue.shared);
+    while !queue.is_ending.get() {
+        if shared.is_full() {
+            room.park(ring).await;
+            continue;
+        }
+        if ring.poll(Fd::of(&listener), POLL_IN).await.is_err() {
+            return;
+        }
+        if queue.is_ending.get() || shared.is_full() {
+            continue;
+        }
+        match accept_with(&listener, SocketFlags::CLOEXEC) {
+            Ok(socket) => {
+                let thread = shared.emptiest();
+                let place = Place::take(shared, thread);
+                if thread == queue.number {
+                    connection::serve(&queue, socket, place);
+                } else if let Some(peer) = peers.get(thread) {
+                    peer.send(move |queue| connection::serve(queue, socket, place));
+                }
+            }
+            Err(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => {}
+            Err(errno) => {
+                tracing::warn!("a client cannot be accepted: {errno}");
+                ring.sleep(RETRY).await;
+            }
+        }
+    }
+}

@@ -1,0 +1,45 @@
+//! Serves disks over NBD.
+//!
+//! Promises: a client that sends anything, stops anywhere or reads no replies stalls its own
+//! connection and nothing else. The memory of a connection is bounded ([`CONNECTION_BYTES_MAX`]),
+//! and so is their number. A request of at most 256 KiB allocates nothing once its connection is
+//! warm; all requests that are there are taken together, and all replies that are finished leave in
+//! one system call.
+//!
+//! ```no_run
+//! use std::os::unix::net::UnixListener;
+//! use std::sync::Arc;
+//!
+//! use ringdisk_disk::{Disk, NullOptions};
+//! use ringdisk_nbd::{Export, NamedDisk, NbdOptions};
+//!
+//! let disk = Disk::null(&NullOptions { size: 1 << 30, ..NullOptions::default() });
+//! let listeners = vec![UnixListener::bind("/run/nbd.sock")?.into()];
+//! let export = Export::start(vec![NamedDisk::new("", disk)], listeners, NbdOptions::default())?;
+//! export.stop_handle().stop();
+//! println!("{} requests", export.wait()?.total().requests);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! Modules use one another in one direction only: [`options`] ◄ `exported` ◄ `ending` ◄ `queue`
+//! (what a queue thread has) ◄ `input` ◄ `handshake` ◄ `session` (requests) ◄ `connection` ◄
+//! `accept` ◄ `export` (control thread). The wire is in `ringdisk-nbd-protocol`.
+
+#![forbid(unsafe_code)]
+
+mod accept;
+mod connection;
+mod ending;
+mod export;
+mod exported;
+mod handshake;
+mod input;
+pub mod options;
+mod queue;
+mod session;
+
+pub use ending::StopHandle;
+pub use export::Export;
+pub use options::{DirtyBitmap, NamedDisk, NbdOptions};
+pub use ringdisk_export::{CommonOptions, Error, ErrorKind};
+pub use session::CONNECTION_BYTES_MAX;

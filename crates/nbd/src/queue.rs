@@ -1,0 +1,180 @@
+//! What a queue thread has for itself, and what the threads of an export share.
+//!
+//! Promises: a connection counts as one of its thread until its [`Place`] is dropped; at the end of
+//! an export requests in flight are answered before clients are sent away.
+
+use std::cell::{Cell, RefCell};
+use std::os::fd::OwnedFd;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use ringdisk_export::stats::QueueCells;
+use ringdisk_export::{Admission, QueueWork, Running, ThreadHandle};
+use ringdisk_ring::{Parker, Ring, SetupError};
+use rustix::net::{Shutdown, shutdown};
+
+use crate::ending::Ending;
+use crate::exported::Exports;
+use crate::options::NbdOptions;
+
+/// How often the end of an export looks whether the last replies have left.
+const DRAIN_POLL: Duration = Duration::from_millis(2);
+
+/// What the queue threads of an export share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) exports: Arc<Exports>,
+    pub(crate) handshake_limit: Option<Duration>,
+    max_connections: usize,
+    /// Connections of each thread.
+    counts: Vec<AtomicUsize>,
+    /// The thread that accepts.
+    first: OnceLock<ThreadHandle<Work>>,
+}
+
+impl Shared {
+    pub(crate) fn new(exports: Arc<Exports>, options: &NbdOptions, threads: usize) -> Shared {
+        Shared {
+            exports,
+            handshake_limit: options.handshake_limit,
+            max_connections: options.max_connections,
+            counts: (0..threads).map(|_| AtomicUsize::new(0)).collect(),
+            first: OnceLock::new(),
+        }
+    }
+
+    /// Names the thread that accepts. Once.
+    pub(crate) fn set_first(&self, first: ThreadHandle<Work>) {
+        let _ = self.first.set(first);
+    }
+
+    /// Connections of all threads.
+    pub(crate) fn connections(&self) -> usize {
+        self.counts.iter().map(|count| count.load(Ordering::Acquire)).sum()
+    }
+
+    pub(crate) fn is_full(&self) -> bool {
+        self.connections() >= self.max_connections
+    }
+
+    /// The thread with the fewest connections.
+    pub(crate) fn emptiest(&self) -> usize {
+        let counts = self.counts.iter().map(|count| count.load(Ordering::Acquire));
+        counts.enumerate().min_by_key(|(_, count)| *count).map_or(0, |(number, _)| number)
+    }
+}
+
+/// A connection counts as one of its thread as long as this lives.
+#[derive(Debug)]
+pub(crate) struct Place {
+    shared: Arc<Shared>,
+    thread: usize,
+}
+
+impl Place {
+    pub(crate) fn take(shared: &Arc<Shared>, thread: usize) -> Place {
+        shared.counts[thread].fetch_add(1, Ordering::AcqRel);
+        Place { shared: Arc::clone(shared), thread }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let was_full = self.shared.is_full();
+        self.shared.counts[self.thread].fetch_sub(1, Ordering::AcqRel);
+        if was_full && let Some(first) = self.shared.first.get() {
+            first.send(|queue| queue.has_room());
+        }
+    }
+}
+
+/// What runs on a queue thread.
+#[derive(Debug)]
+pub(crate) struct Work {
+    number: usize,
+    shared: Arc<Shared>,
+    ending: Arc<Ending>,
+}
+
+impl Work {
+    pub(crate) fn new(number: usize, shared: Arc<Shared>, ending: Arc<Ending>) -> Work {
+        Work { number, shared, ending }
+    }
+}
+
+impl QueueWork for Work {
+    type Shared = ();
+    type Local = Queue;
+
+    fn run(&mut self, thread: &mut Running<Work>) -> Result<(), SetupError> {
+        let queue = Rc::new(Queue {
+            ring: thread.ring().clone(),
+            cells: Arc::clone(thread.cells()),
+            shared: Arc::clone(&self.shared),
+            number: self.number,
+            admission: Admission::default(),
+            sockets: RefCell::default(),
+            unsent: Cell::new(0),
+            is_ending: Cell::new(false),
+            acceptors: RefCell::default(),
+        });
+        if thread.ready((), queue) {
+            thread.until_stopped(|| {});
+        }
+        Ok(())
+    }
+
+    fn panicked(&self) {
+        tracing::error!("a queue thread panicked: its connections are closed");
+        self.ending.panicked();
+    }
+}
+
+/// What a queue thread has for itself.
+#[derive(Debug)]
+pub(crate) struct Queue {
+    pub(crate) ring: Ring,
+    pub(crate) cells: Arc<QueueCells>,
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) number: usize,
+    pub(crate) admission: Admission,
+    /// Of all connections.
+    pub(crate) sockets: RefCell<Vec<Rc<OwnedFd>>>,
+    /// Replies that have not left, on all connections.
+    pub(crate) unsent: Cell<usize>,
+    /// Requests that come are answered with ESHUTDOWN.
+    pub(crate) is_ending: Cell<bool>,
+    /// Where the tasks that accept wait for room.
+    pub(crate) acceptors: RefCell<Vec<Rc<Parker>>>,
+}
+
+impl Queue {
+    /// A connection has ended where there was no room for another one.
+    fn has_room(&self) {
+        self.acceptors.borrow().iter().for_each(|room| room.unpark(&self.ring));
+    }
+
+    /// Takes no more requests, waits for those in flight, then sends clients away.
+    ///
+    /// * `limit`: for the last replies to leave.
+    pub(crate) async fn drain(&self, limit: Duration) {
+        self.is_ending.set(true);
+        self.has_room();
+        self.admission.hold(&self.ring).await;
+        let sent = async {
+            while self.unsent.get() > 0 {
+                self.ring.sleep(DRAIN_POLL).await;
+            }
+        };
+        if self.ring.within(limit, sent).await.is_err() {
+            let count = self.unsent.get();
+            tracing::warn!("clients did not take their last replies ({count}): they are cut off");
+        }
+        for socket in self.sockets.borrow().iter() {
+            let _ = shutdown(&**socket, Shutdown::Both);
+        }
+    }
+}

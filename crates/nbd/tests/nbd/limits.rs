@@ -1,0 +1,198 @@
+//! Limits: connections, clients that stop, and the end.
+
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use ringdisk_disk::{Disk, ImageOptions};
+use ringdisk_nbd::{CONNECTION_BYTES_MAX, Export, NamedDisk, NbdOptions};
+use ringdisk_nbd_protocol::numbers::{command, errno};
+use ringdisk_nbd_protocol::request::{Request, Style};
+use ringdisk_testkit::process::{patient, until};
+use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
+
+use crate::client::{Client, LIMIT, STYLES, Server, null, options, request};
+
+const SIZE: u64 = 64 << 20;
+
+#[test]
+fn clients_above_the_limit_wait_without_a_greeting_until_one_has_gone() {
+    let limited = NbdOptions { max_connections: 2, ..options(2) };
+    let server = Server::start(vec![NamedDisk::new("", null(Duration::ZERO))], limited);
+    let (first, mut second) = (server.client(Style::Simple), server.client(Style::Simple));
+    let mut third = server.connect();
+    third.0.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+    let waits = std::io::Read::read(&mut third.0, &mut [0]).unwrap_err();
+    assert_eq!(waits.kind(), std::io::ErrorKind::WouldBlock);
+    third.0.set_read_timeout(Some(LIMIT)).unwrap();
+    drop(first);
+    third.greet();
+    third.go("");
+    for client in [&mut second, &mut third] {
+        assert_eq!(client.call(Style::Simple, request(command::FLUSH, 0, 0), &[]).error, 0);
+    }
+}
+
+#[test]
+fn connections_are_spread_over_the_threads() {
+    let server = Server::start(vec![NamedDisk::new("", null(Duration::ZERO))], options(4));
+    let mut clients: Vec<Client> = (0..4).map(|_| server.client(Style::Simple)).collect();
+    for client in &mut clients {
+        assert_eq!(client.call(Style::Simple, request(command::READ, 0, 512), &[]).error, 0);
+    }
+    let stats = server.export.as_ref().unwrap().stats();
+    let reads: Vec<_> = stats.queues.iter().map(|queue| queue.reads).collect();
+    assert_eq!(reads, [1, 1, 1, 1]);
+}
+
+#[test]
+fn a_client_that_reads_no_replies_stalls_alone_and_takes_bounded_memory() {
+    let server = Server::start(vec![NamedDisk::new("", null(Duration::ZERO))], options(1));
+    let mut stalled = server.client(Style::Structured);
+    stalled.0.set_write_timeout(Some(Duration::from_millis(300))).unwrap();
+    // Reads of 1 MiB, until the server takes no more of them.
+    let mut sent = 0;
+    let bytes = request(command::READ, 0, 1 << 20).to_compact();
+    while sent < 100_000 && std::io::Write::write_all(&mut stalled.0, &bytes).is_ok() {
+        sent += 1;
+    }
+    assert!(sent < 100_000, "it takes requests for ever");
+    let mut other = server.client(Style::Structured);
+    for _ in 0..100 {
+        let reply = other.call(Style::Structured, request(command::READ, 0, 4096), &[]);
+        assert_eq!(reply.error, 0);
+    }
+    let in_flight = server.export.as_ref().unwrap().stats().total().in_flight_max;
+    assert!(in_flight <= 128 + 1, "{in_flight}");
+    const { assert!(CONNECTION_BYTES_MAX < 70 << 20) };
+}
+
+#[test]
+fn a_client_that_goes_in_the_middle_disturbs_no_other() {
+    let server = Server::of(null(Duration::from_millis(5)));
+    let mut other = server.client(Style::Extended);
+    for style in STYLES {
+        for len in [0, 1, 20, 28, 40, 3000] {
+            let mut client = server.client(style);
+            let write = request(command::WRITE, 0, 65_536);
+            let mut bytes = request(command::READ, 0, 4096).to_compact().to_vec();
+            bytes.extend(write.to_compact());
+            bytes.resize(3100, 1);
+            client.send(&bytes[..len]);
+            drop(client);
+        }
+    }
+    let reply = other.call(Style::Extended, request(command::READ, 0, 4096), &[]);
+    assert_eq!(reply.error, 0);
+    let count = server.export.as_ref().unwrap().connections_reader();
+    let one = until(patient(LIMIT), || (count() == 1).then_some(()));
+    assert!(one.is_some(), "{} connections stay", count());
+}
+
+#[test]
+fn the_end_answers_what_is_in_flight_and_refuses_the_rest() {
+    let sim = SimStorage::new(SIZE, 1);
+    sim.on(When::kind(OpKind::Write), Fault::Hold);
+    let disk = Disk::from_storage(sim.storage(), &ImageOptions::default());
+    let mut server = Server::start(vec![NamedDisk::new("", disk)], options(1));
+    let style = Style::Structured;
+    let mut client = server.client(style);
+    client.start(style, Request { cookie: 1, ..request(command::WRITE, 0, 512) }, &[7; 512]);
+    until(patient(LIMIT), || (sim.held().len() == 1).then_some(())).expect("a write");
+    let export = server.export.take().unwrap();
+    export.stop_handle().stop();
+    let end = std::thread::spawn(move || export.wait().map(|_| ()).map_err(|e| e.to_string()));
+    // It may take a moment until the end is seen; flushes before that are served.
+    let refused = until(patient(LIMIT), || {
+        client.start(style, Request { cookie: 2, ..request(command::FLUSH, 0, 0) }, &[]);
+        let reply = client.reply_of(style, |_| 0);
+        (reply.error != 0).then_some(reply)
+    });
+    assert_eq!(refused.expect("a refusal").error, errno::ESHUTDOWN);
+    sim.clear_rules();
+    sim.release_all();
+    let reply = client.reply_of(style, |_| 0);
+    assert_eq!((reply.cookie, reply.error), (1, 0));
+    assert!(client.is_closed());
+    assert_eq!(end.join().unwrap(), Ok(()));
+    assert_eq!(sim.durable_image()[..512], [7; 512]);
+}
+
+#[test]
+fn an_end_in_the_middle_of_a_load_keeps_what_was_answered() {
+    for round in 0..5 {
+        let sim = SimStorage::new(SIZE, round);
+        let short = Duration::from_micros(200);
+        sim.on(When::any(), Fault::DelayBetween(Duration::ZERO, short));
+        let disk = Disk::from_storage(sim.storage(), &ImageOptions::default());
+        let mut server = Server::start(vec![NamedDisk::new("", disk)], options(2));
+        let style = Style::Simple;
+        let mut client = server.client(style);
+        let writer = std::thread::spawn(move || {
+            let mut answered = 0u64;
+            loop {
+                let write = request(command::WRITE, answered * 512, 512).to_compact();
+                let bytes = [&write[..], &[answered as u8 | 1; 512]].concat();
+                if std::io::Write::write_all(&mut client.0, &bytes).is_err() {
+                    return answered;
+                }
+                let mut reply = [0; 16];
+                if std::io::Read::read_exact(&mut client.0, &mut reply).is_err()
+                    || reply[4..8] != [0; 4]
+                {
+                    return answered;
+                }
+                answered += 1;
+            }
+        });
+        std::thread::sleep(Duration::from_millis(20));
+        server.stop().unwrap();
+        let answered = writer.join().unwrap();
+        let image = sim.durable_image();
+        for number in 0..answered {
+            assert_eq!(image[number as usize * 512], number as u8 | 1, "of {answered}");
+        }
+    }
+}
+
+#[test]
+fn tcp_and_several_listeners_serve_the_same_disk() {
+    let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = tcp.local_addr().unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("nbd.sock");
+    let unix = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    let disks = vec![NamedDisk::new("", null(Duration::ZERO))];
+    let export = Export::start(disks, vec![tcp.into(), unix.into()], options(1)).unwrap();
+    let stream = TcpStream::connect(address).unwrap();
+    let stream = UnixStream::from(std::os::fd::OwnedFd::from(stream));
+    let mut over_tcp = Client(stream);
+    let mut over_unix = Client(UnixStream::connect(&path).unwrap());
+    for client in [&mut over_tcp, &mut over_unix] {
+        client.greet();
+        client.go("");
+        let reply = client.call(Style::Simple, request(command::READ, 4096, 1 << 20), &[]);
+        assert_eq!(reply.error, 0);
+    }
+    drop(export);
+    assert!(over_tcp.is_closed() && over_unix.is_closed());
+}
+
+#[test]
+fn a_thousand_clients_at_once_are_served_one_after_the_other() {
+    let limited = NbdOptions { max_connections: 8, ..options(2) };
+    let server = Server::start(vec![NamedDisk::new("", null(Duration::ZERO))], limited);
+    let (begun, socket) = (Instant::now(), &server.socket);
+    std::thread::scope(|scope| {
+        for _ in 0..50 {
+            scope.spawn(move || {
+                for _ in 0..20 {
+                    let mut client = Client::entered(socket, Style::Simple);
+                    let read = request(command::READ, 0, 512);
+                    assert_eq!(client.call(Style::Simple, read, &[]).error, 0);
+                }
+            });
+        }
+    });
+    assert!(begun.elapsed() < patient(LIMIT));
+}

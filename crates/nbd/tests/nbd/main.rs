@@ -1,0 +1,11 @@
+//! The server against a client that speaks the protocol by hand: what the protocol has, and what it
+//! does not.
+
+#![allow(clippy::cast_possible_truncation)]
+
+mod client;
+mod handshake;
+mod limits;
+mod model;
+mod requests;
+mod status;

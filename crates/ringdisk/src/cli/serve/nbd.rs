@@ -1,0 +1,163 @@
+//! The words of `ringdisk serve --nbd`.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use ringdisk_daemon::size::parse_time;
+use ringdisk_nbd::options::{CONNECTIONS_DEFAULT, CONNECTIONS_MAX, check_text};
+
+/// A host that only programs of this machine reach.
+const LOOPBACK: &str = "127.0.0.1";
+
+/// Where NBD clients connect, for all disks of the process.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct NbdArgs {
+    /// Serve over NBD at ADDRESS: unix:PATH or a path, HOST:PORT, or PORT (for this machine only);
+    /// once for each address
+    ///
+    /// Each disk is an export of every address. Over TCP there is neither encryption nor a password
+    /// yet: anybody who reaches the port reads and writes the disk.
+    #[arg(long, value_name = "ADDRESS", value_parser = parse_address, help_heading = "NBD options",
+          conflicts_with_all = ["vhost_user_blk", "connect", "socket_fd", "socket_name",
+          "second_front_end", "upgrade", "keep", "incoming", "queues", "queue_size", "serial",
+          "logical_block_size", "physical_block_size", "packed", "on_error", "accel",
+          "accel_engine", "accel_workers", "pin_guest_memory"])]
+    pub(crate) nbd: Vec<Address>,
+
+    /// NBD clients at once; further ones wait
+    #[arg(long, value_name = "N", value_parser = parse_connections, requires = "nbd",
+          default_value_t = CONNECTIONS_DEFAULT, help_heading = "NBD options")]
+    pub(crate) max_connections: usize,
+
+    /// How long an NBD client may take for its handshake, or none
+    #[arg(long, value_name = "TIME", value_parser = parse_handshake, requires = "nbd",
+          default_value = "10s", help_heading = "NBD options")]
+    pub(crate) handshake_limit: HandshakeLimit,
+}
+
+/// How NBD clients see one disk.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct NbdDiskArgs {
+    /// The name that NBD clients ask for [default: the empty one]
+    #[arg(long, value_name = "NAME", value_parser = parse_text, help_heading = "NBD options")]
+    pub(crate) export_name: Option<String>,
+
+    /// A text about the disk for NBD clients
+    #[arg(long, value_name = "TEXT", value_parser = parse_text, help_heading = "NBD options")]
+    pub(crate) description: Option<String>,
+
+    /// Offer the bitmap NAME of the image to NBD clients (qemu:dirty-bitmap:NAME); may be repeated
+    ///
+    /// Clients see it as it is at the start. Where the disk can be written, one that records is
+    /// refused: what clients read would no longer be what it says.
+    #[arg(long, value_name = "NAME", help_heading = "NBD options")]
+    pub(crate) bitmap: Vec<String>,
+}
+
+/// Where NBD clients connect.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Address {
+    /// A socket that is made.
+    Unix(PathBuf),
+    /// A port.
+    Tcp {
+        /// A name, or an address without brackets.
+        host: String,
+        /// Not 0.
+        port: u16,
+    },
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Address::Unix(path) => write!(f, "{}", path.display()),
+            Address::Tcp { host, port } if host.contains(':') => write!(f, "[{host}]:{port}"),
+            Address::Tcp { host, port } => write!(f, "{host}:{port}"),
+        }
+    }
+}
+
+/// A limit, or none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct HandshakeLimit(pub(crate) Option<Duration>);
+
+fn parse_address(text: &str) -> Result<Address, String> {
+    let wrong =
+        || String::from("write unix:PATH, a path with a slash, HOST:PORT, or PORT (1 to 65535)");
+    if let Some(path) = text.strip_prefix("unix:") {
+        return if path.is_empty() { Err(wrong()) } else { Ok(Address::Unix(path.into())) };
+    }
+    if text.contains('/') {
+        return Ok(Address::Unix(text.into()));
+    }
+    let (host, port) = match text.rsplit_once(':') {
+        Some((host, port)) => (host, port),
+        None => (LOOPBACK, text),
+    };
+    let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+    let host = match bare {
+        Some(host) => host,
+        // Where an address of IPv6 ends, and whether a port follows, only brackets tell.
+        None if host.contains(':') => return Err(wrong()),
+        None => host,
+    };
+    let host = if host.is_empty() { LOOPBACK } else { host };
+    match port.parse() {
+        Ok(port) if port > 0 => Ok(Address::Tcp { host: host.to_owned(), port }),
+        _ => Err(wrong()),
+    }
+}
+
+fn parse_connections(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(count) if (1..=CONNECTIONS_MAX).contains(&count) => Ok(count),
+        _ => Err(format!("write a number from 1 to {CONNECTIONS_MAX}")),
+    }
+}
+
+fn parse_handshake(text: &str) -> Result<HandshakeLimit, String> {
+    if text == "none" {
+        return Ok(HandshakeLimit(None));
+    }
+    let limit = parse_time(text)?;
+    let limit = (!limit.is_zero()).then_some(limit);
+    limit.map(|limit| HandshakeLimit(Some(limit))).ok_or_else(|| String::from("write none"))
+}
+
+fn parse_text(text: &str) -> Result<String, String> {
+    check_text("it", text).map(|()| text.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tcp(host: &str, port: u16) -> Result<Address, String> {
+        Ok(Address::Tcp { host: host.to_owned(), port })
+    }
+
+    #[test]
+    fn addresses_are_paths_or_ports() {
+        assert_eq!(parse_address("unix:a.sock"), Ok(Address::Unix("a.sock".into())));
+        assert_eq!(parse_address("/run/a:1"), Ok(Address::Unix("/run/a:1".into())));
+        assert_eq!(parse_address("10809"), tcp("127.0.0.1", 10809));
+        assert_eq!(parse_address(":10809"), tcp("127.0.0.1", 10809));
+        assert_eq!(parse_address("localhost:1"), tcp("localhost", 1));
+        assert_eq!(parse_address("[::1]:10809"), tcp("::1", 10809));
+        assert_eq!(parse_address("[::1]:10809").unwrap().to_string(), "[::1]:10809");
+        for wrong in ["", "unix:", "host", "host:", "0", "65536", "::1:10809", "a:b:1"] {
+            assert!(parse_address(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_handshake_has_a_limit_or_none() {
+        assert_eq!(parse_handshake("none"), Ok(HandshakeLimit(None)));
+        let limit = Duration::from_secs(3);
+        assert_eq!(parse_handshake("3s"), Ok(HandshakeLimit(Some(limit))));
+        assert!(parse_handshake("0s").is_err() && parse_handshake("3").is_err());
+    }
+}

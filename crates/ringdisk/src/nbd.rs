@@ -1,0 +1,119 @@
+//! The one place that talks to the side that serves NBD clients.
+//!
+//! Promises: what is known about NBD here is [`Export`] and its errors; commands see disks that are
+//! served, a handle for other threads, and an end.
+
+use std::fmt;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Instant;
+
+use ringdisk_daemon::control::disk::Serving;
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::stats::Report;
+use ringdisk_daemon::topology;
+use ringdisk_disk::Layer;
+use ringdisk_export::stats::Stats;
+use ringdisk_nbd::{Export, NamedDisk, NbdOptions, StopHandle};
+use ringdisk_ring::Topology;
+use serde_json::Value;
+
+/// Disks that are served; dropping it ends that.
+#[derive(Debug)]
+pub(crate) struct Served {
+    export: Export,
+    name: String,
+    since: Instant,
+}
+
+/// Stops the disks and reads their counters, from any thread, also after their end.
+#[derive(Clone)]
+pub(crate) struct Handle {
+    stop: StopHandle,
+    stats: Arc<dyn Fn() -> Stats + Send + Sync>,
+    name: String,
+    since: Instant,
+}
+
+impl Served {
+    /// Serves.
+    ///
+    /// Errors: options that cannot be, those of the sockets and of the rings.
+    pub(crate) fn start(
+        disks: Vec<NamedDisk>,
+        listeners: Vec<OwnedFd>,
+        options: NbdOptions,
+    ) -> Result<Served, Failure> {
+        let name = options.common.name.clone();
+        let export = Export::start(disks, listeners, options)?;
+        Ok(Served { export, name, since: Instant::now() })
+    }
+
+    /// Takes clients from now on.
+    pub(crate) fn release(&mut self) {
+        self.export.release();
+    }
+
+    /// What was asked for and could not be had.
+    pub(crate) fn notes(&self) -> &[String] {
+        self.export.notes()
+    }
+
+    /// For other threads.
+    pub(crate) fn handle(&self) -> Handle {
+        Handle {
+            stop: self.export.stop_handle(),
+            stats: Arc::from(self.export.stats_reader()),
+            name: self.name.clone(),
+            since: self.since,
+        }
+    }
+
+    /// Blocks until nothing is served any longer.
+    ///
+    /// * `fault`: what a disk knows of why its last flush failed.
+    ///
+    /// Errors: why that ended, if nobody asked for it, or what went wrong at the end.
+    pub(crate) fn wait(self, fault: impl FnOnce() -> Option<String>) -> Result<(), Failure> {
+        let Err(error) = self.export.wait() else { return Ok(()) };
+        let failure = Failure::from(error);
+        Err(match fault().filter(|_| failure.exit == Exit::Storage) {
+            Some(fault) => Failure::new(Exit::Storage, fault),
+            None => failure,
+        })
+    }
+}
+
+impl Handle {
+    /// Asks for a clean stop; returns at once.
+    pub(crate) fn stop(&self) {
+        self.stop.stop();
+    }
+
+    /// The counters, for people.
+    pub(crate) fn text(&self, layers: &[Arc<Layer>]) -> String {
+        self.report().with_layers(layers, None)
+    }
+}
+
+impl Serving for Handle {
+    fn report(&self) -> Report {
+        Report {
+            name: self.name.clone(),
+            elapsed: self.since.elapsed(),
+            stats: (self.stats)(),
+            device: None,
+            accel: None,
+        }
+    }
+
+    fn topology(&self) -> Value {
+        topology::machine_to_json(&Topology::read())
+    }
+}
+
+impl fmt::Debug for Handle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Handle").field("name", &self.name).finish_non_exhaustive()
+    }
+}

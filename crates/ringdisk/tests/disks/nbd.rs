@@ -1,0 +1,233 @@
+//! `ringdisk serve --nbd` with real clients: libnbd's tools, qemu-img, fio; and what is refused.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use ringdisk_testkit::mount::text;
+use ringdisk_testkit::process::{command, ok, ok_words};
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::common::serving::{Daemon, Place, ctl, serve_command, stats};
+use crate::common::tools::{qemu_img, ringdisk};
+
+/// `ringdisk serve IMAGE --nbd SOCKET WORDS…`
+fn served(place: &Place, words: &[&str]) -> Daemon {
+    let (image, socket) = (text(&place.image), text(&place.socket));
+    let own = [image, "-f", place.format, "--nbd", socket];
+    Daemon::of(&mut serve_command(&[&own[..], words].concat()))
+}
+
+fn uri(socket: &Path, name: &str) -> String {
+    format!("nbd+unix:///{name}?socket={}", text(socket))
+}
+
+fn json(words: &[&str]) -> Value {
+    serde_json::from_str(&ok_words(words)).expect("JSON")
+}
+
+#[test]
+fn libnbd_sees_what_is_served_and_copies_it_both_ways() {
+    for format in ["raw", "qcow2"] {
+        let place = Place::new(format);
+        let words = ["--description", "a disk", "--export-name", "vda"];
+        let daemon = served(&place, &words);
+        let mode = fs::metadata(&place.socket).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        let uri = uri(&place.socket, "vda");
+        let info = json(&["nbdinfo", "--json", &uri]);
+        let export = &info["exports"][0];
+        assert_eq!(export["export-name"], "vda");
+        assert_eq!(export["description"], "a disk");
+        assert_eq!(export["export-size"], 8 << 20);
+        for can in ["can_cache", "can_fast_zero", "can_flush", "can_fua", "can_multi_conn"] {
+            assert_eq!(export[can], true, "{can}");
+        }
+        let list = json(&["nbdinfo", "--list", "--json", &uri]);
+        assert_eq!(list["exports"].as_array().unwrap().len(), 1);
+        let source = place.directory.path().join("source");
+        let bytes: Vec<u8> = (0..8u32 << 20).map(|at| (at / 777).to_le_bytes()[0]).collect();
+        fs::write(&source, &bytes).unwrap();
+        let copy = place.directory.path().join("copy");
+        let many = ["nbdcopy", "--connections=4", "--requests=64", "--flush"];
+        ok_words(&[&many[..], &[text(&source), &uri]].concat());
+        ok_words(&[&many[..], &[&uri, text(&copy)]].concat());
+        assert!(fs::read(&copy).unwrap() == bytes, "{format}");
+        daemon.stop(&[&place.socket]);
+        let compare = ["compare", "-f", format, "-F", "raw", text(&place.image), text(&source)];
+        qemu_img(Path::new("/"), &compare).ok();
+    }
+}
+
+#[test]
+fn nbdsh_finds_structured_replies_contexts_and_errors() {
+    let place = Place::new("qcow2");
+    let daemon = served(&place, &[]);
+    let script = "
+h.add_meta_context('base:allocation')
+h.add_meta_context('qemu:allocation-depth')
+h.connect_unix(socket)
+assert h.get_structured_replies_negotiated()
+assert h.can_multi_conn() and h.can_df() and h.can_fast_zero()
+h.pwrite(b'x' * 65536, 65536, nbd.CMD_FLAG_FUA)
+assert h.pread(65536, 65536) == b'x' * 65536
+h.zero(4096, 65536)
+h.trim(4096, 69632)
+h.cache(65536, 0)
+h.flush()
+seen = {}
+def extents(name, offset, entries, error):
+    seen[name] = entries
+h.block_status(h.get_size(), 0, extents)
+assert set(seen) == {'base:allocation', 'qemu:allocation-depth'}, seen
+assert sum(seen['base:allocation'][0::2]) == h.get_size(), seen
+try:
+    h.set_strict_mode(0)
+    h.pread(512, h.get_size())
+    assert False
+except nbd.Error as error:
+    assert error.errno == 'EINVAL', error
+h.shutdown()
+";
+    let connect = format!("socket = '{}'", text(&place.socket));
+    // The python of the system has the module.
+    ok_words(&["/usr/bin/python3", "-m", "nbd", "-c", &connect, "-c", script]);
+    daemon.stop(&[&place.socket]);
+}
+
+#[test]
+fn qemu_img_reads_maps_and_converts_it() {
+    let place = Place::new("qcow2");
+    let daemon = served(&place, &[]);
+    let uri = uri(&place.socket, "");
+    let root = Path::new("/");
+    ok_words(&["qemu-io", "-f", "raw", "-c", "write -P 7 1M 64k", "-c", "flush", &uri]);
+    let info = qemu_img(root, &["info", "--output=json", &uri]).ok().json();
+    assert_eq!(info["virtual-size"], 8 << 20);
+    let map = qemu_img(root, &["map", "--output=json", "-f", "raw", &uri]).ok().json();
+    let data: Vec<_> = map.as_array().unwrap().iter().filter(|run| run["data"] == true).collect();
+    assert_eq!((data.len(), &data[0]["start"]), (1, &Value::from(1 << 20)), "{map}");
+    let copy = place.directory.path().join("copy.qcow2");
+    let words = ["convert", "-f", "raw", "-O", "qcow2", &uri, text(&copy)];
+    qemu_img(root, &words).ok();
+    qemu_img(root, &["compare", "-f", "raw", "-F", "qcow2", &uri, text(&copy)]).ok();
+    let back = ["convert", "-n", "-f", "qcow2", "-O", "raw", text(&copy), &uri];
+    qemu_img(root, &back).ok();
+    daemon.stop(&[&place.socket]);
+    qemu_img(root, &["check", text(&place.image)]).ok();
+    qemu_img(root, &["compare", text(&place.image), text(&copy)]).ok();
+}
+
+#[test]
+fn fio_verifies_what_four_connections_write() {
+    let place = Place::new("qcow2");
+    let daemon = served(&place, &["--threads", "2"]);
+    let uri = format!("--uri={}", uri(&place.socket, ""));
+    let mut fio = command(&["fio", "--name=nbd", "--ioengine=nbd", &uri, "--rw=randwrite"]);
+    fio.args(["--bs=4k", "--iodepth=16", "--thread", "--numjobs=4", "--size=2m"]);
+    fio.args(["--offset_increment=2m", "--verify=crc32c", "--verify_state_save=0"]);
+    fio.current_dir(place.directory.path());
+    ok(fio);
+    let total = &stats(&place.socket)["total"];
+    assert!(total["writes"].as_u64().unwrap() >= 2048, "{total}");
+    assert_eq!(total["errors"], 0);
+    daemon.stop(&[&place.socket]);
+    qemu_img(Path::new("/"), &["check", text(&place.image)]).ok();
+}
+
+#[test]
+fn bitmaps_are_offered_by_name_while_they_stand_still() {
+    let place = Place::new("qcow2");
+    let (root, image) = (Path::new("/"), text(&place.image));
+    ringdisk(root, &["bitmap", "--add", image, "b0"]).ok();
+    ok_words(&["qemu-io", "-f", "qcow2", "-c", "write -P 1 4M 64k", image]);
+    let words = ["serve", image, "--nbd", text(&place.socket), "--bitmap"];
+    ringdisk(root, &[&words[..], &["b0"]].concat()).ends(2).says("'b0' records");
+    let none = [&words[..], &["nope", "--read-only"]].concat();
+    ringdisk(root, &none).ends(3).says("Bitmap 'nope' is not found");
+    let daemon = served(&place, &["--bitmap", "b0", "--read-only"]);
+    let map = json(&["nbdinfo", "--json", "--map=qemu:dirty-bitmap:b0", &uri(&place.socket, "")]);
+    let dirty: Vec<_> = map.as_array().unwrap().iter().filter(|run| run["type"] == 1).collect();
+    assert_eq!((dirty.len(), &dirty[0]["offset"]), (1, &Value::from(4 << 20)), "{map}");
+    daemon.stop(&[&place.socket]);
+}
+
+#[test]
+fn several_disks_are_names_of_one_address_and_are_commanded_alone() {
+    let (place, other) = (Place::new("qcow2"), Place::new("raw"));
+    let first = format!("image={},export-name=a,format=qcow2", text(&place.image));
+    let second = format!("image={},export-name=b,format=raw", text(&other.image));
+    let words = ["--disk", &first, "--disk", &second, "--nbd", text(&place.socket)];
+    let daemon = Daemon::of(&mut serve_command(&words));
+    let list = json(&["nbdinfo", "--list", "--json", &uri(&place.socket, "a")]);
+    let names: Vec<_> =
+        list["exports"].as_array().unwrap().iter().map(|one| &one["export-name"]).collect();
+    assert_eq!(names, ["a", "b"]);
+    ok_words(&["qemu-io", "-f", "raw", "-c", "write -P 7 0 64k", &uri(&place.socket, "a")]);
+    ctl(&place.socket.join("a"), &["resize", "+1M"]).ok();
+    let size = ok_words(&["nbdinfo", "--size", &uri(&place.socket, "a")]);
+    assert_eq!(size.trim(), (9 << 20).to_string());
+    assert_eq!(stats(&place.socket.join("b"))["size"], 8 << 20);
+    ctl(&place.socket.join("b"), &["stop"]).ok();
+    daemon.ends(0);
+    assert!(!place.socket.exists());
+}
+
+#[test]
+fn ctl_makes_a_snapshot_under_a_client_and_commits_it() {
+    let place = Place::new("qcow2");
+    let daemon = served(&place, &[]);
+    let uri = uri(&place.socket, "");
+    let overlay = place.directory.path().join("over.qcow2");
+    let write = |pattern: &str, at: &str| {
+        let io = format!("write -P {pattern} {at} 64k");
+        ok_words(&["qemu-io", "-f", "raw", "-c", &io, "-c", "flush", &uri]);
+    };
+    write("1", "0");
+    ctl(&place.socket, &["snapshot", text(&overlay)]).ok();
+    write("2", "1M");
+    ctl(&place.socket, &["commit"]).ok();
+    write("3", "2M");
+    daemon.stop(&[&place.socket]);
+    for (pattern, at) in [("1", "0"), ("2", "1M"), ("3", "2M")] {
+        let io = format!("read -P {pattern} {at} 64k");
+        ok_words(&["qemu-io", "-f", "qcow2", "-c", &io, text(&place.image)]);
+    }
+}
+
+#[test]
+fn a_port_of_this_machine_serves_and_a_port_in_use_is_refused() {
+    let place = Place::new("raw");
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let address = port.to_string();
+    let words = [text(&place.image), "-f", "raw", "--nbd", &address];
+    let daemon = Daemon::of(&mut serve_command(&words));
+    let uri = format!("nbd://127.0.0.1:{port}");
+    assert_eq!(ok_words(&["nbdinfo", "--size", &uri]).trim(), (8 << 20).to_string());
+    let other = Place::new("raw");
+    let words = ["serve", text(&other.image), "-f", "raw", "--nbd", &address];
+    ringdisk(Path::new("/"), &words).ends(5).says("cannot listen at 127.0.0.1");
+    daemon.process.signal(Signal::TERM);
+    daemon.ends(0);
+}
+
+#[test]
+fn what_does_not_go_with_nbd_is_refused_in_words() {
+    let place = Place::new("raw");
+    let root = Path::new("/");
+    let image = text(&place.image);
+    let disks = ["--disk", &format!("image={image}"), "--disk", &format!("image={image}")];
+    for (words, code, text) in [
+        (&[image, "--nbd", "/tmp/x/s", "--keep"][..], 2, "cannot be used with"),
+        (&[image, "--nbd", "/tmp/x/s", "--upgrade"], 2, "cannot be used with"),
+        (&[image, "--nbd", "/tmp/x/s", "--vhost-user-blk", "s"], 2, "cannot be used with"),
+        (&[image, "--nbd", "host"], 2, "unix:PATH"),
+        (&[image, "--nbd", "/tmp/x/s", "--max-connections", "0"], 2, "1 to 10000"),
+        (&[image, "--nbd", "/nowhere/s"], 4, "the directory '/nowhere' does not exist"),
+        (&[image, "--export-name", "a", "--vhost-user-blk", "/tmp/s"], 2, "add --nbd"),
+        (&[&disks[..], &["--nbd", "/tmp/s"]].concat(), 2, "export-name=NAME"),
+    ] {
+        ringdisk(root, &[&["serve"], words].concat()).ends(code).says(text);
+    }
+}
