@@ -20,9 +20,11 @@
 
 mod getopt;
 mod help;
+mod image_options;
 mod options;
 mod values;
 
 pub use help::{help, version};
+pub use image_options::image_options;
 pub use options::{Address, Images, Invocation, List, Listen, Serve, TlsWords, UsageError, parse};
 pub use values::{Aio, Cache, Discard, SnapshotName, Zeroes};
