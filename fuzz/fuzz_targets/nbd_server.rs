@@ -37,7 +37,8 @@ fn server() -> &'static Server {
         let listener = UnixListener::bind(&socket).expect("a socket");
         let null = NullOptions { size: DISK_BYTES, read_zeroes: true, ..NullOptions::default() };
         let disks = vec![NamedDisk::new("", Disk::null(&null))];
-        let options = NbdOptions { common: CommonOptions::with_threads(1), ..NbdOptions::default() };
+        let common = CommonOptions::with_threads(1);
+        let options = NbdOptions { common, ..NbdOptions::default() };
         let export = Export::start(disks, vec![listener.into()], options).expect("an export");
         Server { socket, _export: export }
     })

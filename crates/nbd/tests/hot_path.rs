@@ -1,6 +1,8 @@
 //! What a request costs once everything is warm: no allocation on queue threads, and few system
 //! calls.
 
+#![allow(clippy::cast_possible_truncation)]
+
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -81,6 +83,22 @@ fn allocations(stream: &mut UnixStream, is_structured: bool, command: u16) -> u6
     COUNT.load(Ordering::Relaxed) - before
 }
 
+/// The same with one read of 512 KiB at a time, whose memory a slot does not have by itself.
+fn large_allocations(stream: &mut UnixStream) -> u64 {
+    const LEN: u64 = 512 << 10;
+    let read = Request { command: command::READ, len: LEN, ..Request::default() }.to_compact();
+    let mut reply = vec![0; 16 + LEN as usize];
+    let mut before = 0;
+    for round in 0..2 * ROUNDS {
+        if round == ROUNDS {
+            before = COUNT.load(Ordering::Relaxed);
+        }
+        stream.write_all(&read).unwrap();
+        stream.read_exact(&mut reply).unwrap();
+    }
+    COUNT.load(Ordering::Relaxed) - before
+}
+
 /// One test, so that nothing else of this program allocates meanwhile.
 #[test]
 fn warm_requests_allocate_nothing_and_share_system_calls() {
@@ -115,6 +133,9 @@ fn warm_requests_allocate_nothing_and_share_system_calls() {
                 assert!(enters * 2 < requests, "{name}: {enters} enters for {requests} requests");
             }
         }
+        let mut stream = UnixStream::connect(&socket).unwrap();
+        enter(&mut stream, false);
+        assert_eq!(large_allocations(&mut stream), 0, "{name}, larger requests");
         drop(export);
     }
 }

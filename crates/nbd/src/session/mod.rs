@@ -20,7 +20,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use ringdisk_nbd_protocol::request::Style;
-use ringdisk_ring::{Fd, Parker, Ring};
+use ringdisk_ring::{Fd, IoBuf, Parker, Ring};
 
 use crate::exported::Exported;
 use crate::handshake::Agreed;
@@ -39,6 +39,9 @@ pub(crate) const SMALL_BYTES: usize = 256 << 10;
 pub(crate) const HEAD_BYTES: usize = 4096;
 /// Larger requests of a connection in flight, bytes together: one of the largest, or several.
 pub(crate) const LARGE_BYTES_MAX: usize = 32 << 20;
+
+/// Pieces of memory of larger requests that are kept.
+const SPARES_MAX: usize = 16;
 
 /// Memory for data of a connection at most, bytes: 128 slots of 256 KiB and a page, requests that
 /// are larger (32 MiB together and a page each), and the input. About 65 MiB; pages that no request
@@ -61,6 +64,9 @@ pub(crate) struct Session {
     free: RefCell<Vec<usize>>,
     /// Bytes that larger requests may still take.
     large_left: Cell<usize>,
+    /// Memory of larger requests that have ended, for the next ones: its pages are there. Counts as
+    /// taken.
+    spare: RefCell<Vec<IoBuf>>,
     /// Slots whose replies wait for the task that sends.
     finished: RefCell<Vec<usize>>,
     /// The task that sends waits here for replies.
@@ -84,6 +90,7 @@ impl Session {
             slots: RefCell::new(Vec::with_capacity(REQUESTS_MAX)),
             free: RefCell::new(Vec::with_capacity(REQUESTS_MAX)),
             large_left: Cell::new(LARGE_BYTES_MAX),
+            spare: RefCell::new(Vec::with_capacity(SPARES_MAX)),
             finished: RefCell::new(Vec::with_capacity(REQUESTS_MAX)),
             to_send: Parker::default(),
             freed: Parker::default(),
@@ -117,19 +124,47 @@ impl Session {
 
     /// Waits for a slot with memory for so many bytes of data, at most [`LARGE_BYTES_MAX`].
     async fn slot(self: &Rc<Session>, data_bytes: usize) -> Rc<Slot> {
-        let large = if data_bytes > SMALL_BYTES { data_bytes } else { 0 };
         loop {
-            if large <= self.large_left.get()
-                && let Some(slot) = self.take_slot()
-            {
-                self.large_left.set(self.large_left.get() - large);
-                if large > 0 {
-                    slot.enlarge(large);
+            let large = data_bytes > SMALL_BYTES;
+            let memory = if large { self.large_memory(data_bytes) } else { None };
+            if !large || memory.is_some() {
+                if let Some(slot) = self.take_slot() {
+                    slot.enlarge(memory);
+                    return slot;
                 }
-                return slot;
+                memory.into_iter().for_each(|memory| self.keep(memory));
             }
             self.queue.cells.exhausted.add(1);
             self.freed.park(self.ring()).await;
+        }
+    }
+
+    /// Memory for a larger request: that of one that has ended, or new one. `None`: the larger
+    /// requests in flight have all that there may be.
+    fn large_memory(&self, data_bytes: usize) -> Option<IoBuf> {
+        let mut spare = self.spare.borrow_mut();
+        let fits = |memory: &IoBuf| (data_bytes..=2 * data_bytes).contains(&data_bytes_of(memory));
+        if let Some(found) = spare.iter().position(fits) {
+            return Some(spare.swap_remove(found));
+        }
+        if data_bytes > self.large_left.get() {
+            let given_back: usize = spare.drain(..).map(|memory| data_bytes_of(&memory)).sum();
+            self.large_left.set(self.large_left.get() + given_back);
+        }
+        let left = self.large_left.get().checked_sub(data_bytes)?;
+        self.large_left.set(left);
+        let memory = IoBuf::new(HEAD_BYTES + data_bytes, HEAD_BYTES);
+        memory.populate(memory.len());
+        Some(memory)
+    }
+
+    /// The request that had this memory has ended.
+    fn keep(&self, memory: IoBuf) {
+        let mut spare = self.spare.borrow_mut();
+        if spare.len() < SPARES_MAX {
+            spare.push(memory);
+        } else {
+            self.large_left.set(self.large_left.get() + data_bytes_of(&memory));
         }
     }
 
@@ -143,8 +178,8 @@ impl Session {
     /// The reply of a slot has left, or never will.
     fn release(&self, number: usize) {
         self.queue.unsent.set(self.queue.unsent.get() - 1);
-        let freed = self.slots.borrow()[number].clear();
-        self.large_left.set(self.large_left.get() + freed);
+        let memory = self.slots.borrow()[number].clear();
+        memory.into_iter().for_each(|memory| self.keep(memory));
         self.free.borrow_mut().push(number);
         self.freed.unpark(self.ring());
     }
@@ -162,6 +197,11 @@ impl Session {
         self.slots.borrow().iter().for_each(|slot| slot.work.unpark(self.ring()));
         self.to_send.unpark(self.ring());
     }
+}
+
+/// Bytes of data that such memory holds.
+fn data_bytes_of(memory: &IoBuf) -> usize {
+    memory.len() - HEAD_BYTES
 }
 
 /// Serves requests until the end of the connection; requests in flight are finished and, where that

@@ -19,8 +19,8 @@ use super::{SMALL_BYTES, Session, status};
 /// Reads of so many bytes are looked at for holes: below that, sending zeroes costs less than the
 /// look-up.
 const HOLES_FROM_BYTES: usize = 32 << 10;
-/// Longest part of a discard or of zeroes that is carried out at once, bytes, so that other requests
-/// get between.
+/// Longest part of a discard or of zeroes that is carried out at once, bytes, so that other
+/// requests get between.
 const PART_BYTES: u64 = 64 << 20;
 
 /// Carries out the requests of a slot until the session closes.

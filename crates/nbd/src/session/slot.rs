@@ -1,7 +1,7 @@
 //! A slot: what one request in flight has.
 //!
 //! Promises: its memory is made with it and used again by every request that fits; a larger request
-//! brings memory of its own, which goes with it. Queue thread only.
+//! brings memory, which the session keeps for the next one. Queue thread only.
 
 use std::cell::{Cell, RefCell};
 use std::time::Instant;
@@ -65,11 +65,9 @@ impl Slot {
         }
     }
 
-    /// Takes memory for a larger request. Allocates.
-    pub(super) fn enlarge(&self, data_bytes: usize) {
-        let memory = IoBuf::new(HEAD_BYTES + data_bytes, 4096);
-        memory.populate(HEAD_BYTES + data_bytes);
-        *self.large.borrow_mut() = Some(memory);
+    /// Gives it the memory of a larger request.
+    pub(super) fn enlarge(&self, memory: Option<IoBuf>) {
+        *self.large.borrow_mut() = memory;
     }
 
     /// Its memory: [`HEAD_BYTES`] of room, then data.
@@ -82,10 +80,10 @@ impl Slot {
         self.memory().slice(HEAD_BYTES..HEAD_BYTES + len)
     }
 
-    /// Forgets the request. Gives the bytes of data that a larger one had.
-    pub(super) fn clear(&self) -> usize {
+    /// Forgets the request. Gives the memory that a larger one had.
+    pub(super) fn clear(&self) -> Option<IoBuf> {
         self.reply.borrow_mut().clear();
         self.runs.borrow_mut().clear();
-        self.large.take().map_or(0, |memory| memory.len() - HEAD_BYTES)
+        self.large.take()
     }
 }

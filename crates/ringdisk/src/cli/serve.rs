@@ -492,7 +492,9 @@ impl ServeArgs {
             device.check_accel().map_err(|(kind, text)| refuse("serve", kind, text))?;
         }
         disks.iter().try_for_each(|disk| self.check_kept(&disk.args))?;
-        disks.iter().try_for_each(|disk| self.check_nbd(&disk.args))?;
+        let check_nbd = |disk: &ServedDisk| self.nbd.check(&disk.args);
+        let wrong = |text| refuse("serve", ErrorKind::ArgumentConflict, text);
+        disks.iter().try_for_each(check_nbd).map_err(wrong)?;
         self.check_alike(&disks)?;
         Ok(disks)
     }
@@ -505,28 +507,6 @@ impl ServeArgs {
     /// The words about sockets, for all disks of a process.
     pub(crate) fn socket(&self) -> &SocketArgs {
         &self.one.place
-    }
-
-    /// Errors: words about NBD without an address; a disk that has a socket of its own beside one.
-    fn check_nbd(&self, disk: &DiskArgs) -> Result<(), clap::Error> {
-        let place = &disk.place;
-        let has_socket = place.vhost_user_blk.is_some()
-            || place.connect.is_some()
-            || place.socket_fd.is_some()
-            || place.socket_name.is_some();
-        let NbdDiskArgs { export_name, description, bitmap } = &disk.nbd;
-        let has_words = export_name.is_some() || description.is_some() || !bitmap.is_empty();
-        let text = match self.nbd.nbd.is_empty() {
-            false if has_socket => {
-                "a disk is served over NBD or to a virtual machine: give --nbd, or a socket to each \
-                 disk"
-            }
-            true if has_words => {
-                "--export-name, --description and --bitmap are for NBD: add --nbd ADDRESS"
-            }
-            _ => return Ok(()),
-        };
-        Err(refuse("serve", ErrorKind::ArgumentConflict, text))
     }
 
     /// Errors: a disk that cannot be kept.

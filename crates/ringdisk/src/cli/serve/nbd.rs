@@ -8,6 +8,8 @@ use clap::Args;
 use ringdisk_daemon::size::parse_time;
 use ringdisk_nbd::options::{CONNECTIONS_DEFAULT, CONNECTIONS_MAX, check_text};
 
+use super::DiskArgs;
+
 /// A host that only programs of this machine reach.
 const LOOPBACK: &str = "127.0.0.1";
 
@@ -63,6 +65,29 @@ pub(crate) struct NbdDiskArgs {
     /// refused: what clients read would no longer be what it says.
     #[arg(long, value_name = "NAME", help_heading = "NBD options")]
     pub(crate) bitmap: Vec<String>,
+}
+
+impl NbdArgs {
+    /// Errors: words about NBD without an address; a disk that has a socket of its own beside one.
+    pub(super) fn check(&self, disk: &DiskArgs) -> Result<(), &'static str> {
+        let place = &disk.place;
+        let has_socket = place.vhost_user_blk.is_some()
+            || place.connect.is_some()
+            || place.socket_fd.is_some()
+            || place.socket_name.is_some();
+        let NbdDiskArgs { export_name, description, bitmap } = &disk.nbd;
+        let has_words = export_name.is_some() || description.is_some() || !bitmap.is_empty();
+        match self.nbd.is_empty() {
+            false if has_socket => Err(
+                "a disk is served over NBD or to a virtual machine: give --nbd, or each disk its \
+                 own socket",
+            ),
+            true if has_words => {
+                Err("--export-name, --description and --bitmap are for NBD: add --nbd ADDRESS")
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 /// Where NBD clients connect.
