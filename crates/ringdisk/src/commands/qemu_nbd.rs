@@ -104,6 +104,11 @@ fn text(asked: &Serve, failure: &Failure) -> String {
     let opened = |why: String| format!("Failed to blk_new_open '{file}': {why}");
     match failure.exit {
         _ if message.starts_with("Bitmap '") => message.to_owned(),
+        _ if let Listen::Unix(path) = &asked.listen
+            && path.parent().is_some_and(|parent| !parent.exists()) =>
+        {
+            format!("Failed to bind socket to {}: No such file or directory", path.display())
+        }
         _ if message.starts_with("cannot listen at") => match &asked.listen {
             Listen::Tcp(_) if failure.exit == Exit::Locked => {
                 String::from("Failed to find an available port: Address already in use")
