@@ -4,8 +4,8 @@
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::OnceLock;
 use std::time::Duration;
 
@@ -24,23 +24,20 @@ const LIMIT: Duration = Duration::from_secs(10);
 /// Most parts of one input.
 const PARTS_MAX: usize = 64;
 
-struct Server {
-    socket: PathBuf,
-    _export: Export,
-}
-
-fn server() -> &'static Server {
-    static SERVER: OnceLock<Server> = OnceLock::new();
-    SERVER.get_or_init(|| {
-        let directory = tempfile::tempdir().expect("a directory").keep();
-        let socket = directory.join("nbd.sock");
-        let listener = UnixListener::bind(&socket).expect("a socket");
+/// The socket of an export that lives as long as the process. It has no name that would stay.
+fn socket() -> &'static SocketAddr {
+    static SOCKET: OnceLock<SocketAddr> = OnceLock::new();
+    SOCKET.get_or_init(|| {
+        let name = format!("ringdisk-fuzz-{}", std::process::id());
+        let socket = SocketAddr::from_abstract_name(name).expect("an address");
+        let listener = UnixListener::bind_addr(&socket).expect("a socket");
         let null = NullOptions { size: DISK_BYTES, read_zeroes: true, ..NullOptions::default() };
         let disks = vec![NamedDisk::new("", Disk::null(&null))];
         let common = CommonOptions::with_threads(1);
         let options = NbdOptions { common, ..NbdOptions::default() };
         let export = Export::start(disks, vec![listener.into()], options).expect("an export");
-        Server { socket, _export: export }
+        std::mem::forget(export);
+        socket
     })
 }
 
@@ -92,7 +89,7 @@ fuzz_target!(|bytes: &[u8]| {
         }
         part(&mut input, &mut out);
     }
-    let mut stream = UnixStream::connect(&server().socket).expect("the server is there");
+    let mut stream = UnixStream::connect_addr(socket()).expect("the server is there");
     stream.set_read_timeout(Some(LIMIT)).expect("a timeout");
     stream.set_write_timeout(Some(LIMIT)).expect("a timeout");
     let mut greeting = [0; 18];

@@ -1,8 +1,8 @@
 //! The lock of a directory, for processes that change names in it one at a time.
 //!
-//! Promises: nobody waits for it for longer than it says. Whoever may read a directory may lock it
-//! and keep the lock (another user in `/run` or `/tmp`), so to have it is a help against honest
-//! processes that start at the same moment, and no condition for going on.
+//! Promises: waiting for the lock has a limit. Every user who may read a directory may lock it and
+//! keep the lock (in `/run` or `/tmp`), so the lock orders honest processes that start at the same
+//! moment, and a process that does not get it goes on.
 
 use std::fs::File;
 use std::os::unix::fs::OpenOptionsExt;

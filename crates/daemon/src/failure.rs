@@ -7,6 +7,7 @@
 use std::error::Error as StdError;
 use std::io;
 
+use ringdisk_export::HaltReason;
 use ringdisk_ring::SetupError;
 
 /// How the program ends. The numbers are an interface: scripts match on them.
@@ -22,7 +23,7 @@ pub enum Exit {
     Image = 3,
     /// The mountpoint.
     Mountpoint = 4,
-    /// Somebody else uses it.
+    /// Another process uses it.
     Locked = 5,
     /// Not allowed.
     Permission = 6,
@@ -331,36 +332,67 @@ impl From<ringdisk_qcow2::Error> for Failure {
 
 impl From<ringdisk_export::Error> for Failure {
     fn from(error: ringdisk_export::Error) -> Failure {
-        use ringdisk_export::ErrorKind;
-        let exit = match error.kind() {
-            ErrorKind::NotFound
-            | ErrorKind::NotRegular
-            | ErrorKind::Occupied
-            | ErrorKind::AlreadyOurs
-            | ErrorKind::Stale
-            | ErrorKind::NotMounted
-            | ErrorKind::Socket => Exit::Mountpoint,
-            ErrorKind::Busy => Exit::Locked,
-            ErrorKind::PermissionDenied | ErrorKind::AllowOtherDenied => Exit::Permission,
-            ErrorKind::DeviceMissing
-            | ErrorKind::DeviceForbidden
-            | ErrorKind::HelperMissing
-            | ErrorKind::TransportMissing => Exit::Fuse,
-            ErrorKind::Unsupported => Exit::Unsupported,
-            ErrorKind::RingForbidden => Exit::IoUring,
-            ErrorKind::Halted => Exit::Halted,
-            ErrorKind::Storage => Exit::Storage,
-            ErrorKind::Usage => Exit::Usage,
-            _ => Exit::General,
-        };
         // A ring that could not be made is a cause here; its own code says more.
-        let exit = ring_exit(&error).unwrap_or(exit);
+        let exit = ring_exit(&error).unwrap_or_else(|| export_exit(error.kind()));
         let failure = Failure::caused(exit, &error);
         Failure { hint: error.hint_text().map(str::to_owned), ..failure }
     }
 }
 
+/// The code of an error of an export.
+fn export_exit(kind: ringdisk_export::ErrorKind) -> Exit {
+    use ringdisk_export::ErrorKind;
+    match kind {
+        ErrorKind::NotFound
+        | ErrorKind::NotRegular
+        | ErrorKind::Occupied
+        | ErrorKind::AlreadyOurs
+        | ErrorKind::Stale
+        | ErrorKind::NotMounted
+        | ErrorKind::Socket => Exit::Mountpoint,
+        ErrorKind::Busy => Exit::Locked,
+        ErrorKind::PermissionDenied | ErrorKind::AllowOtherDenied => Exit::Permission,
+        ErrorKind::DeviceMissing
+        | ErrorKind::DeviceForbidden
+        | ErrorKind::HelperMissing
+        | ErrorKind::TransportMissing => Exit::Fuse,
+        ErrorKind::Unsupported => Exit::Unsupported,
+        ErrorKind::RingForbidden => Exit::IoUring,
+        ErrorKind::Halted => Exit::Halted,
+        ErrorKind::Storage => Exit::Storage,
+        ErrorKind::Usage => Exit::Usage,
+        _ => Exit::General,
+    }
+}
+
 impl Failure {
+    /// Of an export that ended by itself.
+    ///
+    /// * `fault`: what is wrong with its disk, which may say better why the storage failed.
+    pub fn of_halt(reason: &HaltReason, fault: Option<String>) -> Failure {
+        let exit = match reason {
+            HaltReason::Timeout(_)
+            | HaltReason::Flush(_)
+            | HaltReason::StillInFlight(_)
+            | HaltReason::GaveUp => Exit::Storage,
+            HaltReason::Forced(_) | HaltReason::StillInUse(..) | HaltReason::Aborted(_) => {
+                Exit::Forced
+            }
+            HaltReason::Device(..)
+            | HaltReason::Reply(..)
+            | HaltReason::Protocol(..)
+            | HaltReason::Panicked => Exit::Halted,
+            HaltReason::Failed(kind, _) => export_exit(*kind),
+        };
+        match (reason, fault) {
+            (HaltReason::Flush(_) | HaltReason::GaveUp, Some(fault)) => Failure::new(exit, fault),
+            _ => Failure {
+                hint: reason.hint_text().map(str::to_owned),
+                ..Failure::new(exit, strip_os_error(&reason.to_string()))
+            },
+        }
+    }
+
     /// Of a change that was asked for: options that make no sense for this image are a mistake of
     /// the command line.
     pub fn of_change(error: ringdisk_disk::Error) -> Failure {

@@ -1,7 +1,7 @@
 //! What the process asks of the kernel for itself before it serves.
 //!
 //! Promises: [`raise`] is called once by the main thread before any other is started, so that all
-//! inherit it; a refusal is never an error here, since whoever then runs into a limit has the
+//! inherit it; a refusal is never an error here: the call that later runs into the limit has the
 //! better message.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};

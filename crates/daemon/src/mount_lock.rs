@@ -3,8 +3,8 @@
 //! Promises: never fails and never waits for long; where it cannot tell, it says "ended".
 //!
 //! The server holds a lock (flock) on the file below its mount as long as it lives. When the mount
-//! is gone, that file can be seen again, and whoever gets its lock knows that the server has let
-//! go of the image too.
+//! is gone, that file can be seen again, and a process that gets its lock knows that the server has
+//! let go of the image too.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -27,7 +27,7 @@ pub fn hold(mountpoint: &Path) -> Option<File> {
     Some(file)
 }
 
-/// Gives the lock back although somebody else has the file open too.
+/// Releases the lock, also where other processes have the same open file.
 pub fn release(alive: &File) {
     let _ = flock(alive, FlockOperation::Unlock);
 }
@@ -38,7 +38,7 @@ pub fn release(alive: &File) {
 pub fn wait(mountpoint: &Path, limit: Duration) -> bool {
     let end = Instant::now() + limit;
     loop {
-        // What is mounted there by now is somebody else's, and may wait for its server.
+        // A new mount there is another server's, and a look at it may wait for that server.
         if table::at(mountpoint).is_ok_and(|mount| mount.is_some()) {
             return true;
         }

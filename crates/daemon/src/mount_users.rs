@@ -128,7 +128,7 @@ impl Users {
             return;
         }
         let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-        // Whoever may open the mount chooses it, and it is shown in logs, too.
+        // A user of the mount chooses this name, and it is shown in logs, too.
         self.processes.push(Process { pid, name: visible(name.trim()) });
     }
 }

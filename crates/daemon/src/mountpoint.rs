@@ -42,7 +42,7 @@ impl MountpointState {
             return;
         }
         if is_mounted(&self.path) {
-            // A living one is somebody else's.
+            // A mount that has a server is another process's.
             let checked = mountpoint::check(&self.path);
             if checked.is_err_and(|error| error.kind() == ErrorKind::Stale)
                 && let Err(error) = unmount(&self.path, Unmount::Lazy)

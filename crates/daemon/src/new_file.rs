@@ -36,8 +36,8 @@ impl NewFile {
         NewFile::made(path, file)
     }
 
-    /// The same without following any symbolic link: whoever may write a directory on the way could
-    /// have put one there since the path was found to have none.
+    /// The same without following any symbolic link: a user who may write a directory of the path
+    /// could have put a link there since the path was found to have none.
     ///
     /// * `path`: absolute.
     ///

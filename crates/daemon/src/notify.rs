@@ -24,7 +24,7 @@ use rustix::net::{
 };
 use rustix::process::{Pid, getgid, getuid};
 
-/// How long whoever keeps descriptors may take to do so.
+/// How long the process that keeps descriptors may take to take them.
 const BARRIER: Duration = Duration::from_secs(5);
 /// Pause before a full queue is tried again.
 const FULL: Duration = Duration::from_millis(5);
@@ -309,7 +309,7 @@ impl Notify {
             Some(Target::Manager(socket, address)) => (socket, address),
         };
         let name = match self.other {
-            // It is gone, and its number may be somebody else's.
+            // That process is gone, and its pid may be another's.
             Some(other) if parent_id() != other => return Err(Errno::SRCH.into()),
             other => other.and_then(|other| Pid::from_raw(other.cast_signed())),
         };

@@ -2,15 +2,16 @@
 //!
 //! Promises: holds the decimal pid and a newline, mode 0600, under a POSIX lock for as long
 //! as the process lives, and goes with it. A file that appears under its name is complete: it is
-//! made beside and renamed, or written over in place when it was there and nobody holds it. A file
-//! that does not look like a pid file, is a link, or belongs to somebody else is left alone.
+//! made beside and renamed, or written over in place when it was there and no process has it
+//! locked. A file that does not look like a pid file, is a link, or belongs to another user is left
+//! alone.
 //!
-//! Whoever takes the process over later cannot write another pid into it, for scripts to signal:
-//! what stays open can only be read. So the lock is one for reading, which keeps out everybody who
-//! asks for one to write.
+//! An attacker who takes the process over cannot write another pid into the file, for scripts to
+//! signal: the descriptor that stays open can only be read. So the lock is a read lock, which
+//! excludes every process that asks for a write lock.
 //!
 //! Used by the main thread only: POSIX locks belong to the process and end when it closes *any*
-//! descriptor of the file, so nobody else may open it.
+//! descriptor of the file, so no other part of the process may open it.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
@@ -171,8 +172,8 @@ fn open_existing(path: &Path) -> Result<Option<File>, Failure> {
     Ok(Some(file))
 }
 
-/// Makes the file under another name, complete and locked, and renames it; `None` if somebody else
-/// was faster.
+/// Makes the file under another name, complete and locked, and renames it; `None` if another
+/// process was faster.
 fn create_beside(path: &Path) -> Result<Option<File>, Failure> {
     let mut name = OsString::from(path.as_os_str());
     name.push(format!(".{}", std::process::id()));

@@ -50,6 +50,32 @@ impl Stopping {
     }
 }
 
+/// A stop that was asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Stop {
+    /// Once no client uses the export.
+    Clean,
+    /// Also while clients use it.
+    AtOnce,
+}
+
+/// The stop that was asked for so far, shared.
+#[derive(Debug, Default)]
+pub struct StopAsked(Mutex<Option<Stop>>);
+
+impl StopAsked {
+    /// A stop is asked for. The end at once stays one, whatever follows.
+    pub fn ask(&self, stop: Stop) {
+        let mut asked = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        *asked = (*asked).max(Some(stop));
+    }
+
+    /// What was asked for.
+    pub fn get(&self) -> Option<Stop> {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// What a signal that asks for a stop means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Asked {
@@ -93,6 +119,18 @@ mod tests {
         *insist.0.lock().expect("no panic") = Instant::now().checked_sub(BOUNCE);
         assert_eq!(insist.count(false), Asked::Echo, "a hang-up");
         assert_eq!(insist.count(true), Asked::Again);
+    }
+
+    #[test]
+    fn the_end_at_once_stays_asked_for() {
+        let asked = StopAsked::default();
+        assert_eq!(asked.get(), None);
+        for (stop, now) in
+            [(Stop::Clean, Stop::Clean), (Stop::AtOnce, Stop::AtOnce), (Stop::Clean, Stop::AtOnce)]
+        {
+            asked.ask(stop);
+            assert_eq!(asked.get(), Some(now));
+        }
     }
 
     #[test]

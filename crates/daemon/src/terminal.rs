@@ -3,8 +3,8 @@
 //! Promises: a stream that is closed, full or a broken pipe never ends the process and never
 //! panics. Messages go to standard error; results go to standard output through [`Results`], which
 //! reports a failed write where that matters. A process that serves ([`serves`]) waits a moment,
-//! and no longer, for whoever reads its standard error (a terminal may be paused, a pipe full):
-//! then a message is left out, and counted in front of the next one.
+//! and no longer, for the reader of its standard error (a terminal may be paused, a pipe full);
+//! after that it leaves the message out, and says in front of the next one how many it left out.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -33,7 +33,7 @@ pub fn say_error(text: impl fmt::Display) {
     write_error(format!("{text}\n").as_bytes());
 }
 
-/// Somebody relies on this process: it does not wait for readers of its messages.
+/// Clients rely on this process: it does not wait for readers of its messages.
 static SERVES: AtomicBool = AtomicBool::new(false);
 /// The last message found no reader.
 static IS_STUCK: AtomicBool = AtomicBool::new(false);
@@ -45,7 +45,7 @@ const READER: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 /// What a pipe takes at once when it can be written to (`PIPE_BUF`, pipe(7)).
 const PIECE: usize = 4096;
 
-/// From now on nobody here waits for whoever reads standard error.
+/// From now on no thread waits for the reader of standard error.
 pub fn serves() {
     SERVES.store(true, Ordering::Relaxed);
 }

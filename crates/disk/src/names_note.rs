@@ -16,11 +16,12 @@
 //! format and the data file, each as in the header, with `%` and two hexadecimal digits for each
 //! character that is not plain: `base.qcow2:qcow2;data.raw`.
 
+mod open;
+
 use std::fmt::Write as _;
-use std::fs::File;
-use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 
+pub use open::{change_note, note_of, set_note};
 use ringdisk_qcow2::Info;
 use ringdisk_ring::{Errno, Fd};
 use ringdisk_storage::{Kind, OpenOptions, Storage};
@@ -39,7 +40,7 @@ const LINES_MAX: usize = 4;
 /// characters each at most. What a file system does not take is not noted.
 const VALUE_BYTES_MAX: usize = LINES_MAX * (3 * (1023 + 4095) + 32);
 /// The attribute.
-pub const ATTRIBUTE: Attribute = Attribute::new(NAME, VALUE_BYTES_MAX);
+const ATTRIBUTE: Attribute = Attribute::new(NAME, VALUE_BYTES_MAX);
 
 /// The names of a header, in the form of the note.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -246,8 +247,10 @@ pub(crate) fn follow(
     let result = match value {
         // It was never served in a sandbox, or its file system keeps no notes.
         Ok(None) | Err(Errno::OPNOTSUPP) => Ok(()),
-        Ok(Some(_)) if is_done => set(file, &line),
-        Ok(Some(text)) => set_durably(file, &with_line(&text, &line)),
+        Ok(Some(_)) => match file.raw_fd() {
+            Some(Fd::Raw(fd)) => change_note(&fd, &line, is_done),
+            _ => set(file, &line),
+        },
         // Inside of a sandbox there are no such calls.
         Err(Errno::NOSYS) => outside(file, &line, is_done, options),
         Err(errno) => Err(errno),
@@ -266,31 +269,9 @@ pub(crate) fn follow(
 
 /// A note that has one more line. It keeps the lines that it had: which of them the header names is
 /// not known after a crash in the middle of a change.
-pub fn with_line(note: &str, line: &str) -> String {
+fn with_line(note: &str, line: &str) -> String {
     let had = note.lines().take(LINES_MAX - 1).filter(|had| *had != line);
     had.chain([line]).collect::<Vec<_>>().join("\n")
-}
-
-/// Sets the note, and waits until it is on stable storage: flushing the header that follows does
-/// not write attributes.
-///
-/// Errors: those of setxattr(2), open(2) and fsync(2).
-fn set_durably(file: &Storage, text: &str) -> Result<(), Errno> {
-    set(file, text)?;
-    match file.raw_fd() {
-        Some(Fd::Raw(fd)) => sync(fd),
-        _ => Ok(()),
-    }
-}
-
-/// Waits until the note of an open file is on stable storage.
-///
-/// * `fd`: may be one that was opened with `O_PATH`.
-///
-/// Errors: those of open(2) and fsync(2).
-pub fn sync(fd: RawFd) -> Result<(), Errno> {
-    let synced = File::open(link(fd)).and_then(|file| file.sync_all());
-    synced.map_err(|error| error.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error))
 }
 
 /// Has the opener change the note of a file.

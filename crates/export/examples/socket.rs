@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use ringdisk_disk::{Disk, HandOver, ImageOptions, Source};
 use ringdisk_export::stats::{QueueCells, Stats};
 use ringdisk_export::{
-    Admission, Error, ErrorKind, PlacementRule, QueueThread, QueueWork, Running,
+    Admission, Error, ErrorKind, HaltReason, PlacementRule, QueueThread, QueueWork, Running,
 };
 use ringdisk_export::{
     ThreadOptions, ThreadSetup, ask_all, close_disk, place_threads, stop_threads,
@@ -85,14 +85,13 @@ impl Export {
     }
 
     /// Answers what is in flight, and makes durable what was written.
-    pub fn stop(mut self) -> Result<Stats, Error> {
+    pub fn stop(mut self) -> Result<Stats, HaltReason> {
         let drained = self.hold().is_ok();
         let close =
             async move |queue: Rc<Queue>| close_disk(&queue.disk, &queue.ring, drained).await;
         let closed = self.0[0].ask_task(close).within(LIMIT);
         stop_threads(&mut self.0, LIMIT, "socket");
-        let failed = |errno| Error::new(ErrorKind::Storage, "the last flush failed").errno(errno);
-        closed?.map_err(failed)?;
+        closed?.map_err(HaltReason::Flush)?;
         Ok(Stats::of(&self.0.iter().map(|thread| thread.view.clone()).collect::<Vec<_>>()))
     }
 

@@ -8,6 +8,8 @@ use std::time::Duration;
 use ringdisk_disk::Disk;
 use ringdisk_ring::{Errno, Ring};
 
+use crate::{Error, ErrorKind};
+
 /// Why an export was halted: it ended by itself, with errors to its clients.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HaltReason {
@@ -31,6 +33,29 @@ pub enum HaltReason {
     StillInUse(Duration, u64),
     /// The connection was aborted from outside while clients had so many open files.
     Aborted(u64),
+    /// The storage below failed, and the export was to stop then (`--on-error stop`).
+    GaveUp,
+    /// The control thread could not go on: the kind and the text of its error.
+    Failed(ErrorKind, String),
+}
+
+impl HaltReason {
+    /// What the user can do, if we know.
+    #[must_use]
+    pub fn hint_text(&self) -> Option<&'static str> {
+        match self {
+            HaltReason::GaveUp => {
+                Some("requests that were not answered go on when the disk is served again")
+            }
+            _ => None,
+        }
+    }
+}
+
+impl From<Error> for HaltReason {
+    fn from(error: Error) -> HaltReason {
+        HaltReason::Failed(error.kind(), error.to_string())
+    }
 }
 
 impl fmt::Display for HaltReason {
@@ -82,6 +107,8 @@ impl fmt::Display for HaltReason {
                  users had not written yet is lost",
                 open_files(*count)
             ),
+            HaltReason::GaveUp => f.write_str("stopped after an I/O error (--on-error stop)"),
+            HaltReason::Failed(_, text) => f.write_str(text),
         }
     }
 }

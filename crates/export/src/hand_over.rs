@@ -108,13 +108,11 @@ fn ask_within<S>(
     // An answer that comes later finds that no thread waits, and the export goes on. One that does
     // not get so far says why below.
     if stood.recv_timeout(flushing) == Err(RecvTimeoutError::Timeout) {
-        let text = format!("the disk is not flushed after {} s", flushing.as_secs());
+        let text = format!("what was written is not flushed after {} s", flushing.as_secs());
         return Err(Error::new(ErrorKind::Refused, text));
     }
     let state = answered.recv_timeout(limit).map_err(|error| match error {
-        RecvTimeoutError::Disconnected => {
-            Error::new(ErrorKind::Halted, "the disk is served no longer")
-        }
+        RecvTimeoutError::Disconnected => Error::new(ErrorKind::Halted, "it is served no longer"),
         RecvTimeoutError::Timeout => {
             let text = format!("requests in flight are not done after {} s", limit.as_secs());
             Error::new(ErrorKind::Refused, text)

@@ -22,11 +22,14 @@
 
 #![forbid(unsafe_code)]
 
+mod control;
+mod depth;
 mod drain;
 mod error;
 mod halt;
 mod hand_over;
 mod idle;
+mod in_flight;
 mod options;
 mod pending;
 mod placement;
@@ -34,11 +37,14 @@ pub mod stats;
 mod thread;
 mod trial;
 
+pub use control::ControlThread;
+pub use depth::DepthRule;
 pub use drain::{Admission, wait_drained};
 pub use error::{Error, ErrorKind};
 pub use halt::{HaltReason, close_disk};
 pub use hand_over::{HandOverRequest, HandOverState, HandedOver, ask_hand_over};
 pub use idle::IdleMemory;
+pub use in_flight::{Clock, InFlight};
 pub use options::{CommonOptions, Numa, THREADS_MAX, ThreadOptions, Threads};
 pub use pending::{Gone, Pending};
 pub use placement::{OwnCpu, PlacementRule, ThreadPlaces, cpus_are, cpus_named, place_threads};

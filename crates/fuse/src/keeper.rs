@@ -6,13 +6,14 @@
 
 mod hand_over;
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use ringdisk_disk::Disk;
-use ringdisk_export::{HaltReason, close_disk, stop_threads, wait_drained};
+use ringdisk_export::{Clock, HaltReason, close_disk, stop_threads, wait_drained};
 use ringdisk_ring::{Config, Errno, Runtime, SetupError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -22,7 +23,6 @@ use crate::events::{EndReason, Event};
 use crate::file::FileServer;
 use crate::mount::{Mount, Unmount};
 use crate::negotiate::Negotiated;
-use crate::queue::Clock;
 use crate::reply::notify_inval_inode;
 use crate::thread::FuseThread;
 use crate::uring::Rings;
@@ -121,6 +121,8 @@ pub(crate) struct Keeper {
     /// What the kernel has of ours, when requests travel in rings.
     pub(crate) rings: Option<Arc<Rings>>,
     pub(crate) events: Receiver<Event>,
+    /// Events that came while a hand-over was going on.
+    pub(crate) postponed: VecDeque<Event>,
     pub(crate) io_timeout: Option<Duration>,
     /// How long a stop waits for clients; `None`: as long as they take.
     pub(crate) stop_timeout: Option<Duration>,
@@ -156,9 +158,10 @@ impl Keeper {
             let pause = self.io_timeout.map(|limit| (limit / 4).max(Duration::from_millis(1)));
             let drains = draining.map(|_| IN_USE_POLL_INTERVAL);
             let pause = [pause, drains, looks.then_some(LOOK_AGAIN)].into_iter().flatten().min();
-            let event = match pause {
-                None => self.events.recv().map_err(|_| RecvTimeoutError::Disconnected),
-                Some(pause) => self.events.recv_timeout(pause),
+            let event = match (self.postponed.pop_front(), pause) {
+                (Some(event), _) => Ok(event),
+                (None, None) => self.events.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                (None, Some(pause)) => self.events.recv_timeout(pause),
             };
             if looks {
                 self.queues.iter().for_each(FuseThread::look_again);

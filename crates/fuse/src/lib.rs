@@ -39,6 +39,8 @@ pub mod topology;
 mod transport;
 mod uring;
 
+#[doc(hidden)]
+pub use export::TestSettings;
 pub use export::{Export, ExportOptions, HandOverHandle, Prepared, StopHandle};
 pub use ringdisk_export::stats::{Histogram, QueueStats, Stats};
 pub use ringdisk_export::{

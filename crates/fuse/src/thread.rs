@@ -12,14 +12,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Instant;
 
-use ringdisk_export::{EndThread, Pending, QueueThread, QueueWork, Running, ThreadSetup};
+use ringdisk_export::{
+    Clock, EndThread, InFlight, Pending, QueueThread, QueueWork, Running, ThreadSetup,
+};
 use ringdisk_ring::{Config, Fd, Ring, SetupError};
 
 use crate::dev::{DevQueue, Fetch, Place, announce, serve_entry};
 use crate::events::{EndReason, Event, EventSender};
 use crate::file::FileServer;
 use crate::placement::ThreadPlace;
-use crate::queue::{Buffers, Clock, InFlight, Queue, QueueParts};
+use crate::queue::{Buffers, Queue, QueueParts};
 use crate::uring::{MESSAGE_ENTRY, RingQueue, Rings, Starting, register, take_over};
 
 /// Completions and submissions for each entry: a fetch is two entries (poll and read), a request of

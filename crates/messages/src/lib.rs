@@ -48,7 +48,8 @@ use rustix::net::{
 /// Most descriptors that the kernel lets through with one message (`SCM_MAX_FD` of net/scm.h).
 ///
 /// [`receive`] always has room for all of them: the kernel closes a descriptor for which there is
-/// no room, in the thread that receives, and a close may wait for whoever made that descriptor.
+/// no room, in the thread that receives, and a close may wait for the process that made that
+/// descriptor.
 pub const DESCRIPTORS_MAX: usize = 253;
 
 /// Room for the descriptors of one message, bytes.

@@ -14,6 +14,9 @@ use crate::{Message, Wait, receive_as};
 
 /// Bytes that one call of [`consume`] takes at most at once.
 const CHUNK: usize = 4096;
+/// Longer than any piece in which the kernel keeps what was sent: 32 KiB, and what fits into a page
+/// (net/unix/af_unix.c, `unix_stream_sendmsg`), for pages of 64 KiB.
+const PIECE_BYTES_MAX: usize = 256 << 10;
 
 /// Counts what is looked at from now on; nothing counts as looked at yet.
 ///
@@ -41,14 +44,29 @@ pub fn peek(socket: impl AsFd, from: usize, into: &mut [u8]) -> Result<Message, 
     begin_at(&socket, from)?;
     let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::PEEK;
     let mut message = receive_as(&socket, into, Wait::Never, flags)?;
-    // The kernel goes on to the first descriptors that there are, also behind the last byte that it
-    // gives. Bytes without descriptors are read on to the next ones, others are not.
+    // The kernel goes on to the first descriptors that there are, also past the last byte that it
+    // gives.
     let is_whole = message.len == into.len() && !message.descriptors.is_empty();
-    if is_whole && peek_bytes(&socket, from, &mut vec![0; message.len + 1])? > message.len {
+    if is_whole && are_of_later_bytes(socket.as_fd(), from, message.len)? {
         message.descriptors.clear();
     }
     begin_at(&socket, from + message.len)?;
     Ok(message)
+}
+
+/// Whether the first descriptors that there are came with bytes after these.
+///
+/// The kernel keeps what was sent in pieces, and only the first byte of a piece has descriptors. A
+/// look ends with a piece that has some; so the last piece of a long look is the one that has them,
+/// if any has, and they are ours if it begins before our end.
+fn are_of_later_bytes(socket: BorrowedFd<'_>, from: usize, len: usize) -> Result<bool, Errno> {
+    let mut bytes = vec![0; len + 1];
+    if peek_bytes(socket, from, &mut bytes)? == len {
+        return Ok(false);
+    }
+    bytes.resize(len + PIECE_BYTES_MAX, 0);
+    let end = peek_bytes(socket, from, &mut bytes)?;
+    Ok(last_piece(socket, from, &mut bytes[..end - 1])? >= len)
 }
 
 /// As [`peek`], without descriptors. Returns how many bytes there were.
@@ -78,6 +96,35 @@ pub fn consume(socket: impl AsFd, mut bytes: usize) -> Result<(), Errno> {
         }
     }
     Ok(())
+}
+
+/// Where the piece begins that the byte behind these is in, bytes after `from`; 0 also for a piece
+/// that begins before.
+///
+/// The kernel stops at a piece that it cannot give whole as far as there is room. So the room ends
+/// with a byte to which nothing can be written.
+#[allow(unsafe_code)]
+fn last_piece(socket: BorrowedFd<'_>, from: usize, into: &mut [u8]) -> Result<usize, Errno> {
+    begin_at(socket, from)?;
+    let mut pieces = [
+        libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() },
+        libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 1 },
+    ];
+    // SAFETY: zeroes are a value of this struct: no address, no room for control messages.
+    let mut head: libc::msghdr = unsafe { std::mem::zeroed() };
+    head.msg_iov = pieces.as_mut_ptr();
+    head.msg_iovlen = pieces.len();
+    // SAFETY: the descriptor is borrowed for the call. The kernel writes to `into`, which is
+    // borrowed for writing and has the length that is given, and cannot write to address 0, which
+    // is never mapped in a process of ours.
+    let bytes = unsafe {
+        libc::recvmsg(socket.as_raw_fd(), &raw mut head, libc::MSG_PEEK | libc::MSG_DONTWAIT)
+    };
+    match usize::try_from(bytes) {
+        Ok(bytes) => Ok(bytes),
+        Err(_) if last_error() == Errno::FAULT => Ok(0),
+        Err(_) => Err(last_error()),
+    }
 }
 
 #[allow(unsafe_code)]
@@ -164,7 +211,7 @@ mod tests {
         // Pieces as they are sent, each with descriptors or without; how many the first 8 bytes
         // have.
         type Pieces = &'static [(&'static [u8], usize)];
-        let cases: [(Pieces, usize); 7] = [
+        let cases: [(Pieces, usize); 12] = [
             (&[(b"headtail", 0), (b"next", 1)], 0),
             (&[(b"headtail", 0), (b"next", 0), (b"more", 1)], 0),
             (&[(b"headtail", 1), (b"next", 2)], 1),
@@ -172,6 +219,12 @@ mod tests {
             (&[(b"head", 0), (b"tail", 2), (b"next", 1)], 2),
             (&[(b"head", 0), (b"tail", 0), (b"next", 1)], 0),
             (&[(b"head", 1), (b"tail", 1)], 2),
+            // Two messages that were sent as one, and what follows.
+            (&[(b"headtailnext", 1)], 1),
+            (&[(b"headtailnext", 1), (b"more", 2)], 1),
+            (&[(b"headtailnext", 0), (b"more", 1)], 0),
+            (&[(b"head", 0), (b"tailnext", 2), (b"m", 1)], 2),
+            (&[(b"head", 1), (b"tailnext", 0), (b"m", 2)], 1),
         ];
         for (pieces, expected) in cases {
             let (ours, theirs) = pair(SocketType::STREAM).expect("sockets");
@@ -188,6 +241,38 @@ mod tests {
             }
             assert_eq!((&bytes, fds), (b"headtail", expected), "{pieces:?}");
             assert_eq!(peeked(&ours), Ok(Some(8)));
+        }
+    }
+
+    #[test]
+    fn of_two_messages_that_were_sent_as_one_the_first_has_the_descriptors() {
+        let file = tempfile::tempfile().expect("a file");
+        let (ours, theirs) = pair(SocketType::STREAM).expect("sockets");
+        begin_peeking(&ours).expect("a stream socket");
+        let both = [IoSlice::new(b"first"), IoSlice::new(b"other")];
+        send(&theirs, &both, &[file.as_fd()], Wait::Never).expect("room");
+        send(&theirs, &[IoSlice::new(b"third")], &[file.as_fd(); 2], Wait::Never).expect("room");
+        for (word, count) in [(b"first", 1), (b"other", 0), (b"third", 2)] {
+            let mut bytes = [0; 5];
+            let message = peek(&ours, 0, &mut bytes).expect("a message");
+            assert_eq!((&bytes, message.descriptors.len()), (word, count));
+            consume(&ours, bytes.len()).expect("it is there");
+        }
+    }
+
+    #[test]
+    fn descriptors_behind_more_bytes_than_a_piece_has_are_found() {
+        let file = tempfile::tempfile().expect("a file");
+        for (first, later) in [(1, 0), (0, 1), (1, 1)] {
+            let (ours, theirs) = pair(SocketType::STREAM).expect("sockets");
+            begin_peeking(&ours).expect("a stream socket");
+            let long = vec![7; 60_000];
+            let fds = |count| vec![file.as_fd(); count];
+            let sent = send(&theirs, &[IoSlice::new(&long)], &fds(first), Wait::Never);
+            assert_eq!(sent, Ok(long.len()));
+            send(&theirs, &[IoSlice::new(b"x")], &fds(later), Wait::Never).expect("room");
+            let message = peek(&ours, 0, &mut [0; 100]).expect("a message");
+            assert_eq!((message.len, message.descriptors.len()), (100, first));
         }
     }
 

@@ -262,7 +262,7 @@ impl NewImage {
     /// * `size`: of the disk, bytes.
     /// * `fresh`: takes the files that are made or overwritten; they are kept by the caller.
     ///
-    /// Errors: options that do not go together, a file that somebody uses, no space.
+    /// Errors: options that do not go together, a file that another process uses, no space.
     pub(crate) async fn make(
         &self,
         ring: &Ring,

@@ -11,30 +11,31 @@ use std::time::{Duration, Instant};
 use ringdisk_daemon::control::disk::Serving;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::stats::Report;
+use ringdisk_daemon::stopping::{Stop, StopAsked};
 use ringdisk_daemon::topology;
 use ringdisk_disk::Disk;
-use ringdisk_export::{CommonOptions, Numa, ThreadOptions};
+use ringdisk_export::CommonOptions;
 use ringdisk_fuse::kept::{Keep, Parked, TakenMount, refuse, refuse_successor};
 use ringdisk_fuse::mount::Remover;
 use ringdisk_fuse::topology::{MountTopology, preview};
 use ringdisk_fuse::{
-    Export, ExportOptions, HaltReason, HandOverHandle, Prepared, RingMode, Stats, Stay, StopHandle,
-    Transport, ZeroCopy,
+    Export, ExportOptions, HandOverHandle, Prepared, RingMode, Stats, Stay, StopHandle,
+    TestSettings, Transport, ZeroCopy,
 };
 use ringdisk_ring::Topology;
 use serde_json::Value;
 
-use crate::cli::{MountArgs, NumaWord, PlacementArgs, StayWord, TransportWord, ZeroCopyWord};
+use crate::cli::{MountArgs, PlacementArgs};
 
 /// What to serve, and how.
 #[derive(Debug)]
 pub(crate) struct Options {
     pub(crate) mountpoint: PathBuf,
     pub(crate) placement: PlacementArgs,
-    pub(crate) zero_copy: ZeroCopyWord,
+    pub(crate) zero_copy: ZeroCopy,
     pub(crate) passthrough: bool,
     pub(crate) no_pools: bool,
-    pub(crate) stay: Option<StayWord>,
+    pub(crate) stay: Option<Stay>,
     pub(crate) growable: bool,
     pub(crate) resizable: bool,
     pub(crate) read_only: bool,
@@ -49,22 +50,6 @@ pub(crate) struct Options {
     pub(crate) keep: Option<Keep>,
     /// Shown as the source of the mount and in statistics.
     pub(crate) name: String,
-}
-
-fn transport(word: TransportWord) -> Transport {
-    match word {
-        TransportWord::Auto => Transport::Auto,
-        TransportWord::Dev => Transport::Dev,
-        TransportWord::Uring => Transport::Uring,
-    }
-}
-
-fn zero_copy(word: ZeroCopyWord) -> ZeroCopy {
-    match word {
-        ZeroCopyWord::Auto => ZeroCopy::Auto,
-        ZeroCopyWord::On => ZeroCopy::On,
-        ZeroCopyWord::Off => ZeroCopy::Off,
-    }
 }
 
 /// Whether a mount with these options can outlive its process.
@@ -94,8 +79,8 @@ fn check(
     args: &MountArgs,
     refuse: fn(Transport, ZeroCopy, bool) -> Option<ringdisk_fuse::Error>,
 ) -> Result<(), Failure> {
-    let wanted = transport(args.placement.transport);
-    let Some(why) = refuse(wanted, zero_copy(args.zero_copy), args.passthrough) else {
+    let (transport, zero_copy) = (args.placement.transport, args.zero_copy);
+    let Some(why) = refuse(transport, zero_copy, args.passthrough) else {
         return Ok(());
     };
     let mut refused = Failure::from(why);
@@ -103,43 +88,30 @@ fn check(
     Err(refused)
 }
 
-fn thread_options(args: &PlacementArgs) -> ThreadOptions {
-    ThreadOptions {
-        threads: args.threads,
-        cpus: args.cpus.clone(),
-        numa: match args.numa {
-            NumaWord::Auto => Numa::Auto,
-            NumaWord::Off => Numa::Off,
-        },
-    }
-}
-
 /// What a mount with these options would get.
 ///
 /// Errors: CPUs that the machine does not have or that cannot be used; rings that were asked for
 /// and that there are none of.
 pub(crate) fn foresee(args: &PlacementArgs, machine: &Topology) -> Result<MountTopology, Failure> {
-    Ok(preview(machine, &thread_options(args), transport(args.transport), args.queue_depth)?)
+    Ok(preview(machine, &args.thread_options(), args.transport, args.queue_depth)?)
 }
 
 fn export_options(options: Options) -> ExportOptions {
     ExportOptions {
         common: CommonOptions {
             name: options.name,
-            threads: thread_options(&options.placement),
+            threads: options.placement.thread_options(),
             read_only: options.read_only,
             restricted: options.restricted,
         },
-        transport: transport(options.placement.transport),
-        zero_copy: zero_copy(options.zero_copy),
+        transport: options.placement.transport,
+        zero_copy: options.zero_copy,
         passthrough: options.passthrough,
-        ring_mode_max: if options.no_pools { RingMode::Entries } else { RingMode::ZeroCopy },
-        stay: options.stay.map(|stay| match stay {
-            StayWord::Home => Stay::Home,
-            StayWord::Away => Stay::Away,
-            StayWord::Split => Stay::Split,
-            StayWord::Free => Stay::Free,
-        }),
+        test: TestSettings {
+            ring_mode_max: if options.no_pools { RingMode::Entries } else { RingMode::ZeroCopy },
+            stay: options.stay,
+            ..TestSettings::default()
+        },
         queue_depth: options.placement.queue_depth,
         growable: options.growable,
         resizable: options.resizable,
@@ -156,6 +128,7 @@ fn export_options(options: Options) -> ExportOptions {
 #[derive(Debug)]
 pub(crate) struct Served {
     export: Export,
+    asked: Arc<StopAsked>,
     name: String,
     since: Instant,
 }
@@ -164,6 +137,7 @@ pub(crate) struct Served {
 #[derive(Clone)]
 pub(crate) struct Handle {
     stop: StopHandle,
+    asked: Arc<StopAsked>,
     stats: Arc<dyn Fn() -> Stats + Send + Sync>,
     topology: Arc<dyn Fn() -> MountTopology + Send + Sync>,
     name: String,
@@ -177,7 +151,7 @@ impl Served {
     pub(crate) fn start(disk: Arc<Disk>, options: Options) -> Result<Served, Failure> {
         let name = options.name.clone();
         let export = Export::start(disk, export_options(options))?;
-        Ok(Served { export, name, since: Instant::now() })
+        Ok(Served::of(export, name))
     }
 
     /// Prepares to go on with a mount that another process hands over.
@@ -192,10 +166,12 @@ impl Served {
     }
 
     /// Goes on with it.
-    ///
-    /// Errors: those of [`Prepared::go`].
-    pub(crate) fn go(prepared: Prepared, name: String) -> Result<Served, Failure> {
-        Ok(Served { export: prepared.go()?, name, since: Instant::now() })
+    pub(crate) fn go(prepared: Prepared, name: String) -> Served {
+        Served::of(prepared.go(), name)
+    }
+
+    fn of(export: Export, name: String) -> Served {
+        Served { export, asked: Arc::default(), name, since: Instant::now() }
     }
 
     /// Hands the mount over.
@@ -213,7 +189,7 @@ impl Served {
         self.export.connection()
     }
 
-    /// From now on somebody else takes the mount away.
+    /// From now on another process takes the mount away.
     pub(crate) fn remove_through(&self, remover: Arc<dyn Remover>) {
         self.export.remove_through(remover);
     }
@@ -223,7 +199,7 @@ impl Served {
         self.export.watch_users(tell);
     }
 
-    /// What somebody has to keep, for a mount that outlives this process; once.
+    /// What another process has to keep of a mount that outlives this one; once.
     pub(crate) fn take_parked(&mut self) -> Option<Parked> {
         self.export.take_parked()
     }
@@ -237,6 +213,7 @@ impl Served {
     pub(crate) fn handle(&self) -> Handle {
         Handle {
             stop: self.export.stop_handle(),
+            asked: Arc::clone(&self.asked),
             stats: Arc::new(self.export.stats_reader()),
             topology: Arc::new(self.export.topology_reader()),
             name: self.name.clone(),
@@ -250,40 +227,27 @@ impl Served {
     ///
     /// * `disk`: what was served; it may know better why the last flush failed.
     pub(crate) fn wait(self, disk: &Disk) -> Result<(), Failure> {
-        match self.export.wait() {
-            Ok(_) => Ok(()),
-            Err(reason) => Err(match (&reason, disk.fault()) {
-                (HaltReason::Flush(_), Some(fault)) => Failure::new(Exit::Storage, fault),
-                _ => halted(&reason),
-            }),
-        }
+        let halted = |reason| Failure::of_halt(&reason, disk.fault());
+        self.export.wait().map(|_| ()).map_err(halted)
     }
-}
-
-/// The failure of a mount that was serving.
-fn halted(reason: &HaltReason) -> Failure {
-    let exit = match reason {
-        HaltReason::Timeout(_) | HaltReason::Flush(_) | HaltReason::StillInFlight(_) => {
-            Exit::Storage
-        }
-        HaltReason::Forced(_) | HaltReason::StillInUse(..) | HaltReason::Aborted(_) => Exit::Forced,
-        HaltReason::Device(..)
-        | HaltReason::Reply(..)
-        | HaltReason::Protocol(..)
-        | HaltReason::Panicked => Exit::Halted,
-    };
-    Failure::new(exit, reason.to_string())
 }
 
 impl Handle {
-    /// Asks for a clean stop, when nobody uses the mount any more; returns at once.
+    /// Asks for a clean stop, once no client uses the mount; returns at once.
     pub(crate) fn stop(&self) {
+        self.asked.ask(Stop::Clean);
         self.stop.stop();
     }
 
-    /// Asks for the end now, whoever uses the mount; returns at once.
+    /// Asks for the end now, also while clients use the mount; returns at once.
     pub(crate) fn force(&self) {
+        self.asked.ask(Stop::AtOnce);
         self.stop.force();
+    }
+
+    /// The stop that was asked for.
+    pub(crate) fn asked(&self) -> Option<Stop> {
+        self.asked.get()
     }
 
     /// The counters now.
@@ -311,19 +275,5 @@ impl Serving for Handle {
 impl fmt::Debug for Handle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Handle").field("name", &self.name).finish_non_exhaustive()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn storage_and_transport_have_codes_of_their_own() {
-        let timeout = halted(&HaltReason::Timeout(Duration::from_secs(5)));
-        assert_eq!(timeout.exit, Exit::Storage);
-        let device = halted(&HaltReason::Device("the FUSE device", ringdisk_ring::Errno::IO));
-        assert_eq!(device.exit, Exit::Halted);
-        assert!(device.message().contains("FUSE device"));
     }
 }

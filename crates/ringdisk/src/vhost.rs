@@ -8,40 +8,26 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use ringdisk_daemon::control::disk::Serving;
-use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::helper;
 use ringdisk_daemon::stats::Report;
 use ringdisk_daemon::topology;
 use ringdisk_disk::Disk;
+use ringdisk_export::CommonOptions;
 use ringdisk_export::stats::Stats;
-use ringdisk_export::{CommonOptions, Numa, ThreadOptions};
 use ringdisk_ring::Topology;
 use ringdisk_vhost::export::{
-    AccelHandle, AccelOptions, Acceleration, Connector, Engine, HandOverHandle, Health, OnError,
-    Packed, Prepared, Second, queues_default,
+    AccelHandle, AccelOptions, Acceleration, Connector, HandOverHandle, Health, Packed, Prepared,
+    queues_default,
 };
 use ringdisk_vhost::{Export, ExportOptions, Listen, StopHandle};
 use serde_json::Value;
 
-use crate::cli::{
-    AccelWord, DeviceArgs, DiskArgs, EngineWord, NumaWord, OnErrorWord, PackedWord, SecondWord,
-};
+use crate::cli::{AccelWord, DeviceArgs, DiskArgs};
 
 /// Virtqueues of a disk with these options.
 pub(crate) fn queues(args: &DiskArgs) -> u16 {
     args.device.queues.unwrap_or_else(queues_default)
-}
-
-/// The queue threads that the words ask for.
-pub(crate) fn thread_options(device: &DeviceArgs) -> ThreadOptions {
-    ThreadOptions {
-        threads: device.threads,
-        cpus: device.cpus.clone(),
-        numa: match device.numa {
-            NumaWord::Auto => Numa::Auto,
-            NumaWord::Off => Numa::Off,
-        },
-    }
 }
 
 /// What the words ask for.
@@ -60,14 +46,11 @@ pub(crate) fn options(
     ExportOptions {
         common: CommonOptions {
             name,
-            threads: thread_options(device),
+            threads: device.thread_options(),
             read_only: args.source.read_only || read_only,
             restricted,
         },
-        second: match args.place.second_front_end {
-            SecondWord::Wait => Second::Wait,
-            SecondWord::Refuse => Second::Refuse,
-        },
+        second: args.place.second_front_end,
         queues: queues(args),
         queue_size_max: device.queue_size,
         serial: device.serial.clone(),
@@ -75,36 +58,25 @@ pub(crate) fn options(
         physical_block_size: device.physical_block_size,
         // Where each write is durable when it is answered there is no cache to speak of.
         write_cache: !args.source.cache_mode().sync(),
-        packed: match device.packed {
-            PackedWord::Auto => Packed::Auto,
-            PackedWord::On => Packed::On,
-            PackedWord::Off => Packed::Off,
-        },
+        packed: device.packed,
         accel: accel(device),
         pin_guest_memory: device.pin_guest_memory,
-        on_error: match device.on_error {
-            OnErrorWord::Report => OnError::Report,
-            OnErrorWord::Stop => OnError::Stop,
-        },
+        on_error: device.on_error,
         connector: Connector::new(helper::connect),
         ..ExportOptions::new(listen)
     }
 }
 
-/// What the host kernel is to do. Packed virtqueues that somebody insists on forgo it.
+/// What the host kernel is to do: nothing where the user insists on packed virtqueues.
 fn accel(device: &DeviceArgs) -> Option<AccelOptions> {
     if device.accel == AccelWord::Off
-        || device.accel == AccelWord::Auto && device.packed == PackedWord::On
+        || device.accel == AccelWord::Auto && device.packed == Packed::On
     {
         return None;
     }
     Some(AccelOptions {
         required: device.accel == AccelWord::Require,
-        engine: match device.accel_engine {
-            EngineWord::Auto => Engine::Default,
-            EngineWord::Kiocb => Engine::Kiocb,
-            EngineWord::Bio => Engine::Bio,
-        },
+        engine: device.accel_engine,
         workers: device.accel_workers,
     })
 }
@@ -139,10 +111,8 @@ impl Served {
     }
 
     /// Serves what another process has handed over.
-    ///
-    /// Errors: the system has no thread for it.
-    pub(crate) fn go(prepared: Prepared, name: String) -> Result<Served, Failure> {
-        Ok(Served { export: prepared.go()?, name, since: Instant::now() })
+    pub(crate) fn go(prepared: Prepared, name: String) -> Served {
+        Served { export: prepared.go(), name, since: Instant::now() }
     }
 
     /// Takes front ends from now on, if they had to wait for it ([`ExportOptions::held`]).
@@ -184,15 +154,8 @@ impl Served {
     ///
     /// * `disk`: what was served; it may know better why the last flush failed.
     pub(crate) fn wait(self, disk: &Disk) -> Result<(), Failure> {
-        match self.export.wait() {
-            Ok(_) => Ok(()),
-            Err(error) => Err(match (Failure::from(error), disk.fault()) {
-                (failure, Some(fault)) if failure.exit == Exit::Storage => {
-                    Failure::new(Exit::Storage, fault)
-                }
-                (failure, _) => failure,
-            }),
-        }
+        let halted = |reason| Failure::of_halt(&reason, disk.fault()).context(&self.name);
+        self.export.wait().map(|_| ()).map_err(halted)
     }
 }
 

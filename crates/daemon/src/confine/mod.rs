@@ -122,8 +122,8 @@ pub fn check(word: Confinement) -> Result<(), Failure> {
 }
 
 /// Whether a process with this option has been confined in its files, so that what it says may be
-/// somebody else's word. Not where this machine cannot do that: then its commands could put images
-/// anywhere, and did as they were told.
+/// an attacker's word. `false` where this machine cannot confine files: the commands of such a
+/// process could put images anywhere, and users relied on that.
 pub fn confines_files(word: Confinement) -> bool {
     is_wanted(word) && plan(word).insist(true).check().is_ok()
 }

@@ -164,9 +164,9 @@ fn files_of(disk: &Disk) -> Vec<Id> {
     storages.flatten().filter_map(|file| Storage::identity(file)).collect()
 }
 
-/// What the helper process holds for one disk, as far as this side knows. What it may let go of is
-/// told: a file that somebody holds keeps its space when it has lost its name, and its file system
-/// cannot be unmounted.
+/// What the helper process holds open for one disk, as far as the server knows. The server says
+/// what the helper process may close: an open file keeps its space when it has lost its name, and
+/// its file system cannot be unmounted.
 #[derive(Debug, Default)]
 pub struct HeldForDisk {
     directories: Mutex<Vec<Id>>,

@@ -1,11 +1,11 @@
 //! The client's side: finds the server of a mount and asks it for one thing.
 //!
-//! Promises: nothing is sent to a socket of somebody else than the mount's owner or root; another
+//! Promises: nothing is sent to a socket of a user other than the mount's owner or root; another
 //! user's server says nothing that counts as ours: no exit code; a server that sends rubbish or
 //! lines without end is an error; a server that takes long can be left at any time, which cancels
 //! what it does for us. Nothing that is served is touched, so a server that stands still keeps
-//! nobody waiting: what is mounted where is read from the mount table, and each of its answers has
-//! a limit; commands that take long by themselves have one for a server that is stopped.
+//! no client waiting: what is mounted where is read from the mount table, and each of its answers
+//! has a limit; commands that take long by themselves have one for a server that is stopped.
 
 use std::fs;
 use std::io::{self, IoSlice, Read, Write};

@@ -310,8 +310,8 @@ impl DiskControl {
             }
         };
         let options = ResizeOptions { shrink: wanted.shrink, preallocation };
-        // Zeroes for a large disk take long: whoever asked for them may have left, and a stop must
-        // not wait for them.
+        // Zeroes for a large disk take long: the client that asked for them may have left, and a
+        // stop must not wait for them.
         let resized = disk.resize_unless_cancelled(ring, size, options, progress).await;
         let resized = resized.map_err(Failure::of_change)?;
         Ok(json!({ "old-size": resized.before, "size": resized.after }))

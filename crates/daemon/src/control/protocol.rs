@@ -1,17 +1,20 @@
 //! What client and server say: one JSON object on each line, in the shape of QEMU's QMP.
 //!
 //! ```text
-//! server: {"ringdisk": {"version": "0.1.0", "protocol": 1}} client: {"execute": "resize",
-//! "arguments": {"size": 1073741824}, "id": 1} server: {"id": 1, "progress": {"done": 0, "total":
-//! 100}}         any number, commands that take long server: {"id": 1, "return": {"size":
-//! 1073741824}}                or server: {"id": 1, "error": {"class": "GenericError", "desc": "…",
-//! "hint": "…", "exit": 1}} server: {"ended": {"exit": 12, "desc": "…"}}                     at
-//! last, to whoever is connected and waits for nothing else
+//! server: {"ringdisk": {"version": "0.1.0", "protocol": 1}}
+//! client: {"execute": "resize", "arguments": {"size": 1073741824}, "id": 1}
+//! any number, of commands that take long:
+//! server: {"id": 1, "progress": {"done": 0, "total": 100}}
+//! then one of these two:
+//! server: {"id": 1, "return": {"size": 1073741824}}
+//! server: {"id": 1, "error": {"class": "GenericError", "desc": "…", "hint": "…", "exit": 1}}
+//! at last, to each client that is connected and waits for no other answer:
+//! server: {"ended": {"exit": 12, "desc": "…"}}
 //! ```
 //!
-//! Promises: pure; what a server says for people has no control character that a terminal would
-//! obey, unless it is part of a result ([`Reply::Done`]), where whoever shows it sees to that;
-//! whatever the bytes are, they become a command or an error that says why not. Unknown commands
+//! Promises: pure; text of a server for people has no control character that a terminal would obey,
+//! unless it is part of a result ([`Reply::Done`]), which the client cleans before it prints it;
+//! any bytes become a command or an error that says why not. Unknown commands
 //! and unknown arguments are errors, never ignored.
 
 use std::os::unix::fs::MetadataExt;
@@ -106,7 +109,7 @@ pub struct Accel {
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Stop {
-    /// Now, whoever uses the mount. Left out where it is not meant, so that older servers
+    /// Now, also while clients use the mount. Left out where it is not meant, so that older servers
     /// understand.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub force: bool,

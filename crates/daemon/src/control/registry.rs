@@ -118,8 +118,8 @@ fn identity(path: &Path) -> io::Result<(u64, u64)> {
     fs::symlink_metadata(path).map(|meta| (meta.dev(), meta.ino()))
 }
 
-/// The user who started this process, whoever it has become since (`--user`): the owner of its
-/// sockets, and with root the only one whom they obey.
+/// The user who started this process, also after it has become another one (`--user`): the owner of
+/// its sockets, and besides root the only user whom they obey.
 pub fn user() -> u32 {
     static USER: OnceLock<u32> = OnceLock::new();
     *USER.get_or_init(|| rustix::process::geteuid().as_raw())
@@ -254,8 +254,8 @@ fn temporary(user: u32) -> String {
     format!("ringdisk-{user}")
 }
 
-/// A user's further directories in `root`: somebody else may have been the first to make the one
-/// with the plain name, so that the user's own has a name that nobody foresees. In the order of
+/// A user's further directories in `root`: another user may have been the first to make the one
+/// with the plain name, so that the user's own has a name that cannot be foreseen. In the order of
 /// their names.
 fn further(root: &Path, user: u32) -> Vec<PathBuf> {
     let beginning = format!("{}-", temporary(user));

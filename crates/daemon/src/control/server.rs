@@ -2,7 +2,7 @@
 //!
 //! Promises: a client waits for its own command only; a client that leaves cancels the command it
 //! waits for; more than [`CLIENTS_MAX`] clients are told so and sent away; peers that are neither
-//! our user nor root get no word. The thread sleeps unless somebody says something.
+//! our user nor root get no word. The thread sleeps while no client says anything.
 
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
@@ -95,8 +95,8 @@ impl Ending {
         waiting.drain(..).for_each(Waker::wake);
     }
 
-    /// Ready when the end has begun. Whoever stops waiting leaves a waker behind, which is replaced
-    /// when the same task waits again, so there are never more of them than there were tasks.
+    /// Ready when the end has begun. A task that stops waiting leaves a waker behind, which is
+    /// replaced when the same task waits again, so there are never more wakers than tasks.
     async fn wait(&self) {
         poll_fn(|cx| {
             let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
@@ -229,7 +229,7 @@ fn is_allowed(stream: &UnixStream) -> bool {
 /// Takes a client in.
 fn welcome<C: Commands>(ring: &Ring, stream: UnixStream, hub: &Rc<Hub<C>>) {
     if !is_allowed(&stream) {
-        tracing::debug!("a stranger at the control socket was sent away");
+        tracing::debug!("a process of another user at the control socket was sent away");
         return;
     }
     let Ok(lines) = Lines::new(stream, protocol::REQUEST_BYTES_MAX) else { return };

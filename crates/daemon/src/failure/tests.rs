@@ -63,3 +63,36 @@ fn kinds_have_their_codes() {
         assert_eq!(Failure::from(ringdisk_disk::Error::new(kind, "x")).exit, exit);
     }
 }
+
+/// What a reason says, without numbers of the system.
+fn words_of(reason: &HaltReason) -> String {
+    strip_os_error(&reason.to_string())
+}
+
+#[test]
+fn the_end_of_an_export_has_the_code_of_what_failed() {
+    use ringdisk_export::ErrorKind;
+    let errno = ringdisk_ring::Errno::IO;
+    for (reason, exit) in [
+        (HaltReason::Timeout(std::time::Duration::from_secs(5)), Exit::Storage),
+        (HaltReason::Device("the FUSE device", errno), Exit::Halted),
+        (HaltReason::Forced(1), Exit::Forced),
+        (HaltReason::GaveUp, Exit::Storage),
+        (HaltReason::Failed(ErrorKind::Socket, String::from("no socket")), Exit::Mountpoint),
+    ] {
+        let failure = Failure::of_halt(&reason, None);
+        assert_eq!((failure.exit, failure.message()), (exit, &*words_of(&reason)));
+    }
+    let reason = HaltReason::Failed(ErrorKind::System, String::from("x: gone (os error 5)"));
+    assert_eq!(Failure::of_halt(&reason, None).message(), "x: gone");
+    assert!(Failure::of_halt(&HaltReason::GaveUp, None).hint_text().is_some());
+}
+
+#[test]
+fn the_disk_knows_better_why_the_last_flush_failed() {
+    let fault = || Some(String::from("the image is full"));
+    let flush = Failure::of_halt(&HaltReason::Flush(ringdisk_ring::Errno::NOSPC), fault());
+    assert_eq!((flush.exit, flush.message()), (Exit::Storage, "the image is full"));
+    let forced = Failure::of_halt(&HaltReason::Forced(1), fault());
+    assert!(forced.message().contains("at once"), "{}", forced.message());
+}

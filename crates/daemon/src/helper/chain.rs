@@ -7,15 +7,15 @@
 //! the names changed here ([`ringdisk_disk::names_note`]), which no call inside can change.
 //!
 //! Promises: only files that were in the chain when the process was confined, and that carry a note
-//! of their own names by then, are opened to be written; only while somebody who asked for it waits
-//! for the answer. What a note names is one of these files, or an overlay that was made here.
+//! of their own names by then, are opened to be written; only while the client that asked for it
+//! waits for the answer. What a note names is one of these files, or an overlay that was made here.
 
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use ringdisk_disk::names_note::{ATTRIBUTE, Names, sync, with_line};
+use ringdisk_disk::names_note::{Names, change_note, note_of, set_note};
 use ringdisk_disk::xattr::link;
 use ringdisk_disk::{Format, LAYERS_MAX};
 use ringdisk_sandbox::User;
@@ -138,9 +138,9 @@ impl Chain {
         };
         // From here on its header may say anything. A device keeps no notes.
         if is_file(open.as_fd()) {
-            match value(open.as_fd()) {
-                Ok(_) | Err(Errno::OPNOTSUPP) => {}
-                Err(Errno::NODATA) => set(open.as_fd(), &held.image.names)?,
+            match note_of(&open) {
+                Ok(Some(_)) | Err(Errno::OPNOTSUPP) => {}
+                Ok(None) => set_note(&open, &held.image.names)?,
                 Err(errno) => return Err(errno),
             }
         }
@@ -184,7 +184,7 @@ impl Chain {
         let names = checked(line, &before, &held.image.directory, |id, format| {
             is_known(id, format) || self.has(id, format) || self.is_named_by_user(id, format)
         })?;
-        match change(held.file.as_fd(), &names, is_done) {
+        match change_note(&held.file, &names, is_done) {
             // There are no notes, so there is none that would refuse the name.
             Err(Errno::OPNOTSUPP) => {}
             changed => changed?,
@@ -275,31 +275,6 @@ pub(crate) fn checked(
     Ok(names.with_data_of(before).line())
 }
 
-/// Sets the note of a file; with what it was before, if the header does not name that yet.
-pub(crate) fn change(file: BorrowedFd<'_>, line: &str, is_done: bool) -> Result<(), Errno> {
-    if is_done {
-        return set(file, line);
-    }
-    let before = match value(file) {
-        // It was never served in a sandbox.
-        Err(Errno::NODATA) => return Ok(()),
-        before => before?,
-    };
-    set(file, &with_line(&before, line))?;
-    // The header, which the process flushes next, must not be there before its note.
-    sync(file.as_raw_fd())
-}
-
-/// Errors: ENODATA: there is none.
-fn value(file: BorrowedFd<'_>) -> Result<String, Errno> {
-    let value = ATTRIBUTE.get_at(&link(file.as_raw_fd()))?.ok_or(Errno::NODATA)?;
-    String::from_utf8(value).map_err(|_| Errno::INVAL)
-}
-
-fn set(file: BorrowedFd<'_>, text: &str) -> Result<(), Errno> {
-    ATTRIBUTE.set_at(&link(file.as_raw_fd()), text.as_bytes())
-}
-
 #[cfg(test)]
 mod tests {
     use ringdisk_testkit::limits::needs;
@@ -346,9 +321,9 @@ mod tests {
         if !needs("a file system that keeps few attributes", refused.is_err()) {
             return;
         }
-        assert_eq!(value(chain.images[0].file.as_fd()), Err(Errno::NODATA));
+        assert_eq!(note_of(&chain.images[0].file), Ok(None));
         chain.images[0].image.names = String::from(";");
         assert_eq!(write(&mut chain), Ok(()));
-        assert_eq!(value(chain.images[0].file.as_fd()).as_deref(), Ok(";"));
+        assert_eq!(note_of(&chain.images[0].file), Ok(Some(String::from(";"))));
     }
 }

@@ -19,7 +19,7 @@ use std::path::PathBuf;
 use std::rc::Rc;
 
 use ringdisk_disk::Format;
-use ringdisk_disk::names_note::Names;
+use ringdisk_disk::names_note::{Names, change_note};
 use ringdisk_sandbox::User;
 use rustix::fs::{
     AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, fstat, openat, openat2, statat, unlinkat,
@@ -220,7 +220,7 @@ impl Overlays {
             let _ = mark::set(&open, &self.mark);
         }
         // Until it is said what it names it names nothing.
-        let noted = match chain::change(open.as_fd(), &Names::default().line(), true) {
+        let noted = match change_note(&open, &Names::default().line(), true) {
             Err(Errno::OPNOTSUPP) => Ok(()),
             noted => noted,
         };
@@ -269,7 +269,7 @@ impl Overlays {
                 };
                 let directory = link(file.directory.as_fd());
                 let line = chain::checked(line, &Names::default(), &directory, is_known)?;
-                match chain::change(file.file.as_fd(), &line, is_done) {
+                match change_note(&file.file, &line, is_done) {
                     // There are no notes, so there is none that would refuse the name.
                     Err(Errno::OPNOTSUPP) => {}
                     changed => changed?,

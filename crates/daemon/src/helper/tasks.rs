@@ -1,14 +1,14 @@
-//! What somebody outside of a sandbox does for the process inside.
+//! The tasks of the helper process: what it does, outside of the sandbox, for the server inside.
 //!
-//! Promises: told before the process enters, and no more after that; each duty names one mount, one
-//! file, one socket or one directory, and whoever has taken the process over can ask for these
-//! only. A file is removed if its name still leads to it. What belongs to a number is taken hold of
-//! when the tasks are told ([`Held`]): the number of a connection, a mount or a file is another
-//! one's later.
+//! Promises: the server names all tasks before it enters the sandbox, and none after that. Each
+//! task names one mount, one file, one socket or one directory, so an attacker who takes the server
+//! over can order these only. The helper process removes a file only if the name still leads to the
+//! same file. It opens connections, mounts and files when it is given the tasks ([`Held`]), since
+//! their numbers may belong to others later.
 //!
-//! Messages to the one who does it: first, one each, the mount, the files, the sockets and the
-//! directories, then the word that this was all: a letter, and fields between zero bytes. Then
-//! orders: a letter and, for a file or a socket, its name.
+//! Messages from the server: first one for each mount, file, socket and directory, and one that
+//! ends the list; each is a letter, and fields between zero bytes. Then orders: a letter and, for a
+//! file or a socket, its name.
 
 use std::cell::RefCell;
 use std::ffi::OsStr;
@@ -157,7 +157,7 @@ impl Answer {
     }
 
     pub(super) fn refused() -> Answer {
-        Answer::new(REFUSED, "not a duty of the helper process")
+        Answer::new(REFUSED, "not a task of the helper process")
     }
 }
 
@@ -326,8 +326,8 @@ pub fn pin(path: &Path, id: (u64, u64)) -> Option<OwnedFd> {
 }
 
 /// Removes a file if its name still leads to it, and if it is one that a server makes: a socket, a
-/// mountpoint, which is empty, or a pid file. What a process before this one said of a mountpoint
-/// may have been the name of somebody's file.
+/// mountpoint, which is empty, or a pid file. A predecessor may have named
+/// a user's file as the mountpoint.
 ///
 /// * `is_pinned`: no other file can have its number. One that is not, as what lies below a mount,
 ///   goes only if it is the empty file that was made there.

@@ -1,9 +1,9 @@
 //! Disks of virtual machines that outlive the process that serves them (`serve --keep`).
 //!
-//! Promises: the connection of each front end and all that it has lent are with a process that does
-//! not serve ([`super::holder`]), at every moment at which the serving process may be killed; the
-//! next one goes on with them. What was sealed at the start says which images a disk has; what the
-//! serving process said later counts as little as what a front end says. Control path.
+//! Promises: at every moment at which the server may be killed, the holder ([`super::holder`]) has
+//! the connection of each front end and all that it has lent; the successor goes on with them. The
+//! state that was sealed at the start says which images a disk has; the successor judges what the
+//! server said later as it judges what a front end says. Control path.
 //!
 //! Of disk `N` are kept: what was sealed (`ringdisk-origin-N`), its images
 //! (`ringdisk-images-N`), the state of its export (`ringdisk-export-N`; empty: it has ended), and

@@ -1,16 +1,16 @@
 //! The small parent that holds what outlives a serving process: a mount, or disks of virtual
 //! machines.
 //!
-//! Promises: it opens no image, makes no ring and touches no request: it holds descriptors, starts
-//! the process that serves, passes signals on to it, and sleeps. When that one is killed or panics
-//! it starts another, up to 5 times in 10 s of serving (so that one that dies before it serves
-//! cannot go on dying for ever, however slowly); after that, and when the next one cannot start, it
-//! ends what it holds ([`Held`]), so that clients get errors and nobody hangs. It ends with the
-//! code of the process that served, or with 7 when it gave up.
+//! Promises: the holder opens no image, makes no ring and touches no request: it holds descriptors,
+//! starts the server, passes signals on to it, and sleeps. When the server is killed or panics, the
+//! holder starts another one, up to 5 times in 10 s of serving (the time before a server serves
+//! does not count, so that servers cannot die at their start for ever). After that, and when a
+//! server cannot start, the holder ends what it holds ([`Held`]), so that clients get errors and
+//! none hangs. It ends with the code of the server, or with 7 when it gave up.
 //!
-//! What it holds it knows by name only. After the start it takes and lets go of only those
-//! descriptors that are named exactly as [`LATE`] says, at most [`Held::late_max`] of each disk:
-//! the process that gives them is confined, and may have been taken over. Other threads close them
+//! The holder knows descriptors by name only. After the start it takes and closes only descriptors
+//! that are named exactly as [`LATE`] says, at most [`Held::late_max`] of each disk: the server
+//! that gives them is confined, and an attacker may have taken it over. Other threads close them
 //! ([`Closer`]), since a close may wait for the process that made the descriptor.
 
 use std::collections::VecDeque;
@@ -71,7 +71,7 @@ const PASSED_ON: [(i32, Signal, bool); 4] = [
 
 /// Signals that have come.
 struct Signals {
-    /// Readable when one has.
+    /// Readable when a signal has come.
     wake: UnixStream,
     came: Vec<(Arc<AtomicBool>, Signal, bool)>,
 }
@@ -87,7 +87,7 @@ impl Signals {
                 continue;
             }
             let flag = Arc::new(AtomicBool::new(false));
-            // First the flag: who is woken finds it.
+            // The flag is set first, so that the thread that is woken finds it.
             flag::register(number, Arc::clone(&flag))?;
             pipe::register(number, write.try_clone()?)?;
             came.push((flag, signal, stops));
@@ -349,9 +349,10 @@ impl Holder<'_> {
                 let _ = poll(&mut wanted, limit.filter(|_| !to_pass_on.is_empty()).as_ref());
             }
             to_pass_on.extend(self.came());
-            // Before its words are read: nothing is said after the end.
+            // Looked at before the messages are read: after its end the server sends none.
             let ended = child.try_wait();
-            // Of one that lives, signals and its end count too; one that has ended says no more.
+            // While the server lives, signals and its end are looked at between messages; the
+            // messages of one that has ended are finite.
             let mut turn = if matches!(ended, Ok(None)) { MESSAGES_MAX } else { usize::MAX };
             while is_open && turn > 0 {
                 turn -= 1;
@@ -362,7 +363,8 @@ impl Holder<'_> {
                     }
                     Ok(Received::Nothing) => break,
                     Ok(Received::End) => is_open = false,
-                    // The process that gave them may have been taken over; the others' are there.
+                    // An attacker in the server may have sent them; all that was parked before is
+                    // there.
                     Err(error) if is_lost(&error) => self.refuse("more descriptors than it may"),
                     Err(error) => {
                         let doing = "what the serving process says";

@@ -1,17 +1,16 @@
 //! A mount, or disks of virtual machines, that outlive the process that serves them
 //! (`--keep-mount`, `serve --keep`).
 //!
-//! Promises: every descriptor of the mount, and what else the next process needs, is with somebody
-//! who does not serve; a process that finds them there goes on with that mount, and no request is
-//! lost.
+//! Promises: a process that does not serve has every descriptor of the mount, and all else that a
+//! successor needs; a successor that gets them goes on with that mount, and no request is lost.
 //!
-//! Who keeps them ([`role`]):
+//! Which process keeps them ([`role`]):
 //! - a service manager with a place for descriptors (`FDSTORE=1` of sd_notify(3)), which gives them
 //!   to the next process it starts (`LISTEN_FDS`);
 //! - else a small parent of our own ([`holder`]), which starts the next process itself.
 //!
-//! Both are told in the same words (`notify.rs`); only the way back differs. Disks ([`disks`]) are
-//! kept by the parent always: their descriptors come and go while they are served.
+//! The server speaks to both in the same words (`notify.rs`); only the way back differs. The parent
+//! keeps disks always ([`disks`]): their descriptors come and go while they are served.
 
 mod closer;
 pub mod disks;
@@ -46,7 +45,7 @@ const DEVICE: &str = "ringdisk-fuse-";
 /// What this process is.
 #[derive(Debug)]
 pub enum Role {
-    /// It serves, and somebody keeps the mount.
+    /// It serves, and another process keeps the mount.
     Serves(Kept),
     /// It keeps the mount, and another one serves.
     Holds,
@@ -65,7 +64,7 @@ pub struct Found {
 /// The serving side of a kept mount.
 #[derive(Debug)]
 pub struct Kept {
-    /// Whoever keeps the mount, and hears how we are.
+    /// The process that keeps the mount, which hears how we are.
     pub notify: Arc<Notify>,
     /// The holder's socket: it ends with the holder.
     holder: Option<OwnedFd>,
@@ -229,7 +228,8 @@ impl Kept {
         self.state.clone()
     }
 
-    /// Gives everything to whoever keeps it. When this returns, the process may be killed.
+    /// Gives everything to the process that keeps it. When this returns, this process may be
+    /// killed.
     ///
     /// Errors: it was not taken.
     pub fn park(

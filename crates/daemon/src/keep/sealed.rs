@@ -1,10 +1,9 @@
-//! What a mount was made with, in memory that nobody can write any more.
+//! What a mount was made with, in memory that no process can write any more.
 //!
-//! The process that serves reads what others wrote, and is confined because it may be taken over.
-//! What it says of its mount later is somebody else's word then, and those who hear it, the process
-//! that keeps the mount and the next one that serves, are not confined. So the first word, said
-//! before the process was confined, counts: where the mount is, what it was made with, whose
-//! mountpoint it is.
+//! A server reads data that others wrote, and is confined because an attacker may take it over. The
+//! helper process that keeps the mount and the successor are not confined when they read what the
+//! server says of its mount. So only the state that the server wrote before it was confined counts:
+//! where the mount is, what it was made with, whether ringdisk made the mountpoint.
 //!
 //! Promises: [`seal`] gives memory that cannot be written, cut or mapped for writing; [`open`]
 //! takes no other. Control path.

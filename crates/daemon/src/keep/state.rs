@@ -1,13 +1,13 @@
 //! What the next process has to know of a mount, or of the images of a disk, in memory that
 //! outlives the process.
 //!
-//! Promises: the newest state that was written whole is read, whenever a process was killed; a
-//! state of another version of ringdisk is refused in words. Of what a process says after the start
-//! only the images count ([`State::with_images_of`]); the rest is what was sealed at the start
-//! ([`super::sealed`]). Control path.
+//! Promises: a successor reads the newest state that was written whole, at whatever moment the
+//! server was killed, and refuses a state of another version in words. From the state of a confined
+//! server it takes the images only ([`State::with_images_of`]), and everything else from the state
+//! that was sealed at the start ([`super::sealed`]). Control path.
 //!
 //! The memory is a memfd that is parked beside the descriptors of the mount. Its first page is the
-//! [`FileRecord`]; two places follow, which take turns ([`super::slots`]), for JSON.
+//! [`FileRecord`]; two slots follow, which take turns ([`super::slots`]), for JSON.
 
 use std::fs::{self, File};
 use std::io;
@@ -170,11 +170,12 @@ impl State {
         parse(&text)
     }
 
-    /// One of these images that the process could not have opened: it was not there at the start,
-    /// which this is, and was not made, or opened to be written, by the helper process.
+    /// The first of these images that the predecessor could not have opened: an image that was not
+    /// in the chain at the start (this state), and that the helper process has neither made nor
+    /// opened for writing.
     ///
     /// * `allowed`: what `--allow-path` names.
-    pub fn stranger<'a>(&self, allowed: &Reach, chain: &'a [Arc<Layer>]) -> Option<&'a Layer> {
+    pub fn foreign_image<'a>(&self, allowed: &Reach, chain: &'a [Arc<Layer>]) -> Option<&'a Layer> {
         let is_known = |storage: &Storage| {
             let was_there = match storage.is_read_only() {
                 true => &self.files,
@@ -187,11 +188,11 @@ impl State {
                     is_enough && allowed.has_open(&open) || mark::is_on(&open, &self.mark)
                 })
         };
-        let is_stranger = |layer: &&Arc<Layer>| {
+        let is_foreign = |layer: &&Arc<Layer>| {
             let storages = [layer.file(), layer.data_storage()];
             !storages.into_iter().flatten().all(|storage| is_known(storage))
         };
-        chain.iter().find(is_stranger).map(|layer| &**layer)
+        chain.iter().find(is_foreign).map(|layer| &**layer)
     }
 
     /// Whether a file or device with this name may be written: it was on top at the start, which
@@ -356,7 +357,7 @@ impl StateFile {
         FileRecord::new(self.file.try_clone()?)
     }
 
-    /// For whoever keeps it.
+    /// For the process that keeps it.
     pub fn descriptor(&self) -> &File {
         &self.file
     }

@@ -148,7 +148,7 @@ fn look(socket: OwnedFd, shown: String) -> Result<Inherited, Failure> {
     Ok(Inherited { socket, listens, path, shown })
 }
 
-/// The path of a socket, if it has one that does not depend on somebody's directory.
+/// The path of a socket, if it has one that does not depend on a current directory.
 fn bound_to(socket: &OwnedFd) -> Option<PathBuf> {
     let address = SocketAddrUnix::try_from(getsockname(socket).ok()?).ok()?;
     let path = PathBuf::from(std::ffi::OsString::from(address.path()?.to_str().ok()?));

@@ -151,7 +151,7 @@ fn remove(path: &Path, id: (u64, u64)) -> io::Result<()> {
 /// Looks at what has the name now, and changes nothing. Gives device and inode number of a socket
 /// that was left.
 ///
-/// Errors: somebody listens there, or it is no socket.
+/// Errors: another process listens there; it is no socket.
 pub(super) fn check(path: &Path) -> Result<Option<(u64, u64)>, Failure> {
     let shown = path.display();
     let meta = match fs::symlink_metadata(path) {

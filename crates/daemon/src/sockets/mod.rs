@@ -1,7 +1,7 @@
 //! The sockets that front ends come through: made, inherited, or those of front ends.
 //!
-//! Promises: nothing that somebody uses, and nothing that is no socket, is ever replaced; what was
-//! made goes at the end, if it is still the one that was made. Control path.
+//! Promises: a socket on which a process listens, and a file that is no socket, are never replaced;
+//! a socket that was made here is removed at the end, if its name still leads to it. Control path.
 
 mod inherited;
 mod made;
@@ -160,7 +160,7 @@ fn check_path(path: &Path) -> Result<(), Failure> {
 impl Place {
     /// Makes what is to be made.
     ///
-    /// Errors: the socket is somebody's, or cannot be made.
+    /// Errors: another process listens there; the socket cannot be made.
     pub fn open(self) -> Result<Opened, Failure> {
         match self {
             Place::Make { path, mode, group } => {

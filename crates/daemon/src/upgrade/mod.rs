@@ -1,21 +1,21 @@
 //! `--upgrade`: an export goes to a successor process while clients use it, a disk of a virtual
 //! machine (`ringdisk serve`) or a mount (`ringdisk mount`).
 //!
-//! Promises: at every moment exactly one of the two processes serves, or none; the predecessor goes
-//! on as long as the successor has not said that everything is ready, and never again after that.
-//! Clients see a pause, nothing else. If the predecessor is killed when the successor has
-//! everything, the successor serves; a kill at any other moment of the one whose turn it is leaves
-//! nobody, as a kill always does. Beside the control socket of a disk the predecessor listens on
-//! one for its successor, open to our user and to root only; the successor takes a disk from these
-//! only, since directories of sockets may be in /tmp, where all users make names.
+//! Promises: at every moment at most one of the two processes serves. The predecessor goes on as
+//! long as the successor has not said that everything is ready, and never again after that. Clients
+//! see a pause, nothing else. If the predecessor is killed when the successor has everything, the
+//! successor serves; if at any other moment the process is killed that is about to serve, neither
+//! serves. Beside the control socket of a disk the predecessor listens on a socket for its
+//! successor, open to our user and to root only. The successor takes a disk only from a process of
+//! these users, since directories of sockets may be in /tmp, where all users make names.
 //!
-//! What is said: the successor connects and says [`ASK`] and what it would show to clients
-//! ([`Shown`]); the predecessor refuses if that is not what it shows itself, or else stands still
-//! and sends the state; the successor prepares everything and says [`READY`]; the predecessor says
-//! [`GO`]; the successor serves. The predecessor
-//! says [`STOP`] if a stop was asked for meanwhile, removes its names and closes the socket: one
-//! that serves other disks at once, one that has none left by its end, so that its pid file is
-//! free, too.
+//! The messages: the successor connects and sends [`ASK`] and what it would show to clients
+//! ([`Shown`]). The predecessor refuses if that differs from what it shows itself, or else stands
+//! still and sends the state. The successor prepares everything and sends [`READY`]; the
+//! predecessor sends [`GO`]; the successor serves. The predecessor sends [`STOP`] if a stop was
+//! asked for meanwhile, and [`FORCE`] too if that was to be the end at once. Then it removes its
+//! names and closes the socket: at once where it serves other disks, else by its end, so that its
+//! pid file is free, too.
 
 mod device;
 pub mod link;
@@ -46,6 +46,8 @@ const READY: u8 = b'R';
 const GO: u8 = b'G';
 /// After [`GO`]: the predecessor was told to stop meanwhile, and the successor has to.
 const STOP: u8 = b'S';
+/// After [`STOP`]: the end at once was asked for. Earlier versions do not know it, and stop.
+const FORCE: u8 = b'F';
 /// Each step takes so long at most; clients wait meanwhile.
 const STEP: Duration = Duration::from_secs(8);
 
@@ -59,6 +61,13 @@ pub enum Kind {
 }
 
 impl Kind {
+    fn noun(self) -> &'static str {
+        match self {
+            Kind::Disk => "disk",
+            Kind::Mount => "mount",
+        }
+    }
+
     fn clients(self) -> &'static str {
         match self {
             Kind::Disk => "the guest",

@@ -1,8 +1,8 @@
 //! The predecessor: waits for a successor, and hands its export over.
 //!
-//! Promises: a process of another user is sent away; what the successor would serve is compared
-//! before anything stands still; the export goes on here until the successor has said that it has
-//! everything. One thread for each export.
+//! Promises: the predecessor sends a process of another user away. It compares what the successor
+//! would show to clients before the export stands still. The export goes on here until the
+//! successor has said that it has everything. One thread for each export.
 
 use std::io::{self, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -12,9 +12,10 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::link::{self, Refusal};
-use super::{ASK, GO, HandsOver, READY, STEP, STOP, Shown, is_trusted};
+use super::{ASK, FORCE, GO, HandsOver, READY, STEP, STOP, Shown, is_trusted};
 use crate::control::registry::{self, Listening};
 use crate::helper;
+use crate::stopping::Stop;
 use ringdisk_disk::Disk;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -74,9 +75,13 @@ impl SuccessorSocket {
     }
 
     /// The same when a stop was asked for since the export was handed over: the successor is told.
-    pub fn end_with_stop(mut self) -> Option<UnixStream> {
+    pub fn end_with_stop(mut self, stop: Stop) -> Option<UnixStream> {
         let stream = self.join()?;
-        let _ = (&stream).write_all(&[STOP]);
+        let words: &[u8] = match stop {
+            Stop::Clean => &[STOP],
+            Stop::AtOnce => &[STOP, FORCE],
+        };
+        let _ = (&stream).write_all(words);
         Some(stream)
     }
 
@@ -107,15 +112,16 @@ struct Ours {
 /// Waits for a successor that takes the disk. Gives the stream to it; `None`: the waiting was
 /// ended.
 fn wait(listener: &UnixListener, ours: &Ours, given: &AtomicBool) -> Option<UnixStream> {
+    let noun = ours.export.kind().noun();
     while let Some(stream) = next(listener) {
         if !is_trusted(&stream) {
-            tracing::debug!("a process of another user wanted the disk and was sent away");
+            tracing::debug!("a process of another user wanted the {noun} and was sent away");
             continue;
         }
         match give(&stream, ours, given) {
             Ok(true) => return Some(stream),
             Ok(false) => {}
-            Err(error) => tracing::warn!("the disk was not handed over: {error}"),
+            Err(error) => tracing::warn!("the {noun} was not handed over: {error}"),
         }
     }
     None
@@ -130,7 +136,7 @@ fn next(listener: &UnixListener) -> Option<UnixStream> {
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => return None,
             // It went again, or there is no descriptor left at the moment.
             Err(error) => {
-                tracing::debug!("whoever asks for the disk cannot be heard: {error}");
+                tracing::debug!("a process that asks for the export cannot be heard: {error}");
                 std::thread::sleep(ACCEPT_PAUSE);
             }
         }
@@ -146,19 +152,20 @@ fn give(mut stream: &UnixStream, ours: &Ours, given: &AtomicBool) -> io::Result<
         Some(ASK) => {}
         Some(_) => return Err(io::ErrorKind::InvalidData.into()),
     }
-    let wanted = link::receive_shown(stream)?;
+    let (wanted, kind) = (link::receive_shown(stream)?, ours.export.kind());
+    let noun = kind.noun();
     if let Some(disk) = ours.disk.upgrade()
         && let Err(why) = ours.shown.check(&wanted, &disk)
     {
-        let who = ours.export.kind().clients();
-        tracing::warn!("the disk is not handed over: {who} would find another one: {why}");
+        let who = kind.clients();
+        tracing::warn!("the {noun} is not handed over: {who} would find another one: {why}");
         link::send_refusal(stream, &Refusal::Unlike(why))?;
         return Ok(false);
     }
     let (state, still) = match ours.export.hand_over() {
         Ok(packed) => packed,
         Err(error) => {
-            tracing::warn!("the disk is not handed over: {error}");
+            tracing::warn!("the {noun} is not handed over: {error}");
             link::send_refusal(stream, &Refusal::of(&error))?;
             return Ok(false);
         }

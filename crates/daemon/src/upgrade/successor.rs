@@ -19,9 +19,10 @@ use rustix::net::sockopt::socket_peercred;
 use rustix::process::{PidfdFlags, pidfd_open};
 
 use super::link::Refusal;
-use super::{ASK, GO, Kind, READY, STEP, STOP, Shown, is_trusted, link};
+use super::{ASK, FORCE, GO, Kind, READY, STEP, STOP, Shown, is_trusted, link};
 use crate::control::registry::{candidates, connect_now, user};
 use crate::failure::{Exit, Failure};
+use crate::stopping::Stop;
 
 /// The old process flushes its disk while the guest still works, and then stands still for as long
 /// as it allows itself (`ringdisk_vhost`, `export/hand_over.rs`): 30 s.
@@ -30,6 +31,9 @@ const HANDED: Duration = Duration::from_secs(40);
 /// give back.
 const GONE: Duration = Duration::from_secs(2);
 
+/// How often a process that waits for the answer notes that there is none yet.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
+
 /// How long the old process may take to say that it has given the export up, which it had begun to
 /// do when this one gave up waiting.
 const LAST_WORD: Duration = Duration::from_millis(500);
@@ -37,6 +41,7 @@ const LAST_WORD: Duration = Duration::from_millis(500);
 /// The old process, which stands still until this is dropped.
 #[derive(Debug)]
 pub struct Offer {
+    kind: Kind,
     stream: UnixStream,
     process: Old,
 }
@@ -47,7 +52,7 @@ pub struct Predecessor {
     stream: UnixStream,
     /// `None`: the system does not tell.
     pid: Option<u32>,
-    was_stopped: bool,
+    stop: Option<Stop>,
 }
 
 /// A process that served a disk and has not ended.
@@ -94,7 +99,7 @@ pub fn ask(
     let name = path.display();
     let found = candidates(socket, user());
     let stream = connect(&found, is_trusted).ok_or_else(|| kind.no_predecessor(path))?;
-    let process = Old::of(&stream);
+    let mut process = Old::of(&stream);
     let doing = || format!("the process that serves '{name}' did not hand it over");
     let failed = |error: io::Error| match is_end(&error) {
         true => Failure::new(Exit::General, format!("{}: the connection has ended", doing()))
@@ -104,10 +109,13 @@ pub fn ask(
     stream.set_write_timeout(Some(STEP)).map_err(failed)?;
     (&stream).write_all(&[ASK]).map_err(failed)?;
     link::send_shown(&stream, shown).map_err(failed)?;
-    match link::receive(&stream, HANDED).map_err(failed)? {
+    let end = Instant::now() + HANDED;
+    process.since = still_serves(&stream, end);
+    let left = end.saturating_duration_since(Instant::now());
+    match link::receive(&stream, left).map_err(failed)? {
         Ok(state) => {
             stream.set_read_timeout(Some(STEP)).map_err(failed)?;
-            Ok((state, Offer { stream, process }))
+            Ok((state, Offer { kind, stream, process }))
         }
         Err(Refusal::Now(why)) => Err(Failure::new(Exit::General, format!("{}: {why}", doing()))
             .hint("it goes on as before; try again later")),
@@ -123,6 +131,21 @@ pub fn ask(
         Err(Refusal::Never { why, hint }) => {
             let failure = Failure::new(Exit::Unsupported, format!("{}: {why}", doing()));
             Err(failure.hint(format!("it goes on as before; {hint}")))
+        }
+    }
+}
+
+/// Waits for the first byte of the answer, and gives a moment at which the old process had not sent
+/// it yet. (A moment after the first byte would not do: this process may have been stopped by a
+/// signal meanwhile, and the old one gone on.)
+fn still_serves(stream: &UnixStream, end: Instant) -> Instant {
+    loop {
+        let now = Instant::now();
+        let left = end.saturating_duration_since(now).min(POLL_INTERVAL);
+        let mut fds = [PollFd::new(stream, PollFlags::IN)];
+        match poll(&mut fds, Timespec::try_from(left).ok().as_ref()) {
+            Ok(0) | Err(Errno::INTR) if !left.is_zero() => {}
+            _ => return now,
         }
     }
 }
@@ -166,15 +189,16 @@ impl Offer {
         };
         if let Err(error) = take() {
             if !(is_end(&error) && self.process.died_while_it_stood_still()) {
-                let doing = "the disk was not handed over in time";
+                let doing = format!("the {} was not handed over in time", self.kind.noun());
                 return Err(Failure::system(doing, &error, Exit::General));
             }
             tracing::warn!(
-                "the old process ended while it handed the disk over; it is served here"
+                "the old process ended while it handed the {} over; it is served here",
+                self.kind.noun()
             );
         }
         let (stream, pid) = (self.stream, self.process.pid);
-        Ok(Predecessor { stream, pid, was_stopped: false })
+        Ok(Predecessor { stream, pid, stop: None })
     }
 }
 
@@ -190,7 +214,7 @@ struct Old {
     /// `None`: the system does not tell, as of a process in another container.
     pidfd: Option<OwnedFd>,
     pid: Option<u32>,
-    /// From before it was asked.
+    /// A moment before it sent its state. It stands still for [`STEP`] after that at least.
     since: Instant,
 }
 
@@ -202,7 +226,7 @@ impl Old {
         Old { pidfd, pid, since: Instant::now() }
     }
 
-    /// Whether it is gone, and has served nothing since it was asked: it goes on by itself after
+    /// Whether it is gone, and has served nothing since it stood still: it goes on by itself after
     /// [`STEP`] only. Its socket is closed.
     fn died_while_it_stood_still(&self) -> bool {
         let Some(pidfd) = self.pidfd.as_ref().filter(|_| self.since.elapsed() < STEP) else {
@@ -221,10 +245,10 @@ impl Old {
 }
 
 impl Predecessor {
-    /// Whether it was told to stop while it handed the export over, as far as it has said so
+    /// The stop that it was told to make while it handed the export over, as far as it has said so
     /// ([`Predecessor::wait`]).
-    pub fn was_stopped(&self) -> bool {
-        self.was_stopped
+    pub fn stop(&self) -> Option<Stop> {
+        self.stop
     }
 
     /// Waits until the old process is gone, or has removed what it had of this disk: names are free
@@ -251,7 +275,8 @@ impl Predecessor {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if is_end(&error) => return None,
                 Err(_) => return lingering,
-                Ok(1) if word == [STOP] => self.was_stopped = true,
+                Ok(1) if word == [STOP] => self.stop = Some(Stop::Clean),
+                Ok(1) if word == [FORCE] => self.stop = Some(Stop::AtOnce),
                 Ok(_) => return None,
             }
         }

@@ -6,16 +6,14 @@
 //! made stays until this one answers. Control path.
 
 use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 
-use ringdisk_disk::{ClientErrors, Disk, SizeWatch};
-use ringdisk_export::{Error, ErrorKind, HaltReason};
+use ringdisk_disk::{ClientErrors, Disk};
+use ringdisk_export::{Clock, Error};
 use ringdisk_ring::{Errno, SharedMemory, Topology};
 
+use super::control_thread::{ask_first, control_thread};
 use super::fallback::{
     is_direct, lend, may_zero_copy, no_passthrough, queue_devices, refusal, why_no_zero_copy,
 };
@@ -24,24 +22,19 @@ use crate::abi::flags::{INIT_HAS_IO_URING_BUFPOOL, INIT_OVER_IO_URING, INIT_PASS
 use crate::dev::{Place, answer_init};
 use crate::events::{Event, EventSender};
 use crate::file::{FileOptions, FileServer};
-use crate::keeper::{InUseSlot, Keeper};
 use crate::kept::{self, Parked, TakenMount};
-use crate::mount::{AnswerCheck, Method, Mount, MountOptions, mount, open_backing};
+use crate::mount::{Method, Mount, MountOptions, mount, open_backing};
 use crate::negotiate::{Negotiated, Profile};
 use crate::placement::{self, Placement};
-use crate::queue::{Clock, QUEUE_DEPTH_DEFAULT, QUEUE_DEPTH_MAX};
+use crate::queue::{QUEUE_DEPTH_DEFAULT, QUEUE_DEPTH_MAX};
 use crate::thread::{FuseThread, QueueSetup, Serve};
-use crate::topology::{Live, MountTopology, Sizes, describe};
+use crate::topology::{MountTopology, Sizes, describe};
 use crate::uring::{Plan, PoolUses, Refused, RingMode, Rings, Starting, SwitchWatch, ZeroCopy};
 
 /// Entries of each thread's reader of `/dev/fuse` beside rings: what comes there needs no data and
 /// is rare (FORGET, INTERRUPT, what was queued before the start). An idle entry costs 6 KiB, so 64
 /// threads with [`QUEUE_DEPTH_DEFAULT`] would take 50 MiB.
 const DEPTH_BESIDE_RINGS: usize = 16;
-/// How long the first answer of a mount may take: it needs no storage.
-const FIRST_ANSWER: Duration = Duration::from_secs(10);
-/// How long the queues of a process that goes on with a mount look for requests by themselves.
-const LOOK_AFTER_DEATH: Duration = Duration::from_secs(10);
 
 /// What is tried.
 pub(super) struct Attempt<'a> {
@@ -83,25 +76,25 @@ pub(super) struct Layout {
     /// Entries of each thread over `/dev/fuse`.
     entries: usize,
     profile: Profile,
-    topology: MountTopology,
+    pub(super) topology: MountTopology,
 }
 
 /// The threads of the export. Dropped, they end.
 pub(super) struct Threads {
-    queues: Vec<FuseThread>,
+    pub(super) queues: Vec<FuseThread>,
     /// How many of them serve the mount; the others serve injected devices.
     pub(super) count: usize,
-    place: Arc<Place>,
-    rings: Option<Arc<Rings>>,
-    clock: Clock,
-    events: EventSender,
-    received: Receiver<Event>,
+    pub(super) place: Arc<Place>,
+    pub(super) rings: Option<Arc<Rings>>,
+    pub(super) clock: Clock,
+    pub(super) events: EventSender,
+    pub(super) received: Receiver<Event>,
 }
 
 /// A mount that has agreed on the protocol. Dropped, it goes, if this attempt has made it.
 pub(super) struct Connection {
-    mount: Mount,
-    negotiated: Negotiated,
+    pub(super) mount: Mount,
+    pub(super) negotiated: Negotiated,
     /// Number of the image for the kernel, with passthrough; 0: none.
     backing_id: u32,
     /// The switch of the kernel for io_uring stayed on meanwhile.
@@ -143,6 +136,7 @@ impl Attempt<'_> {
         let server = Arc::new(self.file_server(&layout, &connection));
         let own = self.queue_devices(&threads, &connection, notes)?;
         let parked = self.park(&connection, &own, &layout)?;
+        let control = control_thread()?;
         threads.serve(own, devices, &server, start.as_ref().map(|(starting, _)| starting));
         let (has_rings, refused) = match start {
             None => (false, None),
@@ -154,7 +148,8 @@ impl Attempt<'_> {
         if !has_rings {
             threads.rings = None;
         }
-        let (mut export, mountpoint) = self.look_after(layout, threads, connection, server)?;
+        let (mut export, mountpoint) =
+            self.look_after(layout, threads, connection, server, control);
         if let Some(why) = refused {
             return Err(self.discard(export, why));
         }
@@ -174,7 +169,7 @@ impl Attempt<'_> {
     }
 
     /// Such a mount of a process that is gone.
-    fn left(&self) -> Option<&Parked> {
+    pub(super) fn left(&self) -> Option<&Parked> {
         self.options.keep.as_ref()?.resume.as_deref()
     }
 
@@ -232,12 +227,12 @@ impl Attempt<'_> {
     ) -> Result<Threads, Stop> {
         let (options, placement) = (self.options, &layout.placement);
         let count = placement.threads.len();
-        let place = if options.restless { Place::restless(count) } else { Place::new(count) };
+        let place = if options.test.restless { Place::restless(count) } else { Place::new(count) };
         let (place, clock) = (Arc::new(place), Clock::start());
         let rings = layout.plan.take().map(|plan| {
             let bytes = layout.profile.transfer_bytes() as usize;
-            let rings = Rings::new(plan, placement, bytes, options.stay, options.zero_copy);
-            Arc::new(rings.refusing(options.refuse))
+            let rings = Rings::new(plan, placement, bytes, options.test.stay, options.zero_copy);
+            Arc::new(rings.refusing(options.test.refuse))
         });
         let (sender, received) = channel();
         let events = EventSender(sender);
@@ -452,65 +447,6 @@ impl Attempt<'_> {
         }
         Ok(parked)
     }
-
-    /// Phase 7: starts the control thread, which sees to the end of the export.
-    ///
-    /// Errors: there is no thread for it.
-    pub(super) fn look_after(
-        &self,
-        layout: Layout,
-        threads: Threads,
-        connection: Connection,
-        server: Arc<FileServer>,
-    ) -> Result<(Export, PathBuf), Error> {
-        let Threads { queues, place, rings, clock, events, received, .. } = threads;
-        let live = live(&queues[..threads.count], rings.as_deref());
-        let views = queues.iter().map(|queue| queue.thread.view.clone()).collect();
-        let size_watch = watch_size(self.disk, &events, &server);
-        let mut topology = layout.topology;
-        topology.ring_mode = rings.as_ref().map(|rings| rings.mode());
-        let mountpoint = connection.mount.mountpoint().to_owned();
-        let negotiated = connection.negotiated;
-        // Until now a mount that another process has made stays when this start fails: its helper
-        // process keeps it, and the next process may do better.
-        let mount = connection.mount.take_over();
-        let (remover, connection) = (mount.remover(), mount.connection());
-        let in_use = InUseSlot::default();
-        let is_resumed = self.left().is_some();
-        let keeper = Keeper {
-            mount,
-            queues,
-            disk: Arc::clone(self.disk),
-            server,
-            negotiated,
-            place,
-            clock,
-            rings,
-            events: received,
-            io_timeout: self.options.io_timeout,
-            stop_timeout: self.options.stop_timeout,
-            in_use: in_use.clone(),
-            kernel_cache: self.options.kernel_cache,
-            is_kept: self.options.keep.is_some(),
-            restricted: self.options.common.restricted,
-            look_until: is_resumed.then(|| Instant::now() + LOOK_AFTER_DEATH),
-        };
-        let keeper = Some(spawn_keeper(keeper)?);
-        let (queues, parked, _size_watch) = (views, None, size_watch);
-        let export = Export {
-            keeper,
-            events,
-            queues,
-            topology,
-            live,
-            parked,
-            remover,
-            in_use,
-            connection,
-            _size_watch,
-        };
-        Ok((export, mountpoint))
-    }
 }
 
 impl Threads {
@@ -547,54 +483,4 @@ impl Threads {
         self.queues.iter().for_each(FuseThread::wake);
         Ok(())
     }
-}
-
-/// The threads of the mount, for `ringdisk topology`.
-///
-/// * `rings`: through which requests travel, if they do.
-fn live(queues: &[FuseThread], rings: Option<&Rings>) -> Vec<Live> {
-    let live = |(index, queue): (usize, &FuseThread)| {
-        let memory = rings.map(|rings| rings.memory_of(index));
-        for (start, len) in memory.into_iter().flatten() {
-            queue.buffers.add(start, len);
-        }
-        let cells = Arc::clone(&queue.thread.view.cells);
-        Live { cells, buffers: Arc::clone(&queue.buffers) }
-    };
-    queues.iter().enumerate().map(live).collect()
-}
-
-/// Has the kernel told of sizes that no client has made.
-fn watch_size(disk: &Disk, events: &EventSender, server: &Arc<FileServer>) -> SizeWatch {
-    let (events, server) = (events.clone(), Arc::clone(server));
-    disk.watch_size(move |_| {
-        if !server.is_resized_by_client() {
-            events.send(Event::Resized);
-        }
-    })
-}
-
-/// Starts the control thread, and waits until it has all that the end will need: when this returns
-/// the process may give up what serving does not take.
-fn spawn_keeper(keeper: Keeper) -> Result<JoinHandle<Result<(), HaltReason>>, Error> {
-    let (prepared, is_prepared) = channel();
-    let thread = std::thread::Builder::new()
-        .name(String::from("keeper"))
-        .spawn(move || keeper.run(&prepared))
-        .map_err(|error| Error::new(ErrorKind::System, "no thread for the export").source(error))?;
-    let _ = is_prepared.recv();
-    Ok(thread)
-}
-
-/// Phase 8, over io_uring: whether the mount answers, which is not known otherwise. (Over /dev/fuse
-/// it need not be asked: the size, without which asynchronous reads find an empty file, the kernel
-/// asks for at each first open: `default_permissions`.)
-///
-/// Gives the process that asks when there is no answer: it ends when the connection is aborted.
-fn ask_first(mountpoint: &Path) -> Option<AnswerCheck> {
-    let look = AnswerCheck::start(mountpoint);
-    if let Err(errno) = &look {
-        tracing::debug!("{}: not looked at: {errno}", mountpoint.display());
-    }
-    look.ok().filter(|look| !look.is_answered(FIRST_ANSWER))
 }

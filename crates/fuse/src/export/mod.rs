@@ -5,6 +5,7 @@
 //! [`start`], one attempt of it in [`attempt`], and the end in [`crate::keeper`].
 
 mod attempt;
+mod control_thread;
 mod fallback;
 mod options;
 mod start;
@@ -27,7 +28,7 @@ use crate::transport::Transport;
 use crate::uring::RingMode;
 
 pub use crate::queue::{QUEUE_DEPTH_DEFAULT, QUEUE_DEPTH_MAX};
-pub use options::ExportOptions;
+pub use options::{ExportOptions, TestSettings};
 pub use take_over::Prepared;
 
 /// Asks an export to stop. Any thread.

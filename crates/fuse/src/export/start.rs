@@ -75,7 +75,7 @@ impl Choice {
             tracing::info!("served over /dev/fuse: {reason}");
         }
         let mode = match with_rings {
-            true => Some(first_mode(options.zero_copy)?.min(options.ring_mode_max)),
+            true => Some(first_mode(options.zero_copy)?.min(options.test.ring_mode_max)),
             false => None,
         };
         if mode.is_none() && options.zero_copy == ZeroCopy::On {

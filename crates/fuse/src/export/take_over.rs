@@ -9,9 +9,10 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use ringdisk_disk::Disk;
-use ringdisk_export::{Error, ErrorKind};
+use ringdisk_export::{ControlThread, Error, ErrorKind};
 
 use super::attempt::{Attempt, Connection, Layout, Stop, Threads};
+use super::control_thread::{Work, control_thread};
 use super::start::report;
 use super::{Export, ExportOptions};
 use crate::file::FileServer;
@@ -28,6 +29,7 @@ pub struct Prepared {
     server: Arc<FileServer>,
     devices: Vec<Arc<OwnedFd>>,
     parked: Option<Parked>,
+    control: ControlThread<Work>,
     notes: Vec<String>,
 }
 
@@ -50,7 +52,19 @@ pub(super) fn prepare(
     let server = Arc::new(attempt.file_server(&layout, &connection));
     let devices = attempt.queue_devices(&threads, &connection, &mut notes)?;
     let parked = attempt.park(&connection, &devices, &layout)?;
-    Ok(Prepared { disk, options, layout, threads, connection, server, devices, parked, notes })
+    let control = control_thread()?;
+    Ok(Prepared {
+        disk,
+        options,
+        layout,
+        threads,
+        connection,
+        server,
+        devices,
+        parked,
+        control,
+        notes,
+    })
 }
 
 impl Prepared {
@@ -61,17 +75,16 @@ impl Prepared {
     }
 
     /// Serves from now on.
-    ///
-    /// Errors: the system has no thread for it.
-    pub fn go(self) -> Result<Export, Error> {
+    #[must_use]
+    pub fn go(self) -> Export {
         let Prepared { disk, options, layout, threads, connection, server, devices, .. } = self;
         disk.take_charge();
         threads.serve(devices, Vec::new(), &server, None);
         let attempt = Attempt { disk: &disk, options: &options, mode: None, taken: None };
-        let (mut export, _) = attempt.look_after(layout, threads, connection, server)?;
+        let (mut export, _) = attempt.look_after(layout, threads, connection, server, self.control);
         export.parked = self.parked;
         export.topology.warnings.extend(self.notes);
-        Ok(report(export, Some(kept::why_dev_taken())))
+        report(export, Some(kept::why_dev_taken()))
     }
 }
 

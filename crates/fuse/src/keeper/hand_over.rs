@@ -3,7 +3,7 @@
 //! Promises: a mount that is handed over stands still: no queue thread reads a request, every
 //! request that was read has its reply, and the disk is on stable storage. It either goes on in the
 //! successor or, when that fails, here. What cannot be handed over is refused before anything
-//! stands still.
+//! stands still. When the end at once is asked for meanwhile, the hand-over is given up.
 
 use std::time::{Duration, Instant};
 
@@ -11,6 +11,7 @@ use ringdisk_disk::HandOver;
 use ringdisk_export::HandOverRequest;
 
 use super::Keeper;
+use crate::events::Event;
 use crate::kept::{HandedMount, Parked, Terms};
 use crate::thread::FuseThread;
 use crate::{Error, ErrorKind};
@@ -43,7 +44,11 @@ impl Keeper {
         if !self.disk.is_read_only() {
             let disk = self.disk.clone();
             let flushed = self.queues[0].on_ring(async move |ring| disk.flush(&ring).await);
-            let _ = flushed.wait(|| request.is_awaited());
+            let _ = flushed.wait(|| request.is_awaited() && !self.shall_end());
+        }
+        if self.shall_end() {
+            request.refuse(ends());
+            return false;
         }
         if !request.stands() {
             // It took too long.
@@ -84,7 +89,7 @@ impl Keeper {
     /// Makes the mount stand still, and gives its state.
     ///
     /// Errors: why it cannot be handed over; it has to go on.
-    fn pack(&self) -> Result<HandedMount, Error> {
+    fn pack(&mut self) -> Result<HandedMount, Error> {
         let connection = self.mount.connection().ok_or_else(|| {
             Error::new(ErrorKind::Refused, "the kernel does not say which connection it is")
         })?;
@@ -107,28 +112,29 @@ impl Keeper {
     /// Waits until all that was read from the kernel is answered, and nothing is read any more.
     ///
     /// Errors: requests that do not end.
-    fn drain_queues(&self) -> Result<(), Error> {
+    fn drain_queues(&mut self) -> Result<(), Error> {
         let end = Instant::now() + DRAINING;
         self.place.drain();
         self.queues.iter().for_each(FuseThread::wake);
         let drained: Vec<_> = self.queues.iter().map(FuseThread::drained).collect();
         for queue in drained {
-            let left = || Instant::now() < end;
-            queue.wait(left).map_err(|_| {
+            if queue.wait(|| Instant::now() < end && !self.shall_end()).is_err() {
                 let text = format!("{} requests in flight do not end", self.in_flight());
-                Error::new(ErrorKind::Refused, text)
-            })?;
+                return Err(Error::new(ErrorKind::Refused, text));
+            }
         }
         Ok(())
     }
 
     /// Errors: as [`ringdisk_disk::Disk::hand_over`].
-    fn hand_over_disk(&self) -> Result<HandOver, Error> {
+    fn hand_over_disk(&mut self) -> Result<HandOver, Error> {
         let disk = self.disk.clone();
         let handed = self.queues[0].on_ring(async move |ring| disk.hand_over(&ring).await);
         // It goes on by itself when this thread does not wait: it is waited for longer than the
         // successor does, so that the disk is not handed over when it is served again.
-        let handed = handed.within(DISK).ok().flatten();
+        let end = Instant::now() + DISK;
+        let handed = handed.wait(|| Instant::now() < end && !self.shall_end());
+        let handed = handed.ok().flatten();
         let silent = || Error::new(ErrorKind::Refused, "the queue thread does not answer");
         handed.ok_or_else(silent)?.map_err(|why| {
             Error::new(ErrorKind::Refused, format!("the disk cannot be handed over: {why}"))
@@ -136,14 +142,27 @@ impl Keeper {
     }
 
     /// Goes on here.
-    fn go_on(&self) {
+    fn go_on(&mut self) {
         let disk = self.disk.clone();
         let resumed = self.queues[0].on_ring(async move |ring| disk.resume(&ring).await);
-        if let Ok(Some(Err(why))) = resumed.within(DISK) {
+        let end = Instant::now() + DISK;
+        let resumed = resumed.wait(|| Instant::now() < end && !self.shall_end());
+        if let Ok(Some(Err(why))) = resumed {
             let name = self.mount.mountpoint().display();
             tracing::error!("{name}: the disk cannot go on after a hand-over that failed: {why}");
         }
         self.place.resume();
         self.queues.iter().for_each(FuseThread::wake);
     }
+
+    /// Whether the end at once was asked for. Events that came meanwhile are looked at later.
+    fn shall_end(&mut self) -> bool {
+        self.postponed.extend(self.events.try_iter());
+        self.postponed.iter().any(|event| matches!(event, Event::Force))
+    }
+}
+
+/// The mount ends before it is handed over.
+fn ends() -> Error {
+    Error::new(ErrorKind::Refused, "its end at once was asked for meanwhile")
 }

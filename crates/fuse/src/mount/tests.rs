@@ -57,7 +57,7 @@ fn both_system_interfaces_make_the_same_mount() {
     assert!(entries[0].3.split(',').any(|word| word == "allow_other"));
 }
 
-/// Whoever may write a directory on the way changes it after the check.
+/// A user who may write a directory of the path changes it after the check.
 #[test]
 fn a_name_that_leads_elsewhere_by_now_is_not_mounted_on() {
     let (directory, path) = mountpoint();

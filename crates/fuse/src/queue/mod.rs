@@ -5,14 +5,13 @@
 //! [`crate::dev::DevQueue`] and [`crate::uring::RingQueue`]; the thread is in [`crate::thread`].
 
 mod buffers;
-mod in_flight;
 
 use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Instant;
 
-use ringdisk_export::IdleMemory;
 use ringdisk_export::stats::QueueCells;
+use ringdisk_export::{Clock, IdleMemory, InFlight};
 use ringdisk_ring::{Fd, Ring};
 
 use crate::events::{EndReason, Event, EventSender};
@@ -20,7 +19,6 @@ use crate::file::FileServer;
 use crate::request::{Operation, Request};
 
 pub(crate) use buffers::Buffers;
-pub(crate) use in_flight::{Clock, InFlight};
 
 /// Requests that one queue serves at once unless the user says otherwise. The memory is 1 MiB each,
 /// taken when it is touched.

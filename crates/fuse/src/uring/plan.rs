@@ -1,24 +1,27 @@
 //! How many entries each queue has, and the memory of them.
 //!
 //! The arithmetic: the memory that entries may take is CPUs × depth × payload (1 MiB), taken when
-//! it is touched. The depth is what the user says, else as many as keep that under
-//! [`MEMORY_BYTES_MAX`], from [`DEPTH_MIN`] to [`DEPTH_DEFAULT`]. A CPU that is possible but
-//! offline gets [`DEPTH_OFFLINE`]: the kernel wants an entry in each queue, and the CPU may come
-//! later.
+//! it is touched. The depth is what the user says, else that of the rule [`DEPTH`]. A CPU that is
+//! possible but offline gets [`DEPTH_OFFLINE`]: the kernel wants an entry in each queue, and the
+//! CPU may come later.
 //!
 //! Which thread serves which queue is decided in [`crate::placement`].
+
+use ringdisk_export::DepthRule;
 
 use super::memory;
 use crate::placement::{Placement, QueuePlace};
 
-/// Entries of a queue where memory allows: as many as a deep client of one CPU keeps in flight.
-const DEPTH_DEFAULT: usize = 64;
-/// Entries of a queue at least: with fewer, requests wait in the kernel while the thread copies.
-const DEPTH_MIN: usize = 8;
+/// Entries of a queue unless the user asks for more.
+const DEPTH: DepthRule = DepthRule {
+    // With fewer, requests wait in the kernel while the thread copies.
+    min: 8,
+    // As many as a deep client of one CPU keeps in flight.
+    max: 64,
+    memory_bytes: 1 << 30,
+};
 /// Entries of a CPU that is offline.
 const DEPTH_OFFLINE: usize = 2;
-/// What all payloads may take together unless the user asks for more.
-const MEMORY_BYTES_MAX: usize = 1 << 30;
 
 /// One queue of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,9 +41,8 @@ impl Plan {
     /// * `depth`: entries for each queue; `None`: by the arithmetic above.
     /// * `payload_bytes`: of one entry.
     pub(crate) fn new(placement: &Placement, depth: Option<usize>, payload_bytes: usize) -> Plan {
-        let possible = placement.queues.len();
-        let by_memory = MEMORY_BYTES_MAX / (possible.max(1) * payload_bytes.max(1));
-        let depth = depth.unwrap_or(by_memory.clamp(DEPTH_MIN, DEPTH_DEFAULT)).max(1);
+        let by_memory = || DEPTH.depth(placement.queues.len(), payload_bytes);
+        let depth = depth.unwrap_or_else(by_memory).max(1);
         let queue = |(number, queue): (usize, &QueuePlace)| {
             // Queue 0 may have callers on other CPUs too.
             let is_used = queue.is_online || number == 0 && !placement.folded.is_empty();

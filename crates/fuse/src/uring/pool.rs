@@ -5,9 +5,8 @@
 //! it back when the request is committed. So entries, which cost a few hundred bytes, bound the
 //! requests in flight, and buffers, which cost 1 MiB, those that carry data through our memory.
 //!
-//! The arithmetic: a queue has as many buffers as the user wants entries, else as many as keep all
-//! regions under [`PINNED_BYTES_MAX`], from [`BUFFERS_MIN`] to [`BUFFERS_MAX`]; a CPU that is
-//! offline has one. All regions are one mapping. With O_DIRECT below it is registered in slot 0 of
+//! The arithmetic: a queue has as many buffers as the user wants entries, else those of the
+//! rule [`BUFFERS`]; a CPU that is offline has one. All regions are one mapping. With O_DIRECT below it is registered in slot 0 of
 //! every ring, so that the kernel does not look its pages up for each request of the device; where
 //! that is refused (RLIMIT_MEMLOCK) it serves unregistered. Through the page cache it is not
 //! registered: there the kernel copies, and copies slower into registered memory
@@ -17,17 +16,18 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use ringdisk_export::DepthRule;
 use ringdisk_ring::SharedMemory;
 
 use super::plan::Plan;
 
-/// What all registered buffers may take together unless the user asks for more.
-const PINNED_BYTES_MAX: usize = 128 << 20;
-/// Buffers of a queue at least.
-const BUFFERS_MIN: usize = 4;
-/// Buffers of a queue at most, unless the user asks for more: as many as its thread copies before
-/// the first are free again.
-const BUFFERS_MAX: usize = 32;
+/// Buffers of a queue unless the user asks for more. All of them may be pinned.
+const BUFFERS: DepthRule = DepthRule {
+    min: 4,
+    // As many as its thread copies before the first are free again.
+    max: 32,
+    memory_bytes: 128 << 20,
+};
 /// Slots of a ring's table at most (io_uring/rsrc.c, `IORING_MAX_REG_BUFFERS`).
 const SLOTS_MAX: usize = 1 << 14;
 /// Slot of the memory in the ring of every thread; those of zero-copy entries follow.
@@ -123,7 +123,7 @@ impl Pool {
 
 /// Buffers of each queue.
 fn buffers(plan: &Plan, asked: bool, buffer_bytes: usize) -> impl Iterator<Item = usize> + '_ {
-    let by_memory = PINNED_BYTES_MAX / (plan.0.len().max(1) * buffer_bytes.max(1));
+    let by_memory = BUFFERS.depth(plan.0.len(), buffer_bytes);
     let most = plan.0.iter().map(|queue| queue.entries).max().unwrap_or(1);
     plan.0.iter().map(move |queue| {
         if queue.entries < most {
@@ -132,7 +132,7 @@ fn buffers(plan: &Plan, asked: bool, buffer_bytes: usize) -> impl Iterator<Item 
         } else if asked {
             queue.entries.max(1)
         } else {
-            by_memory.clamp(BUFFERS_MIN, BUFFERS_MAX).min(queue.entries).max(1)
+            by_memory.min(queue.entries).max(1)
         }
     })
 }

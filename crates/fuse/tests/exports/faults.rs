@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ringdisk_disk::{Disk, ImageOptions, NullOptions};
 use ringdisk_fuse::mount::{Abort, Unmount, table, unmount};
-use ringdisk_fuse::{CommonOptions, Export, ExportOptions, HaltReason};
+use ringdisk_fuse::{CommonOptions, Export, ExportOptions, HaltReason, Transport};
 use ringdisk_ring::{Config, Errno, Runtime};
 use ringdisk_testkit::process::{Process, command, patient, run, until};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
@@ -351,4 +351,30 @@ fn an_abort_from_outside_is_no_success_while_a_client_has_the_file_open() {
         assert_eq!(ended.is_err(), is_open, "{ended:?}");
         drop(file);
     }
+}
+
+#[test]
+fn the_end_at_once_is_heard_while_a_hand_over_waits_for_the_storage() {
+    let sim = SimStorage::new(1 << 20, 1);
+    let place = place();
+    let disk = Disk::from_storage(sim.storage(), &ImageOptions::default());
+    let options = ExportOptions { transport: Transport::Dev, ..options(&place) };
+    let export = Export::start(disk, options).unwrap();
+    let file = format!("of={}", place.path.display());
+    let words = ["dd", "if=/dev/zero", &file, "bs=4k", "count=1", "conv=notrunc", "oflag=direct"];
+    assert_eq!(run(command(&words)).code(), Some(0));
+    sim.on(When::kind(OpKind::Flush), Fault::Hang);
+    let (handle, stop) = (export.hand_over_handle(), export.stop_handle());
+    let asks = std::thread::spawn(move || handle.hand_over());
+    until(SOON, || (sim.hanging() > 0).then_some(())).expect("the flush arrives");
+    let start = Instant::now();
+    stop.force();
+    let error = asks.join().unwrap().expect_err("it is given up");
+    assert!(error.to_string().contains("at once"), "{error}");
+    assert!(start.elapsed() < patient(Duration::from_secs(5)), "{:?}", start.elapsed());
+    // The last flush, which hangs too, is not waited for either.
+    until(SOON, || (!is_mounted(&place)).then_some(())).expect("the mount goes");
+    stop.force();
+    assert!(matches!(export.wait(), Err(HaltReason::Flush(_))));
+    assert!(start.elapsed() < patient(SOON), "{:?}", start.elapsed());
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use ringdisk_disk::{Disk, NullOptions};
-use ringdisk_fuse::{CommonOptions, Export, ExportOptions, Transport};
+use ringdisk_fuse::{CommonOptions, Export, ExportOptions, TestSettings, Transport};
 use ringdisk_testkit::process::{command, run};
 
 /// Runs fio for a while on an export whose place changes every 50 µs. A request that nobody fetches
@@ -22,7 +22,7 @@ fn restless_at_depth(threads: usize, queue_depth: Option<u32>, arguments: &[&str
     let options = ExportOptions {
         transport: Transport::Dev,
         common: CommonOptions::with_threads(threads),
-        restless: true,
+        test: TestSettings { restless: true, ..TestSettings::default() },
         queue_depth,
         ..ExportOptions::new(path.clone())
     };

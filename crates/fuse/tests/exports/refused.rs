@@ -8,7 +8,9 @@ use std::path::PathBuf;
 
 use ringdisk_disk::{Disk, NullOptions};
 use ringdisk_fuse::mount::table;
-use ringdisk_fuse::{CommonOptions, Export, ExportOptions, Refuse, RingMode, Transport, ZeroCopy};
+use ringdisk_fuse::{
+    CommonOptions, Export, ExportOptions, Refuse, RingMode, TestSettings, Transport, ZeroCopy,
+};
 use ringdisk_ring::Topology;
 use ringdisk_testkit::limits::{UringParameter, needs, needs_root};
 
@@ -43,7 +45,8 @@ fn start(place: &Place, options: ExportOptions) -> Result<Export, ringdisk_fuse:
 }
 
 fn options(transport: Transport, refuse: Refuse) -> ExportOptions {
-    ExportOptions { transport, refuse: Some(refuse), ..ExportOptions::new("") }
+    let test = TestSettings { refuse: Some(refuse), ..TestSettings::default() };
+    ExportOptions { transport, test, ..ExportOptions::new("") }
 }
 
 /// It serves, and its end leaves nothing.

@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use ringdisk_disk::{Disk, ImageOptions, NullOptions, Source};
 use ringdisk_fuse::mount::{self, Unmount, table};
-use ringdisk_fuse::{CommonOptions, Export, ExportOptions, HaltReason, Refuse, Transport};
+use ringdisk_fuse::{
+    CommonOptions, Export, ExportOptions, HaltReason, Refuse, TestSettings, Transport,
+};
 use ringdisk_ring::{Config, Runtime};
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::{UringParameter, needs_root};
@@ -59,8 +61,8 @@ fn serves(place: &Place) {
 #[test]
 fn a_refusal_of_the_last_ring_leads_to_dev_and_the_image_is_written() {
     let Some(place) = place() else { return };
-    let refuse =
-        ExportOptions { refuse: Some(Refuse::LastRing), ..options(&place, Transport::Auto) };
+    let test = TestSettings { refuse: Some(Refuse::LastRing), ..TestSettings::default() };
+    let refuse = ExportOptions { test, ..options(&place, Transport::Auto) };
     let export = Export::start(open(&place), refuse).expect("it is served all the same");
     assert_eq!(export.transport(), Transport::Dev);
     assert!(export.notes().iter().any(|note| note.contains("/dev/fuse")), "{:?}", export.notes());
@@ -73,8 +75,8 @@ fn a_refusal_of_the_last_ring_leads_to_dev_and_the_image_is_written() {
 #[test]
 fn a_refusal_is_an_error_when_rings_were_asked_for() {
     let Some(place) = place() else { return };
-    let refuse =
-        ExportOptions { refuse: Some(Refuse::LastRing), ..options(&place, Transport::Uring) };
+    let test = TestSettings { refuse: Some(Refuse::LastRing), ..TestSettings::default() };
+    let refuse = ExportOptions { test, ..options(&place, Transport::Uring) };
     let error = Export::start(open(&place), refuse).expect_err("refused");
     assert!(error.to_string().contains("refused a ring"), "{error}");
     assert_eq!(table::at(&place.path).expect("readable"), None);
@@ -190,7 +192,8 @@ fn a_reply_that_is_refused_under_load_ends_clients_with_errors_and_keeps_what_wa
     let Some(place) = place() else { return };
     let refuse = Some(Refuse::ReplyAfter(200));
     let common = CommonOptions::with_threads(2);
-    let options = ExportOptions { common, refuse, ..options(&place, Transport::Uring) };
+    let test = TestSettings { refuse, ..TestSettings::default() };
+    let options = ExportOptions { common, test, ..options(&place, Transport::Uring) };
     let export = Export::start(open(&place), options).expect("rings");
     assert_eq!(export.transport(), Transport::Uring);
     serves(&place);

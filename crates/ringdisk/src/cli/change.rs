@@ -232,8 +232,9 @@ pub(crate) struct CommitArgs {
 
     /// Format of that image: an error when it has another
     ///
-    /// A raw image that does not begin like one of another format stays so, since whoever opens it
-    /// next without --format would take it for that: a commit that would change it is refused.
+    /// A raw image that does not begin like one of another format stays so, since the next program
+    /// that opens it without --format would take it for that: a commit that would change it is
+    /// refused.
     /// `raw` allows it, for a base that is always opened with --format raw.
     #[arg(long, value_name = "FORMAT", value_parser = format_parser())]
     pub(crate) base_format: Option<Format>,

@@ -34,6 +34,8 @@ Examples:
 #[command(after_help = CTL_EXAMPLES)]
 pub(crate) struct CtlArgs {
     /// The file that the image is served as, or the socket of `ringdisk serve`
+    ///
+    /// Of several disks that are served over NBD: SOCKET/NAME, with the name of the export.
     #[arg(value_name = "TARGET", value_hint = ValueHint::FilePath)]
     pub(crate) target: PathBuf,
 
@@ -78,9 +80,9 @@ pub(crate) enum CtlCommand {
     /// Write the top image, or some images of the chain, into the one below
     ///
     /// Clients go on meanwhile, and may write past the end of a growable disk. The images that were
-    /// written down are empty afterwards, so whoever opens the disk by an old name sees what it
-    /// holds now. A base that is larger than the disk is cut to its size. When an image cannot be
-    /// emptied, or its internal snapshots show what is below it, the command fails and the chain
+    /// written down are empty afterwards, so a program that opens the disk by an old name sees what
+    /// it holds now. A base that is larger than the disk is cut to its size. When an image cannot
+    /// be emptied, or its internal snapshots show what is below it, the command fails and the chain
     /// stays as it was.
     Commit {
         /// The topmost image to be written down [default: the top one]

@@ -36,16 +36,13 @@ pub(crate) use ctl::{CtlArgs, CtlCommand};
 pub(crate) use disk_spec::DiskWords;
 pub(crate) use image::ImageArgs;
 pub(crate) use look::{InfoArgs, LookArgs, MapArgs, PoolArgs};
-pub(crate) use mount::{MountArgs, MountPaths, StopTimeout, UmountArgs, ZeroCopyWord, parse_limit};
-pub(crate) use placement::{NumaWord, PlacementArgs, StayWord, TransportWord};
+pub(crate) use mount::{MountArgs, MountPaths, StopTimeout, UmountArgs, parse_limit};
+pub(crate) use placement::PlacementArgs;
 use ringdisk_disk::{Cache, Format};
-pub(crate) use serve::{
-    AccelWord, Address, DeviceArgs, DiskArgs, EngineWord, NbdArgs, OnErrorWord, PackedWord,
-    SecondWord, ServeArgs, ServedDisk,
-};
+pub(crate) use serve::{AccelWord, Address, DeviceArgs, DiskArgs, NbdArgs, ServeArgs, ServedDisk};
 pub(crate) use topology::TopologyArgs;
 pub(crate) use user::UserArgs;
-pub(crate) use words::{DISCARD, PREALLOCATION, SandboxArgs, word_of};
+pub(crate) use words::{DISCARD, PACKED, PREALLOCATION, SandboxArgs, word_of};
 
 const ROOT_ABOUT: &str =
     "Serves a disk image, in place, as an ordinary file or to a virtual machine";

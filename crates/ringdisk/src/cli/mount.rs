@@ -3,11 +3,12 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, ValueEnum, ValueHint};
+use clap::{Args, ValueHint};
 use ringdisk_daemon::size::parse_time;
+use ringdisk_fuse::{Stay, ZeroCopy};
 
-use crate::cli::words::SandboxArgs;
-use crate::cli::{ImageArgs, PlacementArgs, StayWord, UserArgs, refuse};
+use crate::cli::words::{STAY, SandboxArgs, ZERO_COPY, one_of};
+use crate::cli::{ImageArgs, PlacementArgs, UserArgs, refuse};
 
 const MOUNT_LONG: &str = "\
 Serves the disk inside IMAGE as the file MOUNTPOINT until it is unmounted or stopped by Ctrl-C \
@@ -100,11 +101,11 @@ pub(crate) struct MountArgs {
     #[arg(
         long,
         value_name = "WHEN",
-        value_enum,
-        default_value_t,
+        value_parser = one_of(ZERO_COPY),
+        default_value = "auto",
         help_heading = "Serving options"
     )]
-    pub(crate) zero_copy: ZeroCopyWord,
+    pub(crate) zero_copy: ZeroCopy,
 
     /// Let the kernel read and write a raw image itself, past ringdisk
     ///
@@ -121,8 +122,8 @@ pub(crate) struct MountArgs {
     pub(crate) no_pools: bool,
 
     /// Threads and entries of rings stay in one spot: to compare
-    #[arg(long, hide = true, value_name = "PLACE")]
-    pub(crate) stay: Option<StayWord>,
+    #[arg(long, hide = true, value_name = "PLACE", value_parser = one_of(STAY))]
+    pub(crate) stay: Option<Stay>,
 
     /// Give the mount up, with errors to its users, when storage takes longer for one request
     ///
@@ -221,18 +222,6 @@ pub(crate) struct UmountArgs {
     pub(crate) only_detach: bool,
 }
 
-/// Whether the client's own pages are used.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(crate) enum ZeroCopyWord {
-    /// When it promises something
-    #[default]
-    Auto,
-    /// For every open
-    On,
-    /// Never
-    Off,
-}
-
 /// How long a stop waits; `None`: as long as it takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StopTimeout(pub(crate) Option<Duration>);
@@ -298,12 +287,12 @@ mod tests {
     use clap::Parser;
     use clap::error::ErrorKind;
     use ringdisk_disk::{Cache, DetectZeroes, Discard, Format};
-    use ringdisk_export::Threads;
+    use ringdisk_export::{Numa, Threads};
 
     use super::*;
 
     use crate::cli::words::CacheSize;
-    use crate::cli::{Cli, Command, NumaWord};
+    use crate::cli::{Cli, Command};
 
     fn mount(words: &str) -> Result<MountArgs, clap::Error> {
         let all = ["ringdisk", "mount"].into_iter().chain(words.split_whitespace());
@@ -338,7 +327,7 @@ mod tests {
         assert_eq!(args.disk.cache_mode(), Cache::None);
         assert_eq!(args.placement.threads, Threads::Count(4));
         assert_eq!(args.placement.cpus.map(|cpus| cpus.to_string()).as_deref(), Some("0-3,8"));
-        assert_eq!(args.placement.numa, NumaWord::Off);
+        assert_eq!(args.placement.numa, Numa::Off);
         assert_eq!(args.disk.allow_path.len(), 2);
         assert_eq!((args.disk.offset, args.disk.size), (Some(1 << 20), Some(2 << 30)));
         assert_eq!(args.io_timeout, Some(Duration::from_secs(5)));
@@ -351,7 +340,7 @@ mod tests {
         let args = mount("a b").expect("parses");
         assert_eq!(args.disk.cache_mode(), Cache::Writeback);
         assert_eq!(args.placement.threads, Threads::Auto);
-        assert_eq!((args.placement.cpus, args.placement.numa), (None, NumaWord::Auto));
+        assert_eq!((args.placement.cpus, args.placement.numa), (None, Numa::Auto));
         assert_eq!(args.disk.format, None);
         assert_eq!(args.stop_timeout, None);
         let forever = mount("--stop-timeout none a b").expect("parses").stop_timeout;

@@ -1,9 +1,12 @@
 //! The words that say where a mount is served: transport, threads, CPUs, nodes, depth.
 
-use clap::{Args, ValueEnum};
-use ringdisk_export::Threads;
+use clap::Args;
+use ringdisk_export::{Numa, ThreadOptions, Threads};
+use ringdisk_fuse::Transport;
 use ringdisk_fuse::export::QUEUE_DEPTH_MAX;
 use ringdisk_ring::CpuList;
+
+use crate::cli::words::{NUMA, TRANSPORT, one_of};
 
 /// Options of `mount` that `topology` takes too.
 #[derive(Args, Clone, Debug)]
@@ -15,11 +18,11 @@ pub(crate) struct PlacementArgs {
     #[arg(
         long,
         value_name = "TRANSPORT",
-        value_enum,
-        default_value_t,
+        value_parser = one_of(TRANSPORT),
+        default_value = "auto",
         help_heading = "Serving options"
     )]
-    pub(crate) transport: TransportWord,
+    pub(crate) transport: Transport,
 
     /// Queue threads: a number, or auto
     ///
@@ -43,11 +46,11 @@ pub(crate) struct PlacementArgs {
     #[arg(
         long,
         value_name = "MODE",
-        value_enum,
-        default_value_t,
+        value_parser = one_of(NUMA),
+        default_value = "auto",
         help_heading = "Serving options"
     )]
-    pub(crate) numa: NumaWord,
+    pub(crate) numa: Numa,
 
     /// Requests of each queue that run at once [default: 128; with uring up to 64, by memory]
     #[arg(long, value_name = "N",
@@ -56,37 +59,9 @@ pub(crate) struct PlacementArgs {
     pub(crate) queue_depth: Option<u32>,
 }
 
-/// How requests travel.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(crate) enum TransportWord {
-    /// The best that works here
-    #[default]
-    Auto,
-    /// /dev/fuse
-    Dev,
-    /// FUSE over io_uring
-    Uring,
-}
-
-/// Where entries of rings stay.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum StayWord {
-    /// With the thread on the CPU of their callers
-    Home,
-    /// With the thread beside it
-    Away,
-    /// Half and half
-    Split,
-    /// At home, threads unbound
-    Free,
-}
-
-/// Whether nodes matter.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(crate) enum NumaWord {
-    /// They do, where there are several
-    #[default]
-    Auto,
-    /// They do not
-    Off,
+impl PlacementArgs {
+    /// As the library takes them.
+    pub(crate) fn thread_options(&self) -> ThreadOptions {
+        ThreadOptions { threads: self.threads, cpus: self.cpus.clone(), numa: self.numa }
+    }
 }

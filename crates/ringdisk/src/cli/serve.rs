@@ -8,13 +8,15 @@ use clap::error::ErrorKind;
 use clap::{Args, Parser, ValueEnum, ValueHint};
 use ringdisk_daemon::size::parse_size;
 use ringdisk_daemon::sockets::SocketOptions;
-use ringdisk_export::Threads;
+use ringdisk_export::{Numa, ThreadOptions, Threads};
 use ringdisk_ring::CpuList;
 use ringdisk_vhost::export::{
-    QUEUE_SIZE_MAX, QUEUES_MAX, check_block_size, check_serial, queues_default,
+    Engine, OnError, Packed, QUEUE_SIZE_MAX, QUEUES_MAX, Second, check_block_size, check_serial,
+    queues_default,
 };
 
-use crate::cli::{DiskWords, ImageArgs, NumaWord, SandboxArgs, UserArgs, refuse};
+use crate::cli::words::{ENGINE, NUMA, ON_ERROR, PACKED, SECOND, one_of};
+use crate::cli::{DiskWords, ImageArgs, SandboxArgs, UserArgs, refuse};
 pub(crate) use nbd::{Address, NbdArgs, NbdDiskArgs};
 
 const SERVE_LONG: &str = "\
@@ -191,8 +193,9 @@ pub(crate) struct SocketArgs {
     pub(crate) socket_group: Option<String>,
 
     /// What happens to a front end that comes while another one is connected
-    #[arg(long, value_name = "WHAT", value_enum, default_value_t, help_heading = "Socket options")]
-    pub(crate) second_front_end: SecondWord,
+    #[arg(long, value_name = "WHAT", value_parser = one_of(SECOND),
+          default_value = "wait", help_heading = "Socket options")]
+    pub(crate) second_front_end: Second,
 }
 
 /// What the guest sees, and what serves it.
@@ -232,13 +235,15 @@ pub(crate) struct DeviceArgs {
     /// ones (--accel)
     ///
     /// A virtual machine that does not ask for them (packed=on) has split ones.
-    #[arg(long, value_name = "WHEN", value_enum, default_value_t, help_heading = "Device options")]
-    pub(crate) packed: PackedWord,
+    #[arg(long, value_name = "WHEN", value_parser = one_of(PACKED),
+          default_value = "auto", help_heading = "Device options")]
+    pub(crate) packed: Packed,
 
     /// What an error of the image does besides being told to the guest: report it here, or stop
     /// serving the disk too
-    #[arg(long, value_name = "WHAT", value_enum, default_value_t, help_heading = "Device options")]
-    pub(crate) on_error: OnErrorWord,
+    #[arg(long, value_name = "WHAT", value_parser = one_of(ON_ERROR),
+          default_value = "report", help_heading = "Device options")]
+    pub(crate) on_error: OnError,
 
     /// The disk comes with a virtual machine that migrates here: wait until the source has let go
     /// of the image
@@ -264,11 +269,11 @@ pub(crate) struct DeviceArgs {
     #[arg(
         long,
         value_name = "MODE",
-        value_enum,
-        default_value_t,
+        value_parser = one_of(NUMA),
+        default_value = "auto",
         help_heading = "Serving options"
     )]
-    pub(crate) numa: NumaWord,
+    pub(crate) numa: Numa,
 
     /// Let the host kernel move the data of a plain disk: auto (where it can), off, require (or
     /// serve nothing)
@@ -292,11 +297,11 @@ pub(crate) struct DeviceArgs {
     #[arg(
         long,
         value_name = "ENGINE",
-        value_enum,
-        default_value_t,
+        value_parser = one_of(ENGINE),
+        default_value = "auto",
         help_heading = "Serving options"
     )]
-    pub(crate) accel_engine: EngineWord,
+    pub(crate) accel_engine: Engine,
 
     /// Threads of the kernel for it, at most one for each virtqueue [default: one for each]
     #[arg(long, value_name = "N",
@@ -316,39 +321,6 @@ pub(crate) struct DeviceArgs {
 /// Largest number of a descriptor that is taken for one.
 const FD_MAX: i32 = 1 << 20;
 
-/// What happens to a second front end.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(crate) enum SecondWord {
-    /// It waits until the first has gone
-    #[default]
-    Wait,
-    /// It is sent away
-    Refuse,
-}
-
-/// Whether packed virtqueues are offered.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(crate) enum PackedWord {
-    /// Unless the kernel could serve split ones
-    #[default]
-    Auto,
-    /// They are
-    On,
-    /// They are not
-    Off,
-}
-
-impl PackedWord {
-    /// As options spell it.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            PackedWord::Auto => "auto",
-            PackedWord::On => "on",
-            PackedWord::Off => "off",
-        }
-    }
-}
-
 /// Whether the host kernel moves the data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum AccelWord {
@@ -359,28 +331,6 @@ pub(crate) enum AccelWord {
     Off,
     /// Or nothing is served
     Require,
-}
-
-/// How the host kernel moves the data.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(crate) enum EngineWord {
-    /// As the module thinks best
-    #[default]
-    Auto,
-    /// As files do
-    Kiocb,
-    /// As block devices do
-    Bio,
-}
-
-/// What an error of the image does.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(crate) enum OnErrorWord {
-    /// It is counted and told
-    #[default]
-    Report,
-    /// It ends the disk
-    Stop,
 }
 
 /// The words of one `--disk`, after its keys were made options.
@@ -416,11 +366,16 @@ impl SocketArgs {
 }
 
 impl DeviceArgs {
+    /// As the library takes them.
+    pub(crate) fn thread_options(&self) -> ThreadOptions {
+        ThreadOptions { threads: self.threads, cpus: self.cpus.clone(), numa: self.numa }
+    }
+
     /// Errors: words about the host kernel that contradict each other.
     fn check_accel(&self) -> Result<(), (ErrorKind, String)> {
         let conflict = |text: &str| Err((ErrorKind::ArgumentConflict, String::from(text)));
         match self.accel {
-            AccelWord::Require if self.packed == PackedWord::On => {
+            AccelWord::Require if self.packed == Packed::On => {
                 return conflict(
                     "--accel require and --packed on contradict each other: the kernel knows no \
                      packed virtqueues",
@@ -429,7 +384,7 @@ impl DeviceArgs {
             AccelWord::Off if self.accel_workers.is_some() => {
                 return conflict("--accel off and --accel-workers contradict each other");
             }
-            AccelWord::Off if self.accel_engine != EngineWord::Auto => {
+            AccelWord::Off if self.accel_engine != Engine::Default => {
                 return conflict("--accel off and --accel-engine contradict each other");
             }
             _ => {}
@@ -568,7 +523,7 @@ fn parse_block_size(text: &str) -> Result<u32, String> {
 
 fn parse_mode(text: &str) -> Result<u32, String> {
     match u32::from_str_radix(text, 8) {
-        // Whoever cannot write to a socket cannot connect (unix(7)).
+        // A process that may not write to a socket cannot connect (unix(7)).
         Ok(mode) if mode <= 0o777 && mode & 0o600 == 0o600 => Ok(mode),
         _ => Err(String::from(
             "write an octal mode from 600 to 777 that lets its owner read and write, such as 660",

@@ -5,7 +5,10 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use ringdisk_daemon::confine::Confinement;
 use ringdisk_daemon::size::parse_size;
 use ringdisk_disk::{DetectZeroes, Discard};
+use ringdisk_export::Numa;
+use ringdisk_fuse::{Stay, Transport, ZeroCopy};
 use ringdisk_qcow2::Preallocation;
+use ringdisk_vhost::export::{Engine, OnError, Packed, Second};
 
 /// The words of an option: each with what it means, for the help, and its value.
 pub(crate) type Words<T> = [(&'static str, &'static str, T)];
@@ -40,6 +43,58 @@ pub(crate) const PREALLOCATION: &Words<Preallocation> = &[
     ("metadata", "The tables, over a sparse file", Preallocation::Metadata),
     ("falloc", "The tables, and space that the file system reserves", Preallocation::Falloc),
     ("full", "The tables, and zeroes that are written", Preallocation::Full),
+];
+
+/// The words of `--transport`.
+pub(crate) const TRANSPORT: &Words<Transport> = &[
+    ("auto", "The best that works here", Transport::Auto),
+    ("dev", "/dev/fuse", Transport::Dev),
+    ("uring", "FUSE over io_uring", Transport::Uring),
+];
+
+/// The words of `--zero-copy`.
+pub(crate) const ZERO_COPY: &Words<ZeroCopy> = &[
+    ("auto", "When it promises something", ZeroCopy::Auto),
+    ("on", "For every open", ZeroCopy::On),
+    ("off", "Never", ZeroCopy::Off),
+];
+
+/// The words of `--stay`.
+pub(crate) const STAY: &Words<Stay> = &[
+    ("home", "With the thread on the CPU of their callers", Stay::Home),
+    ("away", "With the thread beside it", Stay::Away),
+    ("split", "Half and half", Stay::Split),
+    ("free", "At home, threads unbound", Stay::Free),
+];
+
+/// The words of `--numa`.
+pub(crate) const NUMA: &Words<Numa> =
+    &[("auto", "They do, where there are several", Numa::Auto), ("off", "They do not", Numa::Off)];
+
+/// The words of `--second-front-end`.
+pub(crate) const SECOND: &Words<Second> = &[
+    ("wait", "It waits until the first has gone", Second::Wait),
+    ("refuse", "It is sent away", Second::Refuse),
+];
+
+/// The words of `--packed`.
+pub(crate) const PACKED: &Words<Packed> = &[
+    ("auto", "Unless the kernel could serve split ones", Packed::Auto),
+    ("on", "They are", Packed::On),
+    ("off", "They are not", Packed::Off),
+];
+
+/// The words of `--accel-engine`.
+pub(crate) const ENGINE: &Words<Engine> = &[
+    ("auto", "As the module thinks best", Engine::Default),
+    ("kiocb", "As files do", Engine::Kiocb),
+    ("bio", "As block devices do", Engine::Bio),
+];
+
+/// The words of `--on-error`.
+pub(crate) const ON_ERROR: &Words<OnError> = &[
+    ("report", "It is counted and told", OnError::Report),
+    ("stop", "It ends the disk", OnError::Stop),
 ];
 
 /// How an option spells a value.

@@ -125,11 +125,11 @@ impl AllowedImages<'_> {
         if !self.confines {
             return Ok(());
         }
-        let Some(stranger) = first.stranger(&self.allowed(), layers) else { return Ok(()) };
+        let Some(foreign) = first.foreign_image(&self.allowed(), layers) else { return Ok(()) };
         let what = format!(
             "'{}' was not an image of the {noun} when that was made, was not made for it, and is \
              not where --allow-path allows",
-            visible(&stranger.name().display().to_string())
+            visible(&foreign.name().display().to_string())
         );
         Err(Failure::new(Exit::Permission, what).hint(
             "if a command of yours put it into the chain, name its directory with --allow-path",

@@ -31,12 +31,13 @@ use ringdisk_daemon::pidfile::Pidfile;
 use ringdisk_daemon::run_as::Wanted;
 use ringdisk_daemon::signals::{Actions, Phase, Watcher};
 use ringdisk_daemon::sockets::{self, Inherited, MadeSocket, Opened, Place, SocketOptions};
+use ringdisk_daemon::stopping::Stop;
 use ringdisk_daemon::terminal;
 use ringdisk_daemon::upgrade::{Shown, SuccessorSocket};
 use ringdisk_disk::Disk;
 use ringdisk_vhost::{ExportOptions, Listen};
 
-use crate::cli::{DiskArgs, ServeArgs, ServedDisk};
+use crate::cli::{DiskArgs, PACKED, ServeArgs, ServedDisk, word_of};
 use crate::commands::open::{ImagePlan, new_image, reach};
 use crate::commands::shown::ShownWords;
 use crate::new_image::NewImage;
@@ -65,7 +66,6 @@ struct Plan<'a> {
 struct Running {
     /// What is served, and where, in one line.
     ready: String,
-    name: String,
     /// Where front ends and `ringdisk ctl` find it.
     path: Option<PathBuf>,
     /// The front end's socket, where it is the front end that listens.
@@ -323,7 +323,7 @@ fn shown(disk: &ServedDisk) -> Shown {
     words.say("--serial", Some(device.serial.clone()));
     words.say("--logical-block-size", Some(device.logical_block_size.to_string()));
     words.number("--physical-block-size", device.physical_block_size.map(u64::from));
-    words.say("--packed", Some(device.packed.name().to_owned()));
+    words.say("--packed", Some(word_of(PACKED, device.packed).to_owned()));
     words.shown(&disk.args.source, disk.image.as_deref())
 }
 
@@ -403,7 +403,7 @@ impl Placed {
     fn attend(self, served: Served, disk: Arc<Disk>) -> Running {
         let Placed {
             ready,
-            name,
+            name: _,
             path,
             front,
             queues,
@@ -427,7 +427,6 @@ impl Placed {
         });
         Running {
             ready,
-            name,
             path,
             front,
             queues,
@@ -508,15 +507,11 @@ fn wait(args: &ServeArgs, mut running: Vec<Running>) -> Result<u8, Failure> {
     let codes: Vec<u8> = std::thread::scope(|scope| {
         let waiting = running.into_iter().map(|disk| {
             let left = &left;
-            scope.spawn(move || {
-                let name = disk.name.clone();
-                match disk.end(args.stats, left) {
-                    Ok(()) => Exit::Clean.code(),
-                    Err(failure) => {
-                        let failure = failure.context(name);
-                        terminal::complain(&failure);
-                        failure.code()
-                    }
+            scope.spawn(move || match disk.end(args.stats, left) {
+                Ok(()) => Exit::Clean.code(),
+                Err(failure) => {
+                    terminal::complain(&failure);
+                    failure.code()
                 }
             })
         });
@@ -555,7 +550,7 @@ impl Running {
         // Who has taken the disk may use its names. With the last disk it gets the pid file, too,
         // which is free when this process has ended.
         let successor = self.successor.and_then(|successor| match handle.is_stopped() {
-            true => successor.end_with_stop(),
+            true => successor.end_with_stop(Stop::Clean),
             false => successor.end(),
         });
         if left.fetch_sub(1, Ordering::AcqRel) == 1 {

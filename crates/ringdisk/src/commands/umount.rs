@@ -1,8 +1,8 @@
 //! `ringdisk umount`: ends a mount of any process, by its path.
 //!
-//! Promises: nothing that is served is touched. A server that stands still can keep whoever takes
-//! its mount away waiting in the kernel, where no signal ends it (with rings, until the server runs
-//! again); so another process does that, and this one ends in time.
+//! Promises: nothing that is served is touched. A server that stands still can keep the process
+//! that takes its mount away waiting in the kernel, where no signal ends it (with rings, until the
+//! server runs again); so a child process does that, and this one ends in time.
 
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -162,7 +162,7 @@ fn detach(mountpoint: &Path, how: Unmount) -> Result<(), Failure> {
     })
 }
 
-/// How long a mount may be in use by somebody who is about to close it: a program that has just
+/// How long a mount may be in use by a client that is about to close it: a program that has just
 /// ended, or the server's own look at a mount that has just begun.
 const BUSY_TIMEOUT: Duration = Duration::from_millis(300);
 

@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ringdisk_export::HaltReason;
 use rustix::event::epoll;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -14,7 +15,7 @@ use super::hand_over::{self, FrontEnd, Outcome};
 use super::kept::Left;
 use super::options::Second;
 use super::record::{Pending, Record};
-use super::sockets::Door;
+use super::sockets::FrontEndSource;
 use crate::closing::{Held, is_full};
 use crate::device::Complaint;
 use crate::protocol::Header;
@@ -54,7 +55,7 @@ pub(super) enum End {
 #[derive(Debug)]
 pub(super) struct Host {
     pub(super) control: Control,
-    pub(super) door: Door,
+    pub(super) source: FrontEndSource,
     pub(super) session: SessionConfig,
     pub(super) second: Second,
     pub(super) signals: Arc<Signals>,
@@ -80,7 +81,7 @@ impl Host {
     /// Serves front ends, one after the other, until the export is stopped.
     ///
     /// Errors: why it ended by itself.
-    pub(super) fn run(mut self) -> Result<(), Error> {
+    pub(super) fn run(mut self) -> Result<(), HaltReason> {
         let attended = self.signals.attended();
         let result = self.serve();
         // What follows may take long.
@@ -90,12 +91,7 @@ impl Host {
         if is_ours {
             // The image is free as soon as it is closed, and may be another process's then.
             self.record_end();
-            flushed = self.control.close().map_err(|refusal| {
-                Error::new(
-                    ErrorKind::Storage,
-                    format!("{}: the last flush failed: {refusal}", self.name),
-                )
-            });
+            flushed = self.control.close().map_err(HaltReason::Flush);
         }
         self.control.stop_threads();
         result.map(|_| ()).and(flushed)
@@ -144,7 +140,7 @@ impl Host {
         }
     }
 
-    fn serve(&mut self) -> Result<End, Error> {
+    fn serve(&mut self) -> Result<End, HaltReason> {
         if let Some(end) = self.hold()? {
             return Ok(end);
         }
@@ -161,24 +157,18 @@ impl Host {
                 },
             };
             match end {
-                End::Gone if matches!(self.door, Door::One(_)) => return Ok(End::Gone),
+                End::Gone if matches!(self.source, FrontEndSource::One(_)) => return Ok(End::Gone),
                 End::Gone => tracing::info!("{}: the front end has gone", self.name),
                 End::Stopped | End::HandedOver => return Ok(end),
-                End::Panicked => return Err(self.panicked()),
-                End::NotKept(error) => return Err(error),
-                End::GaveUp => {
-                    let text =
-                        format!("{}: stopped after an I/O error (--on-error stop)", self.name);
-                    return Err(Error::new(ErrorKind::Storage, text).hint(
-                        "requests that were not answered go on when the disk is served again",
-                    ));
-                }
+                End::Panicked => return Err(HaltReason::Panicked),
+                End::NotKept(error) => return Err(error.into()),
+                End::GaveUp => return Err(HaltReason::GaveUp),
             }
         }
     }
 
     /// Waits for a front end.
-    fn next_front_end(&mut self) -> Result<Next, Error> {
+    fn next_front_end(&mut self) -> Result<Next, HaltReason> {
         let mut pause = CONNECT_FIRST;
         loop {
             self.signals.clear();
@@ -186,27 +176,29 @@ impl Host {
                 return Ok(Next::Stopped);
             }
             if let Some(request) = self.next_request() {
-                match hand_over::serve(request, &mut self.control, &self.door, None) {
+                match hand_over::serve(request, &mut self.control, &self.source, None) {
                     Outcome::Taken => return Ok(Next::HandedOver),
                     Outcome::GoesOn | Outcome::LetGo => continue,
                 }
             }
             if self.signals.has_panicked() {
                 self.die_if_kept();
-                return Err(self.panicked());
+                return Err(HaltReason::Panicked);
             }
             self.look_after_kernel();
-            if let Some(socket) = self.door.next()? {
+            if let Some(socket) = self.source.next()? {
                 return Ok(Next::FrontEnd(socket));
             }
             self.give_disk_if_wanted(None);
             let look = self.control.may_give_disk().then_some(POLL_INTERVAL);
-            let closed = self.door.closed_for();
+            let closed = self.source.closed_for();
             let timeout = closed.or(look).and_then(|time| Timespec::try_from(time).ok());
             let wake = PollFd::from_borrowed_fd(self.signals.as_fd(), PollFlags::IN);
-            let waited = match &self.door {
-                Door::Listens(_) if closed.is_some() => poll(&mut [wake], timeout.as_ref()),
-                Door::Listens(listener) => {
+            let waited = match &self.source {
+                FrontEndSource::Listens(_) if closed.is_some() => {
+                    poll(&mut [wake], timeout.as_ref())
+                }
+                FrontEndSource::Listens(listener) => {
                     let comes = PollFd::from_borrowed_fd(listener.socket.as_fd(), PollFlags::IN);
                     poll(&mut [wake, comes], timeout.as_ref())
                 }
@@ -219,16 +211,11 @@ impl Host {
             match waited {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(errno) => {
-                    return Err(
-                        Error::new(ErrorKind::System, "waiting for a front end").errno(errno)
-                    );
+                    let waiting = Error::new(ErrorKind::System, "waiting for a front end");
+                    return Err(waiting.errno(errno).into());
                 }
             }
         }
-    }
-
-    fn panicked(&self) -> Error {
-        Error::new(ErrorKind::Halted, format!("{}: a queue thread ended by a defect", self.name))
     }
 
     /// Serves one front end until it goes.
@@ -249,7 +236,7 @@ impl Host {
             Some(end) => end,
             None => self.messages(&mut session, &mut connection, wake.as_fd()),
         };
-        let is_last = !matches!(end, End::Gone) || matches!(self.door, Door::One(_));
+        let is_last = !matches!(end, End::Gone) || matches!(self.source, FrontEndSource::One(_));
         if !matches!(end, End::HandedOver) {
             session.close(&mut self.control);
             if is_last {
@@ -272,21 +259,23 @@ impl Host {
         let flags = epoll::EventFlags::IN;
         epoll::add(&wake, self.signals.as_fd(), epoll::EventData::new_u64(0), flags)?;
         // Where second ones wait they do so in the backlog, unseen.
-        self.is_deaf = self.second == Second::Refuse && matches!(self.door, Door::Listens(_));
+        self.is_deaf =
+            self.second == Second::Refuse && matches!(self.source, FrontEndSource::Listens(_));
         Ok(wake)
     }
 
     /// Whether a second front end wakes us now: it is to be sent away, which takes that it can be
     /// accepted.
     fn listens(&self) -> bool {
-        let refuses = matches!((&self.door, self.second), (Door::Listens(_), Second::Refuse));
-        refuses && self.door.closed_for().is_none()
+        let refuses =
+            matches!((&self.source, self.second), (FrontEndSource::Listens(_), Second::Refuse));
+        refuses && self.source.closed_for().is_none()
     }
 
     /// Lets second front ends wake us.
     fn watch(&mut self, wake: BorrowedFd<'_>) -> rustix::io::Result<()> {
         self.is_deaf = false;
-        let Door::Listens(listener) = &self.door else { return Ok(()) };
+        let FrontEndSource::Listens(listener) = &self.source else { return Ok(()) };
         let (data, flags) = (epoll::EventData::new_u64(1), epoll::EventFlags::IN);
         epoll::add(wake, &listener.socket, data, flags)
     }
@@ -294,7 +283,7 @@ impl Host {
     /// Ends [`Host::watch`] for a while.
     fn look_away(&mut self, wake: BorrowedFd<'_>) {
         self.is_deaf = true;
-        if let Door::Listens(listener) = &self.door {
+        if let FrontEndSource::Listens(listener) = &self.source {
             let _ = epoll::delete(wake, &listener.socket);
         }
     }
@@ -316,7 +305,7 @@ impl Host {
                 && let Some(request) = self.next_request()
             {
                 let front_end = Some((&mut *session, &*connection));
-                match hand_over::serve(request, &mut self.control, &self.door, front_end) {
+                match hand_over::serve(request, &mut self.control, &self.source, front_end) {
                     Outcome::Taken => return End::HandedOver,
                     // It would wait for ever.
                     Outcome::LetGo => return End::Gone,
@@ -443,7 +432,7 @@ impl Host {
     ///
     /// * `late`: when it should have claimed the device.
     fn is_in_the_way(&self, session: &Session, late: Instant) -> bool {
-        if session.is_claimed() || Instant::now() < late || !self.door.has_next() {
+        if session.is_claimed() || Instant::now() < late || !self.source.has_next() {
             return false;
         }
         tracing::warn!(
@@ -490,11 +479,11 @@ impl Host {
         }
         self.look_after_kernel();
         if self.listens() {
-            if let Ok(Some(second)) = self.door.next() {
+            if let Ok(Some(second)) = self.source.next() {
                 self.complain(Complaint::Second, format_args!("a second front end was sent away"));
                 second.end();
             }
-            if self.door.closed_for().is_some() {
+            if self.source.closed_for().is_some() {
                 self.look_away(wake);
             }
         }

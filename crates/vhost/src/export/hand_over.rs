@@ -11,7 +11,7 @@ use ringdisk_guest::{Layout, Log, Memory, Region};
 use ringdisk_ring::Ring;
 
 use super::backend::Control;
-use super::sockets::Door;
+use super::sockets::FrontEndSource;
 use crate::closing::Held;
 use crate::hand_over_state::{
     Copies, Descriptors, InflightWords, Packing, Ran, RegionWords, Role, Unpacked,
@@ -37,7 +37,7 @@ pub(super) enum Outcome {
 pub(super) fn serve(
     request: Request,
     control: &mut Control,
-    door: &Door,
+    source: &FrontEndSource,
     mut front_end: Option<(&mut Session, &Connection)>,
 ) -> Outcome {
     if !request.is_awaited() {
@@ -62,7 +62,7 @@ pub(super) fn serve(
     if let Some((session, _)) = &mut front_end {
         session.suspend(control);
     }
-    let packed = pack_still(control, door, &mut front_end);
+    let packed = pack_still(control, source, &mut front_end);
     if request.offer(packed) {
         return Outcome::Taken;
     }
@@ -71,11 +71,11 @@ pub(super) fn serve(
 
 fn pack_still(
     control: &Control,
-    door: &Door,
+    source: &FrontEndSource,
     front_end: &mut Option<(&mut Session, &Connection)>,
 ) -> Result<HandOverState, Error> {
     let mut packing = Packing::<Copies>::default();
-    if let Door::Listens(listener) = door {
+    if let FrontEndSource::Listens(listener) = source {
         packing.add(Role::Listener, &listener.socket)?;
     }
     if let Some((session, connection)) = front_end {

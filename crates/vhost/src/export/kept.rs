@@ -97,7 +97,8 @@ impl Host {
         is_inactive: bool,
     ) -> Result<(), Error> {
         let Some(record) = &mut self.record else { return Ok(()) };
-        let moment = Moment { control: &self.control, door: &self.door, front_end, is_inactive };
+        let moment =
+            Moment { control: &self.control, source: &self.source, front_end, is_inactive };
         record.write(&moment, pending, reply)
     }
 

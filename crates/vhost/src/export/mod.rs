@@ -24,8 +24,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use ringdisk_disk::{Disk, ImageOptions, SizeWatch};
-use ringdisk_export::ask_hand_over;
 use ringdisk_export::stats::Stats;
+use ringdisk_export::{ControlThread, HaltReason, ask_hand_over};
 pub use ringdisk_export::{HandOverState, HandedOver};
 use ringdisk_ring::Ring;
 
@@ -44,7 +44,6 @@ pub use options::{
 use accel::KernelStatus;
 pub use accel::{AccelOptions, Acceleration, Engine, QueueCounters, QueueInKernel, State};
 use control::Host;
-use kept::DiesWithPanic;
 use ring_nodes::Views;
 
 /// A thread that switches acceleration waits so long for the control thread's answer. The switch
@@ -121,6 +120,7 @@ impl AccelHandle {
 #[must_use = "nothing is served yet"]
 pub struct Prepared {
     host: Host,
+    thread: ControlThread<Host>,
     export: Export,
     disk: Arc<Disk>,
 }
@@ -133,29 +133,18 @@ impl Prepared {
     }
 
     /// Serves from now on.
-    ///
-    /// Errors: the system has no thread for it.
-    pub fn go(mut self) -> Result<Export, Error> {
+    #[must_use]
+    pub fn go(mut self) -> Export {
         self.disk.take_charge();
-        let host = self.host;
-        let thread = std::thread::Builder::new()
-            .name(String::from("vhost"))
-            .spawn(move || {
-                let _dies = DiesWithPanic(host.record.is_some());
-                host.run()
-            })
-            .map_err(|error| {
-                Error::new(ErrorKind::System, "no thread for the export").source(error)
-            })?;
-        self.export.thread = Some(thread);
-        Ok(self.export)
+        self.export.thread = Some(self.thread.start(self.host));
+        self.export
     }
 }
 
 /// A disk that is being served. Dropping it stops it.
 #[derive(Debug)]
 pub struct Export {
-    thread: Option<JoinHandle<Result<(), Error>>>,
+    thread: Option<JoinHandle<Result<(), HaltReason>>>,
     signals: Arc<Signals>,
     device: Arc<Device>,
     views: Views,
@@ -173,7 +162,7 @@ impl Export {
     /// Errors: [`ErrorKind::Usage`] for options that cannot be; those of sockets, threads and
     /// rings.
     pub fn start(disk: Arc<Disk>, options: ExportOptions) -> Result<Export, Error> {
-        start::prepare(disk, options, None, Vec::new())?.go()
+        start::prepare(disk, options, None, Vec::new()).map(Prepared::go)
     }
 
     /// Takes an export over that another process has packed ([`HandOverHandle::hand_over`]).
@@ -282,16 +271,23 @@ impl Export {
         self.device.broken_reason()
     }
 
+    /// Makes a queue thread panic.
+    #[doc(hidden)]
+    pub fn panic_for_test(&self) {
+        let view = ring_nodes::locked(&self.views)[0].clone();
+        view.remote.run(|_| panic!("asked to panic"));
+    }
+
     /// Waits until the export has ended: it was stopped, or the one front end of [`Listen::Stream`]
     /// has gone.
     ///
-    /// Errors: why it ended by itself; the process and its other exports go on.
-    pub fn wait(mut self) -> Result<Stats, Error> {
+    /// Errors: [`HaltReason`] when it ended by itself; the process and its other exports go on.
+    pub fn wait(mut self) -> Result<Stats, HaltReason> {
         self.join()?;
         Ok(stats_of(&self.views))
     }
 
-    fn join(&mut self) -> Result<(), Error> {
+    fn join(&mut self) -> Result<(), HaltReason> {
         match self.thread.take().map(JoinHandle::join) {
             Some(Ok(result)) => result,
             Some(Err(panic)) => std::panic::resume_unwind(panic),
@@ -304,8 +300,8 @@ impl Drop for Export {
     fn drop(&mut self) {
         if self.thread.is_some() {
             self.signals.stop();
-            if let Err(error) = self.join() {
-                tracing::warn!("{}", error.with_hint());
+            if let Err(reason) = self.join() {
+                tracing::warn!("{reason}");
             }
         }
     }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ringdisk_export::{Gone, close_disk};
+use ringdisk_ring::Errno;
 
 use super::backend::Control;
 use crate::session::Refusal;
@@ -77,7 +78,9 @@ impl Control {
     /// closes the images. What qcow2 keeps for later (dirty bitmaps, clusters that are to be given
     /// back) is written then. The flush comes first: closing waits for requests, and some may never
     /// end.
-    pub(super) fn close(&self) -> Result<(), Refusal> {
+    ///
+    /// Errors: those of the storage; the queue thread does not answer in time.
+    pub(super) fn close(&self) -> Result<(), Errno> {
         if !self.disk.is_active() {
             return Ok(());
         }
@@ -85,6 +88,7 @@ impl Control {
             .ask_task(|worker| async move { close_disk(&worker.disk, &worker.ring, false).await });
         // A page cache full of writes may take its time.
         let (device, begun) = (Arc::clone(&self.device), Instant::now());
-        Ok(closed.wait(|| !device.gives_up() && begun.elapsed() < CLOSE_TIMEOUT)??)
+        let waits = || !device.gives_up() && begun.elapsed() < CLOSE_TIMEOUT;
+        closed.wait(waits).unwrap_or(Err(Errno::TIMEDOUT))
     }
 }

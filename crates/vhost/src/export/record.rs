@@ -1,8 +1,9 @@
-//! The state of an export, with its keeper at every moment at which the process may be killed.
+//! The record of an export: its state, which the keeper has at every moment at which the process
+//! may be killed.
 //!
 //! Promises: a message of the front end is recorded with its descriptors before it is taken out of
-//! the socket, and what came of it before its reply is sent; so the next process carries it out, or
-//! sends its reply, and never both wrongly nor neither. Control thread.
+//! the socket, and its outcome before its reply is sent. So a successor carries out each message
+//! once and sends each reply once. Control thread.
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -10,7 +11,7 @@ use std::time::Duration;
 
 use super::backend::Control;
 use super::reply_pipe::ReplyPipe;
-use super::sockets::Door;
+use super::sockets::FrontEndSource;
 use crate::hand_over_state::{
     Descriptors, InflightWords, KeptWords, Packing, PendingWords, Ran, Role, Words,
 };
@@ -34,7 +35,7 @@ type Place = (Role, u64);
 /// The export at one moment.
 pub(super) struct Moment<'a> {
     pub(super) control: &'a Control,
-    pub(super) door: &'a Door,
+    pub(super) source: &'a FrontEndSource,
     /// The session and its socket, if a front end is connected.
     pub(super) front_end: Option<(&'a Session, &'a Connection)>,
     /// The disk is another process's, or about to be given to it.
@@ -266,7 +267,7 @@ fn pack(
     pending: Option<&Pending>,
     reply: Option<&Reply>,
 ) -> Result<(), Error> {
-    if let Door::Listens(listener) = moment.door {
+    if let FrontEndSource::Listens(listener) = moment.source {
         packing.add(Role::Listener, &listener.socket)?;
     }
     packing.add(Role::ReplyRead, &replies.read)?;

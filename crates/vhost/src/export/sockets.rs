@@ -18,20 +18,20 @@ const TRY_LAST: Duration = Duration::from_secs(1);
 /// The log is told of such failures so often at most.
 const TELL: Duration = Duration::from_secs(60);
 
-/// A source of front ends.
+/// Where the front ends of an export come from.
 #[derive(Debug)]
-pub(super) enum Door {
-    /// We listen.
+pub(super) enum FrontEndSource {
+    /// They connect to a socket on which this process listens.
     Listens(Listener),
-    /// The one that there will ever be.
+    /// One connection, the only one of this export.
     One(Option<Held>),
-    /// We go to them.
+    /// This process connects to a socket on which the front end listens.
     Connects(PathBuf, Connector),
 }
 
-impl Door {
+impl FrontEndSource {
     /// Errors: the socket is none that can be used.
-    pub(super) fn open(listen: Listen, connector: Connector) -> Result<Door, Error> {
+    pub(super) fn open(listen: Listen, connector: Connector) -> Result<FrontEndSource, Error> {
         match listen {
             Listen::Listener(listener) => {
                 let cannot = |errno| {
@@ -39,23 +39,26 @@ impl Door {
                         .errno(errno)
                 };
                 rustix::io::ioctl_fionbio(&listener, true).map_err(cannot)?;
-                Ok(Door::Listens(Listener { socket: listener.into(), trouble: None }))
+                Ok(FrontEndSource::Listens(Listener { socket: listener.into(), trouble: None }))
             }
-            Listen::Stream(stream) => Ok(Door::One(Some(stream.into()))),
-            Listen::Connect(path) => Ok(Door::Connects(path, connector)),
+            Listen::Stream(stream) => Ok(FrontEndSource::One(Some(stream.into()))),
+            Listen::Connect(path) => Ok(FrontEndSource::Connects(path, connector)),
         }
     }
 
-    /// How long no front end can be taken: the socket would report one all the time.
+    /// How long accepting pauses after a failure; the socket would report the same front end all
+    /// the time.
     pub(super) fn closed_for(&self) -> Option<Duration> {
-        let Door::Listens(Listener { trouble: Some(trouble), .. }) = self else { return None };
+        let FrontEndSource::Listens(Listener { trouble: Some(trouble), .. }) = self else {
+            return None;
+        };
         let left = trouble.again.saturating_duration_since(Instant::now());
         Some(left).filter(|left| !left.is_zero())
     }
 
-    /// Whether one waits that could be taken now.
+    /// Whether a front end waits to be accepted.
     pub(super) fn has_next(&self) -> bool {
-        let Door::Listens(listener) = self else { return false };
+        let FrontEndSource::Listens(listener) = self else { return false };
         let mut comes = [PollFd::new(&listener.socket, PollFlags::IN)];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         poll(&mut comes, Some(&now)).is_ok_and(|ready| ready > 0)
@@ -66,12 +69,12 @@ impl Door {
     /// Errors: there will be none any more.
     pub(super) fn next(&mut self) -> Result<Option<Held>, Error> {
         match self {
-            Door::Listens(listener) => Ok(listener.accept()),
-            Door::One(stream) => match stream.take() {
+            FrontEndSource::Listens(listener) => Ok(listener.accept()),
+            FrontEndSource::One(stream) => match stream.take() {
                 Some(stream) => Ok(Some(stream)),
                 None => Err(Error::new(ErrorKind::Socket, "the front end has gone")),
             },
-            Door::Connects(path, connector) => match connector.connect(path) {
+            FrontEndSource::Connects(path, connector) => match connector.connect(path) {
                 Ok(stream) => Ok(Some(stream.into())),
                 Err(error) => {
                     tracing::debug!("{}: {error}", path.display());
@@ -174,16 +177,17 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("socket");
         let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
-        let mut door = Door::open(Listen::Listener(listener.into()), Connector::default()).unwrap();
-        assert!(!door.has_next() && door.next().unwrap().is_none());
+        let mut source =
+            FrontEndSource::open(Listen::Listener(listener.into()), Connector::default()).unwrap();
+        assert!(!source.has_next() && source.next().unwrap().is_none());
         let _front = std::os::unix::net::UnixStream::connect(&path).unwrap();
-        assert!(door.has_next());
+        assert!(source.has_next());
         // As if accept(2) had just failed.
-        let Door::Listens(listener) = &mut door else { panic!("it listens") };
+        let FrontEndSource::Listens(listener) = &mut source else { panic!("it listens") };
         listener.trouble = Some(Trouble::after(None, Instant::now()).0);
-        assert!(door.closed_for().is_some() && door.next().unwrap().is_none());
+        assert!(source.closed_for().is_some() && source.next().unwrap().is_none());
         std::thread::sleep(TRY_FIRST);
-        assert!(door.closed_for().is_none() && door.next().unwrap().is_some());
-        assert!(!door.has_next());
+        assert!(source.closed_for().is_none() && source.next().unwrap().is_some());
+        assert!(!source.has_next());
     }
 }

@@ -7,17 +7,17 @@
 use std::sync::{Arc, Mutex};
 
 use ringdisk_disk::Disk;
-use ringdisk_export::{Error, ThreadPlaces};
+use ringdisk_export::{ControlThread, Error, ThreadPlaces};
 use ringdisk_ring::Topology;
 
 use super::accel::Accel;
 use super::backend::Control;
 use super::control::Host;
 use super::hand_over::FrontEnd;
-use super::kept::{self, Left};
+use super::kept::{self, DiesWithPanic, Left};
 use super::options::{ExportOptions, Packed};
 use super::ring_nodes::{RingNodes, Views};
-use super::sockets::Door;
+use super::sockets::FrontEndSource;
 use super::{Export, Prepared, place};
 use crate::blk::SEGMENTS_MAX;
 use crate::blk::config::Config;
@@ -77,7 +77,7 @@ pub(super) fn prepare(
     };
     let mut host = Host {
         control,
-        door: Door::open(options.listen, options.connector)?,
+        source: FrontEndSource::open(options.listen, options.connector)?,
         session,
         second: options.second,
         signals: Arc::clone(&signals),
@@ -98,7 +98,11 @@ pub(super) fn prepare(
         never_in_kernel,
         _size_watch: size_watch,
     };
-    Ok(Prepared { host, export, disk })
+    let thread = ControlThread::make("vhost", |host: Host| {
+        let _dies = DiesWithPanic(host.record.is_some());
+        host.run()
+    })?;
+    Ok(Prepared { host, thread, export, disk })
 }
 
 /// Whether the guest cannot write.

@@ -49,7 +49,7 @@ fn taken_over(served: Served) -> (Export, std::sync::Arc<Disk>) {
     let prepared = prepared.expect("it fits");
     assert!(still.commit());
     let disk = prepared.disk().clone();
-    let export = prepared.go().expect("a thread");
+    let export = prepared.go();
     served.export.wait().expect("it was handed over");
     (export, disk)
 }

@@ -8,4 +8,5 @@ mod front_ends;
 mod hand_over;
 mod life;
 mod order;
+mod panics;
 mod race;

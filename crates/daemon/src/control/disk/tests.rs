@@ -46,7 +46,7 @@ fn commands_that_change_the_disk_wait_until_the_process_is_confined() {
         });
         runtime.block_on(ring.sleep(Duration::from_millis(50)));
         assert!(!is_over.get(), "{execute} did not wait");
-        // Whoever gave it up has it back.
+        // The client that gave it up has the disk back.
         progress.cancel();
         runtime.block_on(async {
             while !is_over.get() {

@@ -28,15 +28,15 @@ fn an_old_process_is_waited_for_until_it_lets_go_and_all_disks_share_the_time() 
     let (ours, theirs) = UnixStream::pair().expect("sockets");
     let begun = Instant::now();
     let let_go = std::thread::spawn(move || drop(theirs));
-    let mut old = Predecessor { stream: ours, pid: None, was_stopped: false };
-    assert!(old.wait(begun).is_none() && !old.was_stopped());
+    let mut old = Predecessor { stream: ours, pid: None, stop: None };
+    assert!(old.wait(begun).is_none() && old.stop().is_none());
     let_go.join().expect("it let go");
     let long_ago = Instant::now().checked_sub(STEP).expect("past");
     let pairs = [0; 3].map(|_| UnixStream::pair().expect("sockets"));
     for (ours, _theirs) in &pairs {
         let stream = ours.try_clone().expect("a copy");
         let pid = Some(std::process::id());
-        let lingers = Predecessor { stream, pid, was_stopped: false }.wait(long_ago);
+        let lingers = Predecessor { stream, pid, stop: None }.wait(long_ago);
         assert_eq!(lingers.expect("it has not let go").pid, Some(std::process::id()));
     }
     assert!(begun.elapsed() < STEP / 2, "{:?}", begun.elapsed());
@@ -47,8 +47,39 @@ fn a_stop_that_came_on_the_way_is_heard_before_the_end() {
     let (ours, mut theirs) = UnixStream::pair().expect("sockets");
     theirs.write_all(&[STOP]).expect("room");
     drop(theirs);
-    let mut old = Predecessor { stream: ours, pid: None, was_stopped: false };
-    assert!(old.wait(Instant::now()).is_none() && old.was_stopped());
+    let mut old = Predecessor { stream: ours, pid: None, stop: None };
+    assert!(old.wait(Instant::now()).is_none());
+    assert_eq!(old.stop(), Some(Stop::Clean));
+}
+
+#[test]
+fn a_stop_at_once_that_came_on_the_way_is_one_here_too() {
+    let (ours, mut theirs) = UnixStream::pair().expect("sockets");
+    theirs.write_all(&[STOP, FORCE]).expect("room");
+    drop(theirs);
+    let mut old = Predecessor { stream: ours, pid: None, stop: None };
+    assert!(old.wait(Instant::now()).is_none());
+    assert_eq!(old.stop(), Some(Stop::AtOnce));
+}
+
+#[test]
+fn the_time_in_which_the_old_process_still_serves_does_not_count() {
+    let (ours, mut theirs) = UnixStream::pair().expect("sockets");
+    let begun = Instant::now();
+    let flushes = std::thread::spawn(move || {
+        std::thread::sleep(5 * POLL_INTERVAL);
+        theirs.write_all(b"x").expect("room");
+        theirs
+    });
+    let since = still_serves(&ours, begun + STEP);
+    let answered = Instant::now();
+    drop(flushes.join().expect("no panic"));
+    assert!(since >= begun + 3 * POLL_INTERVAL && since <= answered, "{:?}", since - begun);
+    // One that does not answer is waited for until the end.
+    let (ours, _theirs) = UnixStream::pair().expect("sockets");
+    let end = Instant::now() + 2 * POLL_INTERVAL;
+    still_serves(&ours, end);
+    assert!(Instant::now() >= end);
 }
 
 #[test]

@@ -36,12 +36,12 @@ fn one_disk_has_the_options_of_the_command_line() {
     let DeviceArgs { queues, queue_size, threads, serial, packed, on_error, .. } =
         &disk.args.device;
     assert_eq!((*queues, *queue_size, *threads), (Some(4), 128, Threads::Count(2)));
-    assert_eq!((serial.as_str(), *packed, *on_error), ("root", PackedWord::Off, OnErrorWord::Stop));
+    assert_eq!((serial.as_str(), *packed, *on_error), ("root", Packed::Off, OnError::Stop));
     assert_eq!(disk.args.device.logical_block_size, 4096);
     assert_eq!(disk.args.device.physical_block_size, Some(65536));
     let SocketArgs { vhost_user_blk, socket_mode, second_front_end, .. } = &disk.args.place;
     assert_eq!((vhost_user_blk, *socket_mode), (&path("s"), Some(0o660)));
-    assert_eq!(*second_front_end, SecondWord::Refuse);
+    assert_eq!(*second_front_end, Second::Refuse);
 }
 
 #[test]
@@ -49,10 +49,7 @@ fn defaults_are_those_of_the_help_text() {
     let disk = disks("disk.img").expect("parses").remove(0);
     assert_eq!(disk.args.source.cache_mode(), Cache::Writeback);
     assert_eq!((disk.args.device.queues, disk.args.device.queue_size), (None, 1024));
-    assert_eq!(
-        (disk.args.device.logical_block_size, disk.args.device.packed),
-        (512, PackedWord::Auto)
-    );
+    assert_eq!((disk.args.device.logical_block_size, disk.args.device.packed), (512, Packed::Auto));
     assert_eq!(disk.args.place.vhost_user_blk, None);
 }
 

@@ -35,7 +35,7 @@ pub(super) fn ended_meanwhile(
     made.adopt(&state.terms().mountpoint, state.made);
     let flushed = match disk {
         Ok(disk) => flush(&disk),
-        // Somebody else may have it by now, and then it is his to flush.
+        // Another process may have the image by now, and then flushes it.
         Err(failure) => {
             let why = failure.message();
             terminal::warn(format_args!(

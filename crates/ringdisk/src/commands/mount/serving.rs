@@ -5,7 +5,7 @@
 //! Main thread.
 
 use std::fs::File;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -22,7 +22,7 @@ use ringdisk_daemon::notify::Notify;
 use ringdisk_daemon::pidfile::Pidfile;
 use ringdisk_daemon::run_as::Decision;
 use ringdisk_daemon::signals::{Phase, Watcher};
-use ringdisk_daemon::stopping::{Insist, Stopping};
+use ringdisk_daemon::stopping::{Insist, Stop, Stopping};
 use ringdisk_daemon::terminal::{self, bold, shell_word};
 use ringdisk_daemon::upgrade::mount::MountToHandOver;
 use ringdisk_daemon::upgrade::{Predecessor, SuccessorSocket};
@@ -36,7 +36,7 @@ use crate::cli::MountArgs;
 use crate::commands::serve::take::complain_of;
 use crate::serve::{Handle, Served};
 
-/// A mount that ends when this is dropped, whoever uses it.
+/// A mount that ends when this is dropped, also while clients use it.
 pub(super) struct Answering {
     served: Option<Served>,
     disk: Arc<Disk>,
@@ -82,8 +82,6 @@ pub(super) struct Control {
     names: Vec<helper::Named>,
     /// For the process that takes the mount over.
     successor: Option<SuccessorSocket>,
-    /// A client of the control socket has asked for the end.
-    is_end_asked: Arc<AtomicBool>,
 }
 
 /// A mount that answers.
@@ -185,8 +183,10 @@ impl<'a> Serving<'a> {
         if let Some(lingering) = predecessor.wait(Instant::now()) {
             complain_of(&lingering, &self.disk, &self.plan.image.name());
         }
-        if predecessor.was_stopped() {
-            self.handle.stop();
+        match predecessor.stop() {
+            Some(Stop::AtOnce) => self.handle.force(),
+            Some(Stop::Clean) => self.handle.stop(),
+            None => {}
         }
     }
 
@@ -213,10 +213,7 @@ impl<'a> Serving<'a> {
             self.disk.set_shown_on(rustix::fs::makedev(0, number));
         }
         let (handle, notify) = (self.handle.clone(), Arc::clone(&self.notify));
-        let is_end_asked = Arc::new(AtomicBool::new(false));
-        let is_asked = Arc::clone(&is_end_asked);
         let stop = move |at_once: bool| {
-            is_asked.store(true, Ordering::Release);
             notify.stopping("stopping on request");
             if at_once { handle.force() } else { handle.stop() }
         };
@@ -234,7 +231,7 @@ impl<'a> Serving<'a> {
         };
         let successor = connection.and_then(|number| self.wait_for_successor(number));
         names.extend(successor.as_ref().map(SuccessorSocket::named));
-        Ok(Control { commands, server, names, successor, is_end_asked })
+        Ok(Control { commands, server, names, successor })
     }
 
     /// Waits for a process that takes the mount over (`--upgrade`).
@@ -397,7 +394,7 @@ impl<'a> Serving<'a> {
     pub(super) fn wait(mut self, control: Control) -> Result<u8, Failure> {
         let has_holder = self.kept.as_ref().is_some_and(Kept::has_holder);
         let insist = Arc::new(Insist::default());
-        let Control { commands, server, names: _, successor, is_end_asked } = control;
+        let Control { commands, server, names: _, successor } = control;
         let actions = signals::actions(
             &self.handle,
             &self.disk,
@@ -428,7 +425,7 @@ impl<'a> Serving<'a> {
             terminal::say_error(stats.with_layers(&self.disk.layers(), fault.as_deref()));
         }
         match successor.filter(|_| is_handed_over) {
-            Some(successor) => self.leave(server, successor, &is_end_asked),
+            Some(successor) => self.leave(server, successor),
             None => self.let_go(server),
         }
         result.map(|()| Exit::Clean.code())
@@ -448,12 +445,10 @@ impl<'a> Serving<'a> {
     }
 
     /// Leaves everything to the process that serves the mount now.
-    ///
-    /// * `is_end_asked`: by a client of the control socket.
-    fn leave(self, server: Option<Server>, successor: SuccessorSocket, is_end_asked: &AtomicBool) {
+    fn leave(self, server: Option<Server>, successor: SuccessorSocket) {
         // Signals and commands that came in the middle of it did nothing here.
-        let is_stopped =
-            self.watcher.stopped_by().is_some() || is_end_asked.load(Ordering::Acquire);
+        let signal = self.watcher.stopped_by().map(|_| Stop::Clean);
+        let stop = self.handle.asked().max(signal);
         let Serving { answering, disk, made, pidfile, .. } = self;
         made.leave();
         drop(server);
@@ -465,7 +460,10 @@ impl<'a> Serving<'a> {
         terminal::note("handed over to another process");
         helper::leave();
         // It gets the pid file, too, which is free when this process has ended.
-        let stream = if is_stopped { successor.end_with_stop() } else { successor.end() };
+        let stream = match stop {
+            Some(stop) => successor.end_with_stop(stop),
+            None => successor.end(),
+        };
         std::mem::forget(stream);
     }
 

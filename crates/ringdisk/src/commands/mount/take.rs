@@ -79,7 +79,7 @@ pub(super) fn take_over(
         return Err(Failure::new(Exit::General, text));
     }
     let predecessor = offer.take()?;
-    let served = Served::go(prepared, name)?;
+    let served = Served::go(prepared, name);
     made.adopt(&plan.mountpoint, handed.made);
     let handle = served.handle();
     let serving = Serving::new(

@@ -226,7 +226,7 @@ fn go_on(
     let options = vhost::options(plan.args, read_only, plan.restricted, listen, name.clone());
     let options = ExportOptions { held: true, accel: None, keep: Some(keeper), ..options };
     let prepared = Export::go_on(Arc::clone(&disk), export, options)?;
-    let served = Served::go(prepared, name.clone())?;
+    let served = Served::go(prepared, name.clone());
     for note in served.notes() {
         terminal::warn(note);
     }

@@ -34,7 +34,6 @@ use crate::cli::{Address, NbdArgs, ServeArgs, ServedDisk};
 use crate::commands::look;
 use crate::commands::open::{ImagePlan, new_image, reach};
 use crate::nbd::{Handle, Served};
-use crate::vhost::thread_options;
 
 /// One disk that is served.
 struct Running {
@@ -239,7 +238,7 @@ fn options(args: &ServeArgs, restricted: bool, plans: &[ImagePlan<'_>]) -> NbdOp
     NbdOptions {
         common: CommonOptions {
             name,
-            threads: thread_options(args.device()),
+            threads: args.device().thread_options(),
             read_only: false,
             restricted,
         },

@@ -60,11 +60,8 @@ pub(super) fn take_over(plans: Vec<Plan<'_>>, watcher: &Watcher) -> Result<Vec<R
         match offer.take() {
             Ok(predecessor) => {
                 let disk = Arc::clone(prepared.disk());
-                match Served::go(prepared, placed.name.clone()) {
-                    Ok(served) => taken.push(Taken { placed, makes, served, disk, predecessor }),
-                    // Other guests have nobody but this process.
-                    Err(failure) => terminal::complain(&failure.context(placed.name)),
-                }
+                let served = Served::go(prepared, placed.name.clone());
+                taken.push(Taken { placed, makes, served, disk, predecessor });
             }
             // Its guest goes on where it was.
             Err(failure) => terminal::complain(&failure.context(placed.name)),
@@ -79,7 +76,7 @@ pub(super) fn take_over(plans: Vec<Plan<'_>>, watcher: &Watcher) -> Result<Vec<R
         if let Some(lingering) = predecessor.wait(since) {
             complain_of(&lingering, &disk, &placed.name);
         }
-        if predecessor.was_stopped() {
+        if predecessor.stop().is_some() {
             served.handle().stop();
         }
         if let Some(path) = placed.path.as_deref().filter(|_| makes) {

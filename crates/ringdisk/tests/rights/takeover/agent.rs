@@ -60,10 +60,19 @@ impl Agent {
             .collect()
     }
 
-    /// Its memory for the next process.
+    /// Its memory for the next process: what the images are.
     pub(crate) fn memory(&self) -> File {
-        let all = self.all(|name| name.starts_with("/memfd:ringdisk-state"));
-        File::from(all.into_iter().next().expect("a kept mount"))
+        self.memory_named("/memfd:ringdisk-state")
+    }
+
+    /// Its memory for the next process: how the export of a kept disk is.
+    pub(crate) fn export(&self) -> File {
+        self.memory_named("/memfd:ringdisk-export")
+    }
+
+    fn memory_named(&self, start: &str) -> File {
+        let all = self.all(|name| name.starts_with(start));
+        File::from(all.into_iter().next().expect("something that is kept"))
     }
 
     /// Its lines to helpers: sockets of messages, made by the process with this pid.

@@ -3,10 +3,12 @@
 
 mod agent;
 mod chain;
+mod disks;
 mod helper;
 #[path = "../../mounts/keep/kept.rs"]
 #[allow(dead_code)]
 mod kept;
+mod memory;
 #[path = "../../mounts/upgrade/taken.rs"]
 #[allow(dead_code)]
 mod mounted;

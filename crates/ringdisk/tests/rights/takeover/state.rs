@@ -16,60 +16,21 @@ use serde_json::{Value, json};
 use crate::common::{MIB, open, raw_image};
 use crate::takeover::agent::{Agent, give};
 use crate::takeover::kept::Kept;
+use crate::takeover::memory::{HEAD, IMAGES, with_top};
 use crate::takeover::others::{
     Others, SECRET, identity, number, overlay_of, qcow2, with_data_file,
 };
 
-/// Bytes of the record of the file, and of each of the two places for a state behind it.
-const RECORD: u64 = 4096;
-const PLACE: u64 = 64 << 10;
-/// Bytes before the text: number, checksum and length.
-const HEAD: usize = 24;
+/// Bytes of the record of the file.
+const RECORD: u64 = IMAGES.first;
+/// Bytes of each of the two places for a state behind it.
+const PLACE: u64 = IMAGES.bytes;
 /// How long a mount may take to end.
 const END: std::time::Duration = std::time::Duration::from_secs(60);
 
-/// FNV-1a of a state's number and text.
-fn checksum(number: u64, text: &[u8]) -> u64 {
-    let number = number.to_ne_bytes();
-    number.iter().chain(text).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3)
-    })
-}
-
-/// Number and text of a state, if there is one in this place.
-fn read(memory: &File, place: u64) -> Option<(u64, Vec<u8>)> {
-    let mut head = [0; HEAD];
-    memory.read_exact_at(&mut head, RECORD + place * PLACE).ok()?;
-    let word = |at: usize| u64::from_ne_bytes(head[at..at + 8].try_into().expect("eight"));
-    let mut text = vec![0; usize::try_from(word(16)).ok()?];
-    memory.read_exact_at(&mut text, RECORD + place * PLACE + HEAD as u64).ok()?;
-    (word(0) > 0).then_some((word(0), text))
-}
-
-fn newest(memory: &File) -> (u64, Value) {
-    let newest = (0..2).filter_map(|place| read(memory, place)).max_by_key(|found| found.0);
-    let (number, text) = newest.expect("a state");
-    (number, serde_json::from_slice(&text).expect("JSON"))
-}
-
-fn write(memory: &File, place: u64, number: u64, text: &[u8]) {
-    let sum = checksum(number, text);
-    let head = [number, sum, text.len() as u64].map(u64::to_ne_bytes).concat();
-    let whole = [&head, text].concat();
-    memory.write_all_at(&whole, RECORD + place * PLACE).expect("written");
-}
-
 /// The process's last word of its mount, as somebody else wants it.
 fn forge(memory: &File, change: impl FnOnce(&mut Value)) {
-    let (number, mut state) = newest(memory);
-    change(&mut state);
-    write(memory, (number + 1) % 2, number + 1, state.to_string().as_bytes());
-}
-
-/// The image on top.
-fn with_top(state: &mut Value, path: &Path, format: &str) {
-    state["top"] = json!([text(path), format]);
-    state["files"] = json!([]);
+    IMAGES.forge(memory, change);
 }
 
 /// Numbers and names of another disk's mount.
@@ -219,10 +180,10 @@ fn memory_that_was_cut_or_holds_rubbish_ends_the_mount_with_words() {
         ("its state is not there", &|memory| memory.set_len(0).expect("cut")),
         ("its state is not there", &|memory| memory.set_len(RECORD + HEAD as u64).expect("cut")),
         ("its state is not there", &|memory| {
-            (0..2).for_each(|place| write(memory, place, u64::MAX, b"{}"));
+            (0..2).for_each(|place| IMAGES.write(memory, place, u64::MAX, b"{}"));
         }),
         ("cannot be taken over", &|memory| {
-            (0..2).for_each(|place| write(memory, place, 1000 + place, &deep));
+            (0..2).for_each(|place| IMAGES.write(memory, place, 1000 + place, &deep));
         }),
         ("its state is not there", &|memory| {
             // Lengths that are not to be believed.
@@ -275,9 +236,9 @@ fn descriptors_that_come_after_the_start_are_not_kept() {
     let agent = agent(&disk);
     let line = agent.holder(disk.0.pid());
     let forged = File::from(memfd_create(c"forged", MemfdFlags::CLOEXEC).expect("memory"));
-    let (number, mut state) = newest(&agent.memory());
+    let (number, mut state) = IMAGES.newest(&agent.memory());
     with_top(&mut state, &others.path("secret"), "raw");
-    write(&forged, 0, number + 7, state.to_string().as_bytes());
+    IMAGES.write(&forged, 0, number + 7, state.to_string().as_bytes());
     let (pipe, _other_end) = rustix::pipe::pipe().expect("a pipe");
     let store = |name: &str, fds: &[BorrowedFd<'_>]| {
         give(&line, format!("FDSTORE=1\nFDNAME={name}\nFDPOLL=0").as_bytes(), fds);

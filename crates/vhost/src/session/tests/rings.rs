@@ -109,7 +109,7 @@ fn a_running_ring_keeps_size_base_and_place() {
     let moved = VringAddress { used: 0x7f00_0000_8000, ..Peer::address(0, 0) };
     let why = peer.refused(Request::SetVringAddr, moved.as_bytes(), Vec::new());
     assert_eq!(why, "SET_VRING_ADDR: virtqueue 0 runs and cannot be moved");
-    // Nor is there another area for its requests in flight, whoever makes that.
+    // Nor is there another area for its requests in flight, whichever side makes it.
     let area = Inflight { num_queues: 1, queue_size: 8, mmap_size: 4096, ..Inflight::default() };
     for (request, fds) in
         [(Request::GetInflightFd, vec![]), (Request::SetInflightFd, vec![eventfd()])]
