@@ -10,6 +10,7 @@ use ringdisk_ring::Fd;
 use rustix::net::{Shutdown, shutdown};
 
 use crate::handshake::handshake;
+use crate::idle;
 use crate::input::{End, Input};
 use crate::queue::{Place, Queue};
 use crate::session;
@@ -53,5 +54,8 @@ async fn speak(queue: &Rc<Queue>, socket: &Rc<OwnedFd>) -> Result<(), End> {
         }
     };
     let Some(agreed) = agreed else { return Ok(()) };
-    session::run(queue, socket, agreed, input).await
+    queue.shared.idle.begin();
+    let served = session::run(queue, socket, agreed, input).await;
+    idle::client_has_gone(queue);
+    served
 }

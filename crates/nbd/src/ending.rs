@@ -42,6 +42,11 @@ impl Ending {
     pub(crate) fn panicked(&self) {
         self.set(Why::Panicked);
     }
+
+    /// The export is not used any more.
+    pub(crate) fn stopped(&self) {
+        self.set(Why::Stopped);
+    }
 }
 
 /// Asks an export for a clean stop, from any thread; also after its end.
@@ -55,7 +60,7 @@ impl StopHandle {
 
     /// Asks for a clean stop; returns at once.
     pub fn stop(&self) {
-        self.0.set(Why::Stopped);
+        self.0.stopped();
     }
 
     /// Whether one was asked for.

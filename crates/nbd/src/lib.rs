@@ -22,8 +22,8 @@
 //! ```
 //!
 //! Modules use one another in one direction only: [`options`] ◄ `exported` ◄ `ending` ◄ `queue`
-//! (what a queue thread has) ◄ `input` ◄ `handshake` ◄ `session` (requests) ◄ `connection` ◄
-//! `accept` ◄ `export` (control thread). The wire is in `ringdisk-nbd-protocol`.
+//! (what a queue thread has) ◄ `idle`, `input` ◄ `handshake` ◄ `session` (requests) ◄ `connection`
+//! ◄ `accept` ◄ `export` (control thread). The wire is in `ringdisk-nbd-protocol`.
 
 #![forbid(unsafe_code)]
 
@@ -33,6 +33,7 @@ mod ending;
 mod export;
 mod exported;
 mod handshake;
+mod idle;
 mod input;
 pub mod options;
 mod queue;

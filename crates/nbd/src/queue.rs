@@ -18,6 +18,7 @@ use rustix::net::{Shutdown, shutdown};
 
 use crate::ending::Ending;
 use crate::exported::Exports;
+use crate::idle::Idle;
 use crate::options::NbdOptions;
 
 /// How often the end of an export looks whether the last replies have left.
@@ -28,6 +29,7 @@ const DRAIN_POLL: Duration = Duration::from_millis(2);
 pub(crate) struct Shared {
     pub(crate) exports: Arc<Exports>,
     pub(crate) handshake_limit: Option<Duration>,
+    pub(crate) idle: Idle,
     max_connections: usize,
     /// Connections of each thread.
     counts: Vec<AtomicUsize>,
@@ -40,6 +42,7 @@ impl Shared {
         Shared {
             exports,
             handshake_limit: options.handshake_limit,
+            idle: Idle::new(options.idle_exit),
             max_connections: options.max_connections,
             counts: (0..threads).map(|_| AtomicUsize::new(0)).collect(),
             first: OnceLock::new(),
@@ -114,6 +117,7 @@ impl QueueWork for Work {
             ring: thread.ring().clone(),
             cells: Arc::clone(thread.cells()),
             shared: Arc::clone(&self.shared),
+            ending: Arc::clone(&self.ending),
             number: self.number,
             admission: Admission::default(),
             sockets: RefCell::default(),
@@ -139,6 +143,7 @@ pub(crate) struct Queue {
     pub(crate) ring: Ring,
     pub(crate) cells: Arc<QueueCells>,
     pub(crate) shared: Arc<Shared>,
+    pub(crate) ending: Arc<Ending>,
     pub(crate) number: usize,
     pub(crate) admission: Admission,
     /// Of all connections.

@@ -52,6 +52,11 @@ fn run() -> u8 {
     if Role::Helper.is_ours() {
         return helper::run();
     }
+    let mut words = std::env::args_os();
+    let program = words.next().unwrap_or_default();
+    if commands::qemu_nbd::is_named_so(&program) {
+        return commands::qemu_nbd::run(&program.to_string_lossy(), words);
+    }
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => return usage(&error),
@@ -93,6 +98,9 @@ fn command(command: &Command) -> Result<u8, End> {
         Command::Bitmap(args) => commands::bitmap::run(args, args.works()?),
         Command::Completions(args) => commands::completions::run(args),
         Command::Man(args) => commands::man::run(args),
+        Command::Nbd(args) => {
+            return Ok(commands::qemu_nbd::run(commands::qemu_nbd::NAME, args.words.clone()));
+        }
     }?;
     Ok(Exit::Clean.code())
 }

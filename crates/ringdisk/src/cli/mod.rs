@@ -20,6 +20,7 @@ mod topology;
 mod user;
 mod words;
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 pub(crate) use bitmap::{BitmapArgs, BitmapWork};
@@ -112,6 +113,19 @@ pub(crate) enum Command {
     Bitmap(BitmapArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),
+    Nbd(NbdWords),
+}
+
+/// Serve an image over NBD, with the command line of qemu-nbd
+///
+/// Everything behind `nbd` is read as `qemu-nbd` reads it: `ringdisk nbd --help` lists it. A link to
+/// ringdisk with the name qemu-nbd does the same.
+#[derive(Args, Debug)]
+#[command(disable_help_flag = true)]
+pub(crate) struct NbdWords {
+    /// Options and the image, as for qemu-nbd
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "OPTION|FILE")]
+    pub(crate) words: Vec<OsString>,
 }
 
 /// Print the completions of a shell

@@ -18,6 +18,7 @@ mod open;
 pub(crate) mod operation;
 pub(crate) mod output;
 pub(crate) mod own_image;
+pub(crate) mod qemu_nbd;
 pub(crate) mod rebase;
 pub(crate) mod reopen;
 pub(crate) mod resize;

@@ -7,6 +7,7 @@ mod keep;
 mod keep_setup;
 mod migrate;
 mod nbd;
+mod qemu_nbd;
 mod serve;
 mod serve_cli;
 mod serve_qemu;

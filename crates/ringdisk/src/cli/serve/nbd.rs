@@ -37,6 +37,15 @@ pub(crate) struct NbdArgs {
     #[arg(long, value_name = "TIME", value_parser = parse_handshake, requires = "nbd",
           default_value = "10s", help_heading = "NBD options")]
     pub(crate) handshake_limit: HandshakeLimit,
+
+    /// End when no NBD client has used the disk for so long; 0s: when the last one has gone
+    #[arg(long, value_name = "TIME", value_parser = parse_time, requires = "nbd",
+          help_heading = "NBD options")]
+    pub(crate) idle_exit: Option<Duration>,
+
+    /// Nothing is printed when the disk is served: `qemu-nbd` says nothing.
+    #[arg(skip)]
+    pub(crate) is_quiet: bool,
 }
 
 /// How NBD clients see one disk.

@@ -121,7 +121,9 @@ pub(super) fn serve(
         several => format!("{} disks are served over NBD", several.len()),
     };
     notify.ready(&ready);
-    announce(&running, &listening, background.is_some());
+    if !args.nbd.is_quiet {
+        announce(&running, &listening, background.is_some());
+    }
     if let Some(background) = background {
         background.ready();
     }
@@ -228,7 +230,7 @@ async fn bitmap(ring: &Ring, disk: &Disk, name: &str) -> Result<DirtyBitmap, Fai
 }
 
 fn options(args: &ServeArgs, restricted: bool, plans: &[ImagePlan<'_>]) -> NbdOptions {
-    let NbdArgs { max_connections, handshake_limit, .. } = &args.nbd;
+    let NbdArgs { max_connections, handshake_limit, idle_exit, .. } = &args.nbd;
     let name = match plans {
         [only] => only.name(),
         several => format!("{} disks", several.len()),
@@ -242,6 +244,7 @@ fn options(args: &ServeArgs, restricted: bool, plans: &[ImagePlan<'_>]) -> NbdOp
         },
         max_connections: *max_connections,
         handshake_limit: handshake_limit.0,
+        idle_exit: *idle_exit,
         held: true,
     }
 }

@@ -1,0 +1,30 @@
+//! The command line of `qemu-nbd`, for programs that start it: its options, defaults and texts.
+//!
+//! Promises: what `qemu-nbd` 11.1 takes is taken, with the same meaning, or refused with the name
+//! of the option; an error has the text and the exit code of `qemu-nbd`, since scripts look for
+//! them. Only words are judged here: no file is looked at, nothing is opened.
+//!
+//! ```
+//! use ringdisk_qemu_nbd::{Invocation, Listen, parse};
+//!
+//! let words = ["-t", "-e", "4", "-k", "/run/disk.sock", "-f", "qcow2", "disk.qcow2"];
+//! let Ok(Invocation::Serve(serve)) = parse("qemu-nbd", words.map(Into::into)) else { panic!() };
+//! assert_eq!(serve.listen, Listen::Unix("/run/disk.sock".into()));
+//! assert_eq!(serve.shared, 4);
+//!
+//! let error = parse("qemu-nbd", ["--shared=many".into(), "disk".into()]).unwrap_err();
+//! assert_eq!(error.to_string(), "qemu-nbd: Invalid shared device number 'many'");
+//! ```
+
+#![forbid(unsafe_code)]
+
+mod getopt;
+mod help;
+mod image_options;
+mod options;
+mod values;
+
+pub use help::{help, version};
+pub use image_options::image_options;
+pub use options::{Address, Images, Invocation, List, Listen, Serve, TlsWords, UsageError, parse};
+pub use values::{Aio, Cache, Discard, SnapshotName, Zeroes};

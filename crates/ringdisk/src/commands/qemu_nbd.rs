@@ -1,0 +1,147 @@
+//! `ringdisk nbd`, and this program under the name `qemu-nbd`: the command line of `qemu-nbd`.
+//!
+//! Promises: what is asked for is done by `ringdisk serve --nbd`, whose words are made from those
+//! of `qemu-nbd`; errors have the texts of `qemu-nbd` where programs look for them, and the exit
+//! code is 0 or 1.
+
+mod list;
+mod words;
+
+use std::ffi::OsString;
+use std::path::Path;
+
+use clap::Parser;
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::{limits, terminal};
+use ringdisk_qemu_nbd::{Invocation, Listen, Serve, help, parse, version};
+
+use crate::cli::{Cli, Command};
+use crate::log;
+
+/// The exit code of everything that goes wrong.
+const FAILED: u8 = 1;
+
+/// The name of `qemu-nbd`.
+pub(crate) const NAME: &str = "qemu-nbd";
+
+/// Whether this program was started under the name of `qemu-nbd`.
+pub(crate) fn is_named_so(program: &std::ffi::OsStr) -> bool {
+    Path::new(program).file_name().is_some_and(|name| name == NAME)
+}
+
+/// Does what the words say. Gives the exit code.
+///
+/// * `program`: the name under which `qemu-nbd` was started; messages begin with its last part.
+pub(crate) fn run(program: &str, words: impl IntoIterator<Item = OsString>) -> u8 {
+    let short = Path::new(program).file_name().map_or(NAME.into(), |name| name.to_string_lossy());
+    let result = match parse(program, words) {
+        Err(error) => {
+            terminal::say_error(error);
+            return FAILED;
+        }
+        Ok(Invocation::Help) => {
+            terminal::say(help(program).trim_end());
+            Ok(Exit::Clean.code())
+        }
+        Ok(Invocation::Version) => {
+            terminal::say(version(program, env!("CARGO_PKG_VERSION")).trim_end());
+            Ok(Exit::Clean.code())
+        }
+        Ok(Invocation::Serve(asked)) => serve(&asked),
+        Ok(Invocation::List(asked)) => list::list(&asked).map(|()| Exit::Clean.code()),
+        Ok(Invocation::Disconnect(_)) => {
+            Err(String::from("-d is not supported: disconnect the device with `nbd-client -d`"))
+        }
+    };
+    match result {
+        Ok(0) => 0,
+        Ok(_) => FAILED,
+        Err(text) => {
+            terminal::say_error(format_args!("{short}: {text}"));
+            FAILED
+        }
+    }
+}
+
+/// Serves until the end. Gives the exit code.
+///
+/// Errors: the text for people, without the name of the program.
+fn serve(asked: &Serve) -> Result<u8, String> {
+    let words = words::of_serve(asked)?;
+    let cli = Cli::try_parse_from(words).map_err(|error| usage(&error))?;
+    let Command::Serve(mut args) = cli.command else { return Err(String::from("no disk")) };
+    if let Some(label) = &asked.selinux_label {
+        label_sockets(label)?;
+    }
+    args.nbd.is_quiet = true;
+    log::start(cli.verbose, true);
+    limits::raise();
+    let disks = args.disks().map_err(|error| usage(&error))?;
+    super::serve::run(&args, disks).map_err(|failure| text(asked, &failure))
+}
+
+/// The first line of what clap has to say.
+fn usage(error: &clap::Error) -> String {
+    let text = error.to_string();
+    let first = text.lines().next().unwrap_or_default();
+    first.strip_prefix("error: ").unwrap_or(first).to_owned()
+}
+
+/// The listening socket gets this label.
+///
+/// Source: `/proc/thread-self/attr/sockcreate` (proc(5)).
+fn label_sockets(label: &str) -> Result<(), String> {
+    std::fs::write("/proc/thread-self/attr/sockcreate", label).map_err(|error| {
+        let error = ringdisk_daemon::failure::words(&error);
+        format!("Cannot set SELinux socket create context to {label}: {error}")
+    })
+}
+
+/// A failure in the words of `qemu-nbd`.
+fn text(asked: &Serve, failure: &Failure) -> String {
+    let file = asked.images.file.to_string_lossy();
+    let message = failure.message();
+    let opened = |why: String| format!("Failed to blk_new_open '{file}': {why}");
+    match failure.exit {
+        _ if message.starts_with("Bitmap '") => message.to_owned(),
+        _ if let Listen::Unix(path) = &asked.listen
+            && path.parent().is_some_and(|parent| !parent.exists()) =>
+        {
+            format!("Failed to bind socket to {}: No such file or directory", path.display())
+        }
+        _ if message.starts_with("cannot listen at") => match &asked.listen {
+            Listen::Tcp(_) if failure.exit == Exit::Locked => {
+                String::from("Failed to find an available port: Address already in use")
+            }
+            _ => message.to_owned(),
+        },
+        Exit::Locked if !asked.is_socket_in(message) => {
+            let kind = if asked.read_only { "shared \"write\"" } else { "\"write\"" };
+            let lock = format!("Failed to get {kind} lock");
+            opened(format!("{lock}\nIs another process using the image [{file}]?"))
+        }
+        Exit::Image if !Path::new(&asked.images.file).exists() => {
+            opened(format!("Could not open '{file}': No such file or directory"))
+        }
+        Exit::Image => opened(message.to_owned()),
+        Exit::Permission if message.contains(file.as_ref()) => {
+            opened(format!("Could not open '{file}': Permission denied"))
+        }
+        _ => message.to_owned(),
+    }
+}
+
+/// What the text of a failure needs to know.
+trait Asked {
+    /// Whether a message is about the socket.
+    fn is_socket_in(&self, message: &str) -> bool;
+}
+
+impl Asked for Serve {
+    fn is_socket_in(&self, message: &str) -> bool {
+        match &self.listen {
+            Listen::Unix(path) => message.contains(path.to_string_lossy().as_ref()),
+            Listen::Tcp(_) => false,
+        }
+    }
+}

@@ -1,0 +1,230 @@
+//! `qemu-nbd --list`: what a server exports.
+//!
+//! Promises: nothing that the server says makes this wait for longer than [`LIMIT`] at a time, or
+//! take more memory than [`EXPORTS_MAX`] names; control characters in its texts are escaped.
+
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use ringdisk_daemon::failure::words;
+use ringdisk_daemon::terminal::{self, visible};
+use ringdisk_nbd_protocol::handshake::{
+    ExportInfo, GREETING_BYTES, OPTION_REPLY_BYTES, OptionReplyHead, client_flags, parse_greeting,
+};
+use ringdisk_nbd_protocol::numbers::{export_flags as flags, info, option, option_reply};
+use ringdisk_nbd_protocol::options::{
+    BlockSizes, InfoReply, InfoRequest, ListedExport, MetaContext, MetaRequest, is_error,
+    push_option,
+};
+use ringdisk_qemu_nbd::{List, Listen};
+
+/// The server may take so long for each answer.
+const LIMIT: Duration = Duration::from_secs(30);
+/// Longest answer that is read, bytes: a name, a description and their lengths.
+const ANSWER_BYTES_MAX: u32 = 2 * 4096 + 64;
+/// Most names, and most contexts of an export.
+const EXPORTS_MAX: usize = 10_000;
+
+/// A stream of either kind.
+trait Stream: Read + Write {}
+impl Stream for UnixStream {}
+impl Stream for TcpStream {}
+
+/// Prints what a server exports.
+///
+/// Errors: it cannot be reached, or does not speak NBD.
+pub(super) fn list(asked: &List) -> Result<(), String> {
+    if asked.tls.credentials.is_some() {
+        return Err(String::from("--tls-creds is not supported: connections are not encrypted"));
+    }
+    let (shown, stream) = match &asked.server {
+        Listen::Unix(path) => (path.display().to_string(), unix(path)),
+        Listen::Tcp(address) => (address.to_string(), tcp(&address.to_string())),
+    };
+    let stream =
+        stream.map_err(|error| format!("Failed to connect to '{shown}': {}", words(&error)))?;
+    let mut server = Server(stream);
+    server.list().map_err(|error| format!("Failed to list exports of '{shown}': {error}"))
+}
+
+fn unix(path: &std::path::Path) -> io::Result<Box<dyn Stream>> {
+    let stream = UnixStream::connect(path)?;
+    stream.set_read_timeout(Some(LIMIT))?;
+    stream.set_write_timeout(Some(LIMIT))?;
+    Ok(Box::new(stream))
+}
+
+fn tcp(address: &str) -> io::Result<Box<dyn Stream>> {
+    let stream = TcpStream::connect(address)?;
+    stream.set_read_timeout(Some(LIMIT))?;
+    stream.set_write_timeout(Some(LIMIT))?;
+    Ok(Box::new(stream))
+}
+
+/// A server that is asked.
+struct Server(Box<dyn Stream>);
+
+/// An answer that is not an acknowledgement.
+type Answer = (u32, Vec<u8>);
+
+/// What is known of an export.
+#[derive(Default)]
+struct Known {
+    export: Option<ExportInfo>,
+    blocks: Option<BlockSizes>,
+}
+
+impl Server {
+    fn list(&mut self) -> Result<(), String> {
+        let greeting = self.bytes::<GREETING_BYTES>()?;
+        let offered = parse_greeting(&greeting).map_err(|error| error.to_string())?;
+        self.send(&client_flags(offered & 3))?;
+        let (_, is_extended) = self.ask(option::EXTENDED_HEADERS, &[])?;
+        let is_structured = is_extended || self.ask(option::STRUCTURED_REPLY, &[])?.1;
+        let (answers, is_known) = self.ask(option::LIST, &[])?;
+        if !is_known {
+            return Err(answers.first().map_or_else(
+                || String::from("the server refuses to list them"),
+                |(_, text)| visible(&String::from_utf8_lossy(text)),
+            ));
+        }
+        terminal::say(format_args!("exports available: {}", answers.len()));
+        for (_, answer) in &answers {
+            let listed = ListedExport::parse(answer).map_err(|error| error.to_string())?;
+            self.show(&listed, is_extended, is_structured)?;
+        }
+        // It may close without an answer.
+        let mut out = Vec::new();
+        push_option(&mut out, option::ABORT, &[]);
+        let _ = self.send(&out);
+        Ok(())
+    }
+
+    /// Prints one export.
+    fn show(
+        &mut self,
+        listed: &ListedExport<'_>,
+        is_extended: bool,
+        is_structured: bool,
+    ) -> Result<(), String> {
+        let text = |bytes: &[u8]| visible(&String::from_utf8_lossy(bytes));
+        terminal::say(format_args!(" export: '{}'", text(listed.name)));
+        if !listed.description.is_empty() {
+            terminal::say(format_args!("  description: {}", text(listed.description)));
+        }
+        let known = self.info(listed.name)?;
+        if let Some(ExportInfo { size, flags }) = known.export {
+            terminal::say(format_args!("  size:  {size}"));
+            terminal::say(format_args!("  flags: {flags:#x} ( {})", names_of(flags)));
+        }
+        if let Some(BlockSizes { minimum, preferred, maximum }) = known.blocks {
+            terminal::say(format_args!("  min block: {minimum}"));
+            terminal::say(format_args!("  opt block: {preferred}"));
+            terminal::say(format_args!("  max block: {maximum}"));
+        }
+        if is_structured {
+            let bits = if is_extended { 64 } else { 32 };
+            terminal::say(format_args!("  transaction size: {bits}-bit"));
+            let contexts = self.contexts(listed.name)?;
+            terminal::say(format_args!("  available meta contexts: {}", contexts.len()));
+            for context in contexts {
+                terminal::say(format_args!("   {}", text(&context)));
+            }
+        }
+        Ok(())
+    }
+
+    fn info(&mut self, name: &[u8]) -> Result<Known, String> {
+        let mut data = Vec::new();
+        InfoRequest { name, wanted: vec![info::BLOCK_SIZE] }.push(&mut data);
+        let mut known = Known::default();
+        for (kind, answer) in self.ask(option::INFO, &data)?.0 {
+            if kind != option_reply::INFO {
+                continue;
+            }
+            match InfoReply::parse(&answer).map_err(|error| error.to_string())? {
+                InfoReply::Export(export) => known.export = Some(export),
+                InfoReply::BlockSizes(blocks) => known.blocks = Some(blocks),
+                _ => {}
+            }
+        }
+        Ok(known)
+    }
+
+    fn contexts(&mut self, name: &[u8]) -> Result<Vec<Vec<u8>>, String> {
+        let mut data = Vec::new();
+        MetaRequest { export: name, queries: Vec::new() }.push(&mut data);
+        let (answers, is_known) = self.ask(option::LIST_META_CONTEXT, &data)?;
+        let answers = answers.iter().filter(|_| is_known);
+        let name = |(_, answer): &Answer| MetaContext::parse(answer).map(|c| c.name.to_vec());
+        answers.map(name).collect::<Result<_, _>>().map_err(|error| error.to_string())
+    }
+
+    /// Sends an option. Gives the answers without the last one, or the error alone; and whether the
+    /// option was taken.
+    fn ask(&mut self, option: u32, data: &[u8]) -> Result<(Vec<Answer>, bool), String> {
+        let mut out = Vec::new();
+        push_option(&mut out, option, data);
+        self.send(&out)?;
+        let mut answers = Vec::new();
+        loop {
+            let head = OptionReplyHead::parse(&self.bytes::<OPTION_REPLY_BYTES>()?);
+            let head = head.map_err(|error| error.to_string())?;
+            if head.option != option || head.len > ANSWER_BYTES_MAX {
+                return Err(String::from("the server does not keep to the protocol"));
+            }
+            let mut answer = vec![0; head.len as usize];
+            self.0.read_exact(&mut answer).map_err(|error| words(&error))?;
+            match head.kind {
+                option_reply::ACK => return Ok((answers, true)),
+                kind if is_error(kind) => return Ok((vec![(kind, answer)], false)),
+                kind => answers.push((kind, answer)),
+            }
+            if answers.len() > EXPORTS_MAX {
+                return Err(format!("the server names more than {EXPORTS_MAX}"));
+            }
+        }
+    }
+
+    fn send(&mut self, bytes: &[u8]) -> Result<(), String> {
+        self.0.write_all(bytes).map_err(|error| words(&error))
+    }
+
+    fn bytes<const N: usize>(&mut self) -> Result<[u8; N], String> {
+        let mut bytes = [0; N];
+        self.0.read_exact(&mut bytes).map_err(|error| words(&error))?;
+        Ok(bytes)
+    }
+}
+
+/// What the flags of an export say, each word with a blank behind it.
+fn names_of(set: u16) -> String {
+    const NAMES: [(u16, &str); 12] = [
+        (flags::READ_ONLY, "readonly"),
+        (flags::FLUSH, "flush"),
+        (flags::FUA, "fua"),
+        (flags::ROTATIONAL, "rotational"),
+        (flags::TRIM, "trim"),
+        (flags::WRITE_ZEROES, "zeroes"),
+        (flags::DF, "df"),
+        (flags::CAN_MULTI_CONN, "multi"),
+        (flags::RESIZE, "resize"),
+        (flags::CACHE, "cache"),
+        (flags::FAST_ZERO, "fast-zero"),
+        (flags::BLOCK_STATUS_PAYLOAD, "block-status-payload"),
+    ];
+    NAMES.iter().filter(|(flag, _)| set & flag != 0).map(|(_, name)| format!("{name} ")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_are_shown_as_qemu_nbd_shows_them() {
+        let all = "flush fua trim zeroes df cache fast-zero block-status-payload ";
+        assert_eq!(names_of(0x1ced), all);
+    }
+}
