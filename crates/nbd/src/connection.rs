@@ -10,7 +10,6 @@ use ringdisk_ring::Fd;
 use rustix::net::{Shutdown, shutdown};
 
 use crate::handshake::handshake;
-use crate::idle;
 use crate::input::{End, Input};
 use crate::queue::{Place, Queue};
 use crate::session;
@@ -56,6 +55,6 @@ async fn speak(queue: &Rc<Queue>, socket: &Rc<OwnedFd>) -> Result<(), End> {
     let Some(agreed) = agreed else { return Ok(()) };
     queue.shared.idle.begin();
     let served = session::run(queue, socket, agreed, input).await;
-    idle::client_has_gone(queue);
+    queue.client_has_gone();
     served
 }

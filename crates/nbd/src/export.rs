@@ -20,7 +20,6 @@ use rustix::net::sockopt::{set_socket_keepalive, set_tcp_nodelay};
 use crate::accept;
 use crate::ending::{Ending, StopHandle, Why};
 use crate::exported::{Exported, Exports};
-use crate::idle;
 use crate::options::{NamedDisk, NbdOptions, check};
 use crate::queue::{Queue, Shared, Work};
 
@@ -115,7 +114,7 @@ impl Export {
             let peers = peers.clone();
             let _ = first.ask(move |queue| accept::listen(queue, listener, peers));
         }
-        let _ = first.ask(idle::nobody_has_come);
+        let _ = first.ask(Queue::nobody_has_come);
     }
 
     /// What was asked for and could not be had.

@@ -21,8 +21,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Modules use one another in one direction only: [`options`] ◄ `exported` ◄ `ending` ◄ `queue`
-//! (what a queue thread has) ◄ `idle`, `input` ◄ `handshake` ◄ `session` (requests) ◄ `connection`
+//! Modules use one another in one direction only: [`options`] ◄ `exported` ◄ `ending`, `idle` ◄
+//! `queue` (what a queue thread has) ◄ `input` ◄ `handshake` ◄ `session` (requests) ◄ `connection`
 //! ◄ `accept` ◄ `export` (control thread). The wire is in `ringdisk-nbd-protocol`.
 
 #![forbid(unsafe_code)]

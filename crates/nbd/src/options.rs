@@ -68,8 +68,8 @@ pub struct NbdOptions {
     pub max_connections: usize,
     /// How long a handshake may take; `None`: any time.
     pub handshake_limit: Option<Duration>,
-    /// Ends the export when no client has been in its transmission phase for so long, from the start
-    /// on; zero: when the last one has gone, and not before there was one. `None`: never.
+    /// Ends the export when no client has been in its transmission phase for so long, from the
+    /// start on; zero: when the last one has gone, and not before there was one. `None`: never.
     pub idle_exit: Option<Duration>,
     /// No word of a client is read before [`Export::release`](crate::Export::release): those that
     /// come wait.

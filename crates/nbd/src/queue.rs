@@ -162,6 +162,36 @@ impl Queue {
         self.acceptors.borrow().iter().for_each(|room| room.unpark(&self.ring));
     }
 
+    /// A client that had come to its first request has gone: if it was the last one, the export
+    /// ends unless another one comes in time.
+    pub(crate) fn client_has_gone(self: &Rc<Queue>) {
+        if self.shared.idle.end() {
+            self.end_if_idle();
+        }
+    }
+
+    /// Nobody has come yet: the export ends unless somebody does in time. Where the limit is zero
+    /// it waits for the first client however long that takes.
+    pub(crate) fn nobody_has_come(self: &Rc<Queue>) {
+        if self.shared.idle.limit.is_some_and(|limit| !limit.is_zero()) {
+            self.end_if_idle();
+        }
+    }
+
+    fn end_if_idle(self: &Rc<Queue>) {
+        let Some(limit) = self.shared.idle.limit else { return };
+        let queue = Rc::clone(self);
+        self.ring.spawn(async move {
+            let came = queue.shared.idle.came();
+            if !limit.is_zero() {
+                queue.ring.sleep(limit).await;
+            }
+            if queue.shared.idle.is_since(came) {
+                queue.ending.stopped();
+            }
+        });
+    }
+
     /// Takes no more requests, waits for those in flight, then sends clients away.
     ///
     /// * `limit`: for the last replies to leave.

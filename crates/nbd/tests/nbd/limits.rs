@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use ringdisk_disk::{Disk, ImageOptions};
 use ringdisk_nbd::{CONNECTION_BYTES_MAX, Export, NamedDisk, NbdOptions};
-use ringdisk_nbd_protocol::numbers::{command, errno};
+use ringdisk_nbd_protocol::numbers::{command, errno, option};
 use ringdisk_nbd_protocol::request::{Request, Style};
 use ringdisk_testkit::process::{patient, until};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
@@ -195,4 +195,32 @@ fn a_thousand_clients_at_once_are_served_one_after_the_other() {
         }
     });
     assert!(begun.elapsed() < patient(LIMIT));
+}
+
+#[test]
+fn an_export_that_nobody_uses_ends() {
+    let of = |idle_exit| {
+        let options = NbdOptions { idle_exit: Some(idle_exit), ..options(2) };
+        Server::start(vec![NamedDisk::new("", null(Duration::ZERO))], options)
+    };
+    let is_stopped = |server: &Server| {
+        let stop = server.export.as_ref().unwrap().stop_handle();
+        until(LIMIT, || stop.is_stopped().then_some(())).is_some()
+    };
+    assert!(is_stopped(&of(Duration::from_millis(20))), "nobody came");
+    let mut server = of(Duration::ZERO);
+    let mut asking = server.connect();
+    asking.greet();
+    assert_eq!(asking.ask(option::LIST, &[]).len(), 2);
+    drop(asking);
+    let (first, second) = (server.client(Style::Simple), server.client(Style::Extended));
+    drop(first);
+    // It is served: one is left.
+    let mut third = server.client(Style::Structured);
+    let flushed = third.call(Style::Structured, request(command::FLUSH, 0, 0), &[]);
+    assert_eq!(flushed.error, 0);
+    assert!(!server.export.as_ref().unwrap().stop_handle().is_stopped());
+    drop((second, third));
+    assert!(is_stopped(&server), "all have gone");
+    server.stop().unwrap();
 }

@@ -118,8 +118,8 @@ pub(crate) enum Command {
 
 /// Serve an image over NBD, with the command line of qemu-nbd
 ///
-/// Everything behind `nbd` is read as `qemu-nbd` reads it: `ringdisk nbd --help` lists it. A link to
-/// ringdisk with the name qemu-nbd does the same.
+/// Everything behind `nbd` is read as `qemu-nbd` reads it: `ringdisk nbd --help` lists it. A link
+/// to ringdisk with the name qemu-nbd does the same.
 #[derive(Args, Debug)]
 #[command(disable_help_flag = true)]
 pub(crate) struct NbdWords {
