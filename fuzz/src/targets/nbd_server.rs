@@ -5,7 +5,7 @@ use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
 use ringdisk_disk::{Disk, NullOptions};
@@ -26,7 +26,7 @@ const PARTS_MAX: usize = 64;
 /// The socket of an export that lives as long as the process. It has no name that would stay.
 fn socket() -> &'static SocketAddr {
     // Reachable until the end, so that the sanitizer takes it for no leak.
-    static SERVER: OnceLock<(SocketAddr, Export)> = OnceLock::new();
+    static SERVER: OnceLock<(SocketAddr, Mutex<Export>)> = OnceLock::new();
     let (socket, _) = SERVER.get_or_init(|| {
         let name = format!("ringdisk-fuzz-{}", std::process::id());
         let socket = SocketAddr::from_abstract_name(name).expect("an address");
@@ -36,7 +36,7 @@ fn socket() -> &'static SocketAddr {
         let common = CommonOptions::with_threads(1);
         let options = NbdOptions { common, ..NbdOptions::default() };
         let export = Export::start(disks, vec![listener.into()], options).expect("an export");
-        (socket, export)
+        (socket, Mutex::new(export))
     });
     socket
 }
