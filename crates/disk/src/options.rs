@@ -80,6 +80,17 @@ impl Cache {
         matches!(self, Cache::None | Cache::DirectSync)
     }
 
+    /// QEMU's word.
+    pub fn name(self) -> &'static str {
+        match self {
+            Cache::Writeback => "writeback",
+            Cache::None => "none",
+            Cache::Writethrough => "writethrough",
+            Cache::DirectSync => "directsync",
+            Cache::Unsafe => "unsafe",
+        }
+    }
+
     /// Whether each write is durable before it is answered.
     pub fn sync(self) -> bool {
         matches!(self, Cache::Writethrough | Cache::DirectSync)

@@ -2,25 +2,26 @@
 //!
 //! Promises: pure; becomes the JSON object that a `json:` name has, so that one reader judges both.
 
+use serde_json::{Map, Value};
+
 /// The JSON object that says the same. Values are text, as `qemu-nbd` takes them.
 ///
 /// * `text`: `KEY=VALUE` between commas; a comma inside a value is written twice.
 ///
 /// Errors: a word without `=` or without a key.
 pub fn image_options(text: &str) -> Result<String, String> {
-    let mut members = Vec::new();
+    let mut members = Map::new();
     for word in words(text) {
         let Some((key, value)) = word.split_once('=').filter(|(key, _)| !key.is_empty()) else {
             return Err(format!("Cannot find device='{text}' nor node-name='{text}'"));
         };
         let value = match value.parse::<u64>() {
-            // Offsets and sizes.
-            Ok(number) if ["offset", "size"].contains(&key) => number.to_string(),
-            _ => quoted(value),
+            Ok(number) if ["offset", "size"].contains(&key) => Value::from(number),
+            _ => Value::from(value),
         };
-        members.push(format!("{}:{value}", quoted(key)));
+        members.insert(key.to_owned(), value);
     }
-    Ok(format!("{{{}}}", members.join(",")))
+    Ok(Value::Object(members).to_string())
 }
 
 /// Parts between commas.
@@ -39,16 +40,6 @@ fn words(text: &str) -> Vec<String> {
     }
     words.push(word);
     words
-}
-
-/// A JSON string (RFC 8259, section 7).
-fn quoted(text: &str) -> String {
-    let escaped = |letter: char| match letter {
-        '"' | '\\' => format!("\\{letter}"),
-        letter if u32::from(letter) < 0x20 => format!("\\u{:04x}", u32::from(letter)),
-        letter => letter.to_string(),
-    };
-    format!("\"{}\"", text.chars().map(escaped).collect::<String>())
 }
 
 #[cfg(test)]

@@ -27,4 +27,4 @@ mod values;
 pub use help::{help, version};
 pub use image_options::image_options;
 pub use options::{Address, Images, Invocation, List, Listen, Serve, TlsWords, UsageError, parse};
-pub use values::{Aio, Cache, Discard, SnapshotName, Zeroes};
+pub use values::{Aio, SnapshotName};

@@ -9,8 +9,10 @@ use std::fmt;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
+use ringdisk_disk::{Cache, DetectZeroes, Discard};
+
 use crate::getopt::{Known, Word, Words};
-use crate::values::{self, Aio, Cache, Discard, SnapshotName, Zeroes};
+use crate::values::{self, Aio, SnapshotName};
 
 /// What is wrong with the words. Exit code 1.
 ///
@@ -100,7 +102,7 @@ pub struct Images {
     /// `--discard`.
     pub discard: Discard,
     /// `--detect-zeroes`.
-    pub detect_zeroes: Zeroes,
+    pub detect_zeroes: DetectZeroes,
 }
 
 /// Where clients find the server.
@@ -268,7 +270,7 @@ struct Reading {
     cache: Option<Cache>,
     aio: Option<Aio>,
     discard: Option<Discard>,
-    detect_zeroes: Zeroes,
+    detect_zeroes: DetectZeroes,
     format: Option<String>,
     image_opts: bool,
     fork: bool,
@@ -367,7 +369,8 @@ impl Reading {
             Id::DetectZeroes => {
                 self.detect_zeroes = values::zeroes(&value)?;
                 // Judged with what came before it, as `qemu-nbd` does.
-                if self.detect_zeroes == Zeroes::Unmap && self.discard != Some(Discard::Unmap) {
+                if self.detect_zeroes == DetectZeroes::Unmap && self.discard != Some(Discard::Unmap)
+                {
                     return Err(String::from(
                         "setting detect-zeroes to unmap is not allowed without setting discard \
                          operation to unmap",
@@ -437,7 +440,7 @@ impl Reading {
                 snapshot: self.snapshot,
                 cache: self.cache.unwrap_or_default(),
                 aio: self.aio.unwrap_or_default(),
-                discard: self.discard.unwrap_or_default(),
+                discard: self.discard.unwrap_or(Discard::Ignore),
                 detect_zeroes: self.detect_zeroes,
             },
             listen: listen(self.socket, self.host, self.port),

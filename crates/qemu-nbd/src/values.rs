@@ -2,29 +2,7 @@
 
 use std::ffi::{OsStr, OsString};
 
-/// How the host caches the image (`--cache`).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Cache {
-    /// `writeback`: the page cache; a flush makes data durable.
-    #[default]
-    Writeback,
-    /// `none`: O_DIRECT.
-    None,
-    /// `writethrough`: the page cache, and each write is durable before it is answered.
-    Writethrough,
-    /// `directsync`: O_DIRECT, and each write is durable before it is answered.
-    Directsync,
-    /// `unsafe`: the page cache, and flushes do nothing.
-    Unsafe,
-}
-
-impl Cache {
-    /// O_DIRECT.
-    #[must_use]
-    pub fn is_direct(self) -> bool {
-        matches!(self, Cache::None | Cache::Directsync)
-    }
-}
+use ringdisk_disk::{Cache, DetectZeroes, Discard};
 
 /// Who carries out reads and writes (`--aio`). All three are our ring.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -36,28 +14,6 @@ pub enum Aio {
     Native,
     /// `io_uring`.
     IoUring,
-}
-
-/// What a TRIM does (`--discard`).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Discard {
-    /// Nothing (`ignore`, `off`).
-    #[default]
-    Ignore,
-    /// Gives space back (`unmap`, `on`).
-    Unmap,
-}
-
-/// What a write of zeroes becomes (`--detect-zeroes`).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Zeroes {
-    /// A write.
-    #[default]
-    Off,
-    /// Zeroes without bytes.
-    On,
-    /// The same, and space is given back. Needs [`Discard::Unmap`].
-    Unmap,
 }
 
 /// Which internal snapshot is exported (`-l`).
@@ -118,12 +74,8 @@ fn number(text: &str) -> Option<u64> {
 /// `--cache`.
 pub(crate) fn cache(value: &OsStr) -> Result<Cache, String> {
     match text(value).as_str() {
-        "writeback" => Ok(Cache::Writeback),
-        "none" | "off" => Ok(Cache::None),
-        "writethrough" => Ok(Cache::Writethrough),
-        "directsync" => Ok(Cache::Directsync),
-        "unsafe" => Ok(Cache::Unsafe),
-        other => Err(format!("Invalid cache mode `{other}'")),
+        "off" => Ok(Cache::None),
+        other => other.parse().map_err(|_| format!("Invalid cache mode `{other}'")),
     }
 }
 
@@ -147,15 +99,10 @@ pub(crate) fn discard(value: &OsStr) -> Result<Discard, String> {
 }
 
 /// `--detect-zeroes`.
-pub(crate) fn zeroes(value: &OsStr) -> Result<Zeroes, String> {
-    match text(value).as_str() {
-        "off" => Ok(Zeroes::Off),
-        "on" => Ok(Zeroes::On),
-        "unmap" => Ok(Zeroes::Unmap),
-        other => {
-            Err(format!("Failed to parse detect_zeroes mode: invalid parameter value: {other}"))
-        }
-    }
+pub(crate) fn zeroes(value: &OsStr) -> Result<DetectZeroes, String> {
+    let given = text(value);
+    let wrong = |_| format!("Failed to parse detect_zeroes mode: invalid parameter value: {given}");
+    given.parse().map_err(wrong)
 }
 
 /// `-l`: `snapshot.id=ID,snapshot.name=NAME`, or an id or a name.

@@ -82,7 +82,7 @@ fn callers_are_understood() {
         "json:{\"driver\":\"qcow2\"}",
     ]);
     assert_eq!((imageio.images.cache, imageio.images.aio), (Cache::None, Aio::Native));
-    assert_eq!(imageio.images.detect_zeroes, Zeroes::Unmap);
+    assert_eq!(imageio.images.detect_zeroes, DetectZeroes::Unmap);
     assert!(imageio.allocation_depth);
 
     let incus = serve(&["--socket=/s", "--bitmap=a", "--bitmap=b", "disk"]);

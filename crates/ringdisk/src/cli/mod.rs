@@ -42,7 +42,7 @@ use ringdisk_disk::{Cache, Format};
 pub(crate) use serve::{AccelWord, Address, DeviceArgs, DiskArgs, NbdArgs, ServeArgs, ServedDisk};
 pub(crate) use topology::TopologyArgs;
 pub(crate) use user::UserArgs;
-pub(crate) use words::{DISCARD, PACKED, PREALLOCATION, SandboxArgs, word_of};
+pub(crate) use words::{DETECT_ZEROES, DISCARD, PACKED, PREALLOCATION, SandboxArgs, word_of};
 
 const ROOT_ABOUT: &str =
     "Serves a disk image, in place, as an ordinary file or to a virtual machine";

@@ -115,7 +115,7 @@ fn text(asked: &Serve, failure: &Failure) -> String {
             }
             _ => message.to_owned(),
         },
-        Exit::Locked if !asked.is_socket_in(message) => {
+        Exit::Locked if !names_socket(&asked.listen, message) => {
             let kind = if asked.read_only { "shared \"write\"" } else { "\"write\"" };
             let lock = format!("Failed to get {kind} lock");
             opened(format!("{lock}\nIs another process using the image [{file}]?"))
@@ -131,17 +131,7 @@ fn text(asked: &Serve, failure: &Failure) -> String {
     }
 }
 
-/// What the text of a failure needs to know.
-trait Asked {
-    /// Whether a message is about the socket.
-    fn is_socket_in(&self, message: &str) -> bool;
-}
-
-impl Asked for Serve {
-    fn is_socket_in(&self, message: &str) -> bool {
-        match &self.listen {
-            Listen::Unix(path) => message.contains(path.to_string_lossy().as_ref()),
-            Listen::Tcp(_) => false,
-        }
-    }
+/// Whether a message is about the Unix socket.
+fn names_socket(listen: &Listen, message: &str) -> bool {
+    matches!(listen, Listen::Unix(path) if message.contains(path.to_string_lossy().as_ref()))
 }

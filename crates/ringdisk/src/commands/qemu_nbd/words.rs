@@ -8,9 +8,9 @@ use std::os::unix::ffi::OsStrExt;
 
 use ringdisk_disk::name::FileName;
 use ringdisk_nbd::options::CONNECTIONS_MAX;
-use ringdisk_qemu_nbd::{
-    Address, Aio, Cache, Discard, Images, Listen, Serve, Zeroes, image_options,
-};
+use ringdisk_qemu_nbd::{Address, Aio, Images, Listen, Serve, image_options};
+
+use crate::cli::{DETECT_ZEROES, DISCARD, word_of};
 
 /// The words, with the names of the program and the command.
 ///
@@ -121,7 +121,7 @@ fn of_images(images: &Images, words: &mut Vec<OsString>) -> Result<(), String> {
         }
         words.push(format!("--format={format}").into());
     }
-    if images.aio == Aio::Native && !images.cache.is_direct() {
+    if images.aio == Aio::Native && !images.cache.direct() {
         let why = "aio=native was specified, but it requires cache.direct=on, which was not \
                    specified.";
         return Err(cannot(why));
@@ -132,9 +132,9 @@ fn of_images(images: &Images, words: &mut Vec<OsString>) -> Result<(), String> {
     if let Some(size) = size {
         words.push(format!("--size={size}").into());
     }
-    words.push(format!("--cache={}", cache(images.cache)).into());
-    words.push(format!("--discard={}", discard(images.discard)).into());
-    words.push(format!("--detect-zeroes={}", zeroes(images.detect_zeroes)).into());
+    words.push(format!("--cache={}", images.cache.name()).into());
+    words.push(format!("--discard={}", word_of(DISCARD, images.discard)).into());
+    words.push(format!("--detect-zeroes={}", word_of(DETECT_ZEROES, images.detect_zeroes)).into());
     // A name may look like an option.
     words.push("--".into());
     if path.as_bytes().is_empty() {
@@ -142,31 +142,6 @@ fn of_images(images: &Images, words: &mut Vec<OsString>) -> Result<(), String> {
     }
     words.push(path);
     Ok(())
-}
-
-fn cache(cache: Cache) -> &'static str {
-    match cache {
-        Cache::Writeback => "writeback",
-        Cache::None => "none",
-        Cache::Writethrough => "writethrough",
-        Cache::Directsync => "directsync",
-        Cache::Unsafe => "unsafe",
-    }
-}
-
-fn discard(discard: Discard) -> &'static str {
-    match discard {
-        Discard::Ignore => "ignore",
-        Discard::Unmap => "unmap",
-    }
-}
-
-fn zeroes(zeroes: Zeroes) -> &'static str {
-    match zeroes {
-        Zeroes::Off => "off",
-        Zeroes::On => "on",
-        Zeroes::Unmap => "unmap",
-    }
 }
 
 #[cfg(test)]
