@@ -27,7 +27,9 @@ slips='Oops: int3'
 
 # slipped CONSOLE: there is such a mistake, and none with our module in its trace: a jump astray
 # between two functions also meets a breakpoint.
-slipped() { grep -aqE "$slips" "$1" && ! grep -aE -A 80 "$slips" "$1" | grep -aq '\[vhost'; }
+slipped() {
+  grep -aqE "$slips" "$1" && ! grep -aE -A 80 "$slips" "$1" | grep -a '\[vhost' >/dev/null
+}
 
 qemu_pid='' virtiofsd_pid='' reader_pid=''
 
@@ -74,7 +76,7 @@ stop_processes() {
 
 start_virtiofsd() {
   local socket=$1/socket words
-  if "$virtiofsd" --help 2>&1 | grep -q -- --shared-dir; then
+  if "$virtiofsd" --help 2>&1 | grep -e --shared-dir >/dev/null; then
     words=(--shared-dir / --sandbox chroot --cache always --socket-path "$socket")
   else
     words=(-f -o "source=/,sandbox=chroot,cache=always" --socket-path="$socket")

@@ -11,6 +11,7 @@ mod licences;
 mod metadata;
 mod named_tests;
 mod paths;
+mod pipes;
 mod tree;
 mod unsafe_code;
 mod widths;
