@@ -38,7 +38,7 @@ mod limits;
 mod queue;
 mod wait;
 
-pub use group::{Group, Member, Waits};
+pub use group::{Group, Lifted, Member, Waits};
 pub use limits::{Limits, LimitsError, Rate, Rates};
 
 /// What a request does; a discard and a write of zeroes are writes.

@@ -46,7 +46,11 @@ impl Future for Wait<'_> {
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
         let group = Arc::clone(self.member.group());
         loop {
-            if self.has_passed() || self.member.is_lifted() {
+            if self.has_passed() {
+                return Poll::Ready(());
+            }
+            if self.member.is_lifted() {
+                group.shared.count(group.now(), self.ticket.kind, self.ticket.bytes);
                 return Poll::Ready(());
             }
             let admitted = {

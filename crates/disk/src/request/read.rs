@@ -3,6 +3,7 @@
 //! Promises: those of `chain/read.rs`; what the window of the disk does not show is never read.
 
 use ringdisk_ring::{Errno, IoBuf, Ring};
+use ringdisk_throttle::Kind;
 
 use crate::Disk;
 use crate::graph::Graph;
@@ -17,6 +18,7 @@ impl Disk {
     ///
     /// Errors: those of the storage; EIO for a damaged image.
     pub async fn read(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
+        self.pass_limits(ring, Kind::Read, buf.len() as u64).await;
         let graph = self.enter().await;
         graph.check()?;
         graph.read(ring, offset, buf).await

@@ -6,7 +6,7 @@
 #[cfg(test)]
 mod tests;
 
-use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 use std::time::{Duration, Instant};
@@ -51,10 +51,21 @@ pub struct Member {
     group: Arc<Group>,
     /// Of this member in the group.
     pub(crate) number: usize,
-    is_lifted: AtomicBool,
+    /// How often the limits are lifted.
+    lifts: AtomicUsize,
     waited: AtomicU64,
     waited_nanos: AtomicU64,
     waiting: AtomicUsize,
+}
+
+/// The limits of a member are lifted while it is there.
+#[derive(Debug)]
+pub struct Lifted(Arc<Member>);
+
+impl Drop for Lifted {
+    fn drop(&mut self) {
+        self.0.lifts.fetch_sub(1, Ordering::Release);
+    }
 }
 
 /// How often and how long requests of a member waited for the limit.
@@ -85,15 +96,15 @@ impl Group {
 
     /// A new member.
     #[must_use]
-    pub fn member(self: &Arc<Group>) -> Member {
-        Member {
+    pub fn member(self: &Arc<Group>) -> Arc<Member> {
+        Arc::new(Member {
             group: Arc::clone(self),
             number: self.members.fetch_add(1, Ordering::Relaxed),
-            is_lifted: AtomicBool::new(false),
+            lifts: AtomicUsize::new(0),
             waited: AtomicU64::new(0),
             waited_nanos: AtomicU64::new(0),
             waiting: AtomicUsize::new(0),
-        }
+        })
     }
 
     /// The limits in force. Control thread.
@@ -170,13 +181,18 @@ impl Shared {
         if wait > 0 {
             return Err(wait);
         }
+        self.count(now, kind, bytes);
+        Ok(())
+    }
+
+    /// Counts a request that goes on.
+    pub(crate) fn count(&self, now: u64, kind: Kind, bytes: u64) {
         let size = self.iops_size.load(Ordering::Relaxed);
         let requests = if size > 0 && bytes > size { bytes as f64 / size as f64 } else { 1.0 };
         for (index, bucket) in self.held_by(kind) {
             // The first six are of requests.
             bucket.add(now, if index < BUCKETS / 2 { requests } else { bytes as f64 });
         }
-        Ok(())
     }
 }
 
@@ -199,6 +215,7 @@ impl Member {
     async fn pass_limits(&self, ring: &Ring, kind: Kind, bytes: u64) {
         let shared = &self.group.shared;
         if self.is_lifted() {
+            shared.count(self.group.now(), kind, bytes);
             return;
         }
         let is_alone = shared.waiting[kind as usize].load(Ordering::Relaxed) == 0;
@@ -218,20 +235,18 @@ impl Member {
         self.waiting.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Lets all requests of this member go on, those that wait and later ones: for a stop and a
-    /// hand-over. Any thread.
-    pub fn lift(&self) {
-        self.is_lifted.store(true, Ordering::Release);
+    /// Lets all requests of this member go on, those that wait and later ones, until the guard is
+    /// dropped: for a stop and a hand-over. They count all the same, so later ones pay for them.
+    /// Any thread.
+    #[must_use]
+    pub fn lift(self: &Arc<Member>) -> Lifted {
+        self.lifts.fetch_add(1, Ordering::Release);
         self.group.ask_again();
-    }
-
-    /// Takes [`Member::lift`] back. Any thread.
-    pub fn lower(&self) {
-        self.is_lifted.store(false, Ordering::Release);
+        Lifted(Arc::clone(self))
     }
 
     pub(crate) fn is_lifted(&self) -> bool {
-        self.is_lifted.load(Ordering::Acquire)
+        self.lifts.load(Ordering::Acquire) > 0
     }
 
     /// How much requests waited until now. Any thread.

@@ -6,6 +6,8 @@ use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
+use std::sync::atomic::AtomicBool;
+
 use super::*;
 use crate::queue::Ticket;
 
@@ -169,7 +171,7 @@ fn a_request_that_is_dropped_leaves_the_time_to_another() {
 #[test]
 fn who_waits_goes_on_when_the_limit_goes_or_is_lifted() {
     let group = group("iops=1,bps=1");
-    let (member, other) = (Arc::new(group.member()), Arc::new(group.member()));
+    let (member, other) = (group.member(), group.member());
     let waits_until = |change: &(dyn Fn() + Sync)| {
         std::thread::scope(|scope| {
             let waiter = scope.spawn(|| {
@@ -187,8 +189,12 @@ fn who_waits_goes_on_when_the_limit_goes_or_is_lifted() {
             waiter.join().expect("ends");
         });
     };
-    waits_until(&|| member.lift());
-    member.lower();
+    let lifted = Mutex::new(None);
+    waits_until(&|| *lock(&lifted) = Some(member.lift()));
+    // Three requests of 2^40 bytes went through, and count.
+    assert!(group.shared.take(group.now(), Kind::Write, 1).is_err_and(|wait| wait > 1 << 50));
+    drop(lifted);
+    assert!(!member.is_lifted());
     waits_until(&|| group.set(&Limits::default()));
     group.set(&"iops=1,bps=1".parse().expect("good"));
     waits_until(&|| group.set(&"bps=1000000000000000".parse().expect("good")));
