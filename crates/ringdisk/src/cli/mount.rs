@@ -115,7 +115,7 @@ pub(crate) struct MountArgs {
     /// --growable, and reads and writes are not in the statistics. Other growth needs fallocate of
     /// the image's file system, which never cuts what the kernel has appended meanwhile.
     #[arg(long, help_heading = "Serving options", conflicts_with_all = ["null", "kernel_cache",
-          "snapshot", "overlay", "zero_copy"])]
+          "snapshot", "overlay", "zero_copy", "limit"])]
     pub(crate) passthrough: bool,
 
     /// Each entry of a ring has a payload of its own, as before Linux 7.3: to compare

@@ -445,6 +445,11 @@ impl ServeArgs {
                 return Err(refuse("serve", ErrorKind::ValueValidation, text));
             }
             device.check_accel().map_err(|(kind, text)| refuse("serve", kind, text))?;
+            if device.accel == AccelWord::Require && !disk.args.source.limit.is_empty() {
+                let text = "--accel require and --limit contradict each other: the kernel knows no \
+                            limits";
+                return Err(refuse("serve", ErrorKind::ArgumentConflict, text));
+            }
         }
         disks.iter().try_for_each(|disk| self.check_kept(&disk.args))?;
         let check_nbd = |disk: &ServedDisk| self.nbd.check(&disk.args);

@@ -9,6 +9,7 @@ pub(crate) mod convert;
 pub(crate) mod create;
 pub(crate) mod ctl;
 pub(crate) mod info;
+mod limits;
 pub(crate) mod look;
 pub(crate) mod man;
 pub(crate) mod map;
