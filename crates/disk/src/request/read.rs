@@ -19,6 +19,14 @@ impl Disk {
     /// Errors: those of the storage; EIO for a damaged image.
     pub async fn read(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
         self.pass_limits(ring, Kind::Read, buf.len() as u64).await;
+        self.read_part(ring, offset, buf).await
+    }
+
+    /// As [`Disk::read`], for a part of a request that has passed the limits
+    /// ([`Disk::pass_limits`]).
+    ///
+    /// Errors: as there.
+    pub async fn read_part(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
         let graph = self.enter().await;
         graph.check()?;
         graph.read(ring, offset, buf).await

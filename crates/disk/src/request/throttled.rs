@@ -72,9 +72,9 @@ impl Disk {
     }
 
     /// Waits until the limits let a request go on. Queue thread; before the request enters the
-    /// graph.
+    /// graph. The requests of this crate do so themselves, but for [`Disk::read_part`].
     #[inline]
-    pub(super) async fn pass_limits(&self, ring: &Ring, kind: Kind, bytes: u64) {
+    pub async fn pass_limits(&self, ring: &Ring, kind: Kind, bytes: u64) {
         if let Some(member) = self.limit.get() {
             member.pass(ring, kind, bytes).await;
         }

@@ -7,6 +7,7 @@
 
 mod bitmap;
 mod change;
+pub(crate) mod config;
 mod copy;
 mod ctl;
 mod disk_spec;
@@ -32,6 +33,7 @@ use clap::builder::TypedValueParser;
 use clap::error::ErrorKind;
 use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand, ValueHint};
 use clap_complete::Shell;
+pub(crate) use config::ConfigArgs;
 pub(crate) use copy::{CompareArgs, ConvertArgs, MeasureArgs};
 pub(crate) use ctl::{CtlArgs, CtlCommand};
 pub(crate) use disk_spec::DiskWords;

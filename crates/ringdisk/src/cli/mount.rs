@@ -8,7 +8,7 @@ use ringdisk_daemon::size::parse_time;
 use ringdisk_fuse::{Stay, ZeroCopy};
 
 use crate::cli::words::{STAY, SandboxArgs, ZERO_COPY, one_of};
-use crate::cli::{ImageArgs, PlacementArgs, UserArgs, refuse};
+use crate::cli::{ConfigArgs, ImageArgs, PlacementArgs, UserArgs, refuse};
 
 const MOUNT_LONG: &str = "\
 Serves the disk inside IMAGE as the file MOUNTPOINT until it is unmounted or stopped by Ctrl-C \
@@ -67,6 +67,9 @@ pub(crate) struct MountArgs {
 
     #[command(flatten)]
     pub(crate) disk: ImageArgs,
+
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
 
     /// Let clients make the disk larger: by a write past the end, truncate or fallocate
     ///

@@ -8,6 +8,7 @@ pub(crate) mod completions;
 pub(crate) mod convert;
 pub(crate) mod create;
 pub(crate) mod ctl;
+pub(crate) mod fstab;
 pub(crate) mod info;
 mod limits;
 pub(crate) mod look;
