@@ -29,7 +29,7 @@ fn main() -> ExitCode {
 }
 
 /// Why a command did not do what it was told.
-enum End {
+pub(crate) enum End {
     /// The words make no sense together.
     Usage(clap::Error),
     Failed(Failure),
@@ -57,10 +57,18 @@ fn run() -> u8 {
     if commands::qemu_nbd::is_named_so(&program) {
         return commands::qemu_nbd::run(&program.to_string_lossy(), words);
     }
-    let cli = match Cli::try_parse() {
+    if commands::qemu_img::is_named_so(&program) {
+        return commands::qemu_img::run(&program.to_string_lossy(), words);
+    }
+    let mut cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => return usage(&error),
     };
+    if let Command::Mount(args) = &mut cli.command
+        && let Err(error) = args.take_name()
+    {
+        return usage(&error);
+    }
     let serves = matches!(cli.command, Command::Mount(_) | Command::Serve(_));
     log::start(cli.verbose, serves);
     limits::raise();
@@ -77,7 +85,8 @@ fn run() -> u8 {
     }
 }
 
-fn command(command: &Command) -> Result<u8, End> {
+/// Does what a command says, and gives the exit code.
+pub(crate) fn command(command: &Command) -> Result<u8, End> {
     match command {
         Command::Mount(args) => return Ok(commands::mount::run(args, args.paths()?)?),
         Command::Serve(args) => return Ok(commands::serve::run(args, args.disks()?)?),

@@ -9,5 +9,7 @@ mod common;
 mod copy;
 mod create;
 mod mount;
+mod names;
 mod nbd;
+mod qemu_img;
 mod readme;

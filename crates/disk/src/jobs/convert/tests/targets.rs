@@ -39,7 +39,7 @@ fn into(
         let source = open(&ring, directory.path().join(source), &reading()).await.expect("open");
         let out = directory.path().join("out.qcow2");
         let target = open(&ring, out, &writing(Format::Qcow2)).await.expect("open");
-        let result = convert(&ring, &source, &target, options, progress).await;
+        let result = convert(&ring, &[Arc::clone(&source)], &target, options, progress).await;
         close(&ring, &target).await;
         result
     })
