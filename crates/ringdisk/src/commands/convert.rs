@@ -50,7 +50,7 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<(), Failure> {
         return Err(usage("give the source, and last the target"));
     };
     let options = check(args, &mut image)?;
-    let target = &Named::read(args.target_image_opts, target)?;
+    let target = &target_of(args, target)?;
     let mut runtime = look::runtime()?;
     let from = sources
         .iter()
@@ -73,12 +73,22 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<(), Failure> {
     Ok(())
 }
 
+/// The name of the target.
+///
+/// Errors: a name that is wrong.
+fn target_of(args: &ConvertArgs, target: &Path) -> Result<Named, Failure> {
+    match args.no_create || args.target_image_opts {
+        true => Named::read(args.target_image_opts, target),
+        false => Named::of_new(target),
+    }
+}
+
 /// The format of the target.
 ///
 /// Errors: a name that is wrong.
 fn target_format(args: &ConvertArgs) -> Result<Format, Failure> {
     let Some(target) = args.files.last() else { return Ok(Format::Raw) };
-    let target = Named::read(args.target_image_opts, target)?;
+    let target = target_of(args, target)?;
     let named = target.options(ImageOptions::default())?.format;
     Ok(args.target_format.or(named).unwrap_or(match is_named_qcow2(target.path()) {
         true => Format::Qcow2,

@@ -38,7 +38,7 @@ pub(crate) fn run(args: &CreateArgs) -> Result<(), Failure> {
     };
     let usage = |text: &str| Failure::new(Exit::Usage, text);
     let file = args.file.as_deref().ok_or_else(|| usage("the name of the new image is missing"))?;
-    let (given, named) = (file, Named::read(false, file)?);
+    let (given, named) = (file, Named::of_new(file)?);
     let file = named.path();
     check_new_name(file)?;
     take_backing(&mut image, args.backing.as_deref(), args.backing_format)?;

@@ -3,11 +3,13 @@
 //! Promises: what a description says of an image counts as if it were options of the command; what
 //! contradicts these is refused.
 
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ringdisk_daemon::failure::Failure;
-use ringdisk_disk::name::FileName;
+use ringdisk_daemon::new_file::check_new_name;
+use ringdisk_disk::name::{FileName, is_export};
 use ringdisk_disk::{Disk, Format, ImageOptions, Source};
 use ringdisk_ring::Runtime;
 use ringdisk_storage::{NbdOptions, OpenOptions, Storage};
@@ -42,6 +44,16 @@ impl Named {
         let is_path = name.nbd.is_none() && name.path == image;
         let path = if is_path { image.to_owned() } else { name.plain_path() };
         Ok(Named { name, path })
+    }
+
+    /// Reads the name of an image that is to be made: a path, also behind `file:`, or an NBD export.
+    ///
+    /// Errors: as [`Named::read`]; a description of a file.
+    pub(crate) fn of_new(image: &Path) -> Result<Named, Failure> {
+        if image.as_os_str().as_bytes().starts_with(b"json:") && !is_export(image) {
+            check_new_name(image)?;
+        }
+        Named::read(false, image)
     }
 
     /// The path, or the URI of an NBD export.

@@ -87,6 +87,7 @@ pub(crate) fn run(program: &str, words: impl IntoIterator<Item = OsString>) -> u
         Err(error) => return refuse_words(&error),
     };
     take_defaults(&mut cli.command);
+    terminal::call(NAME);
     log::start(cli.verbose, false);
     limits::raise();
     match crate::command(&cli.command) {

@@ -281,7 +281,7 @@ fn what_makes_no_sense_is_refused_and_nothing_is_made() {
         (&["-O", "raw", "-B", "base.qcow2", "-F", "qcow2", "full.img", "x"], "cannot have"),
         (&["-O", "raw", "full.img", "full.img"], "is the source"),
         (&["-O", "qcow2", "top.qcow2", "base.qcow2"], "or below it"),
-        (&["-O", "raw", "full.img", "json:x"], "not valid JSON"),
+        (&["-O", "raw", "full.img", "json:x"], "begins like a protocol"),
         (&["-O", "raw", "full.img", ""], ""),
         (&["-O", "raw", "full.img", "a\nb"], "control character"),
         (&["-O", "raw", "full.img", "no/such/x"], "No such file"),

@@ -245,7 +245,7 @@ fn a_data_file_is_kept_with_what_it_holds() {
     for (more, code, text) in [
         ("", 2, "'keep_data_file=on' requires 'preallocation=metadata'"),
         (",preallocation=full", 2, "'keep_data_file=on' requires"),
-        (",data_file=gone", 3, "gone"),
+        (",data_file_raw=on,data_file=gone", 3, "gone"),
     ] {
         let options = format!("data_file=r.img,keep_data_file=on{more}");
         ringdisk(d, &["create", "-q", "-o", &options, "k.qcow2", "1M"]).ends(code).says(text);

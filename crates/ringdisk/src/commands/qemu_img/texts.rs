@@ -134,6 +134,19 @@ fn about_new_images(command: &Command, message: &str) -> Option<String> {
 
 fn about_changes(command: &Command, message: &str) -> Option<String> {
     match command {
+        Command::Rebase(_) if message.contains("cannot hold compressed clusters") => {
+            Some(String::from("Compression not supported for this file format"))
+        }
+        Command::Convert(_) if message == "a raw image has no bitmaps" => {
+            Some(String::from("Format driver 'raw' does not support bitmaps"))
+        }
+        Command::Convert(_) if message.ends_with("is inconsistent and cannot be copied") => {
+            let (name, _) = quoted(message, "the bitmap '")?;
+            Some(format!(
+                "Cannot copy inconsistent bitmap '{name}'\n\
+                 Try --skip-broken-bitmaps, or use 'qemu-img bitmap --remove' to delete it"
+            ))
+        }
         Command::Resize(_) if message.contains("would be lost") => Some(String::from(
             "Use the --shrink option to perform a shrink operation.\nqemu-img: warning: Shrinking \
              an image will delete all data beyond the shrunken image's end. Before performing \

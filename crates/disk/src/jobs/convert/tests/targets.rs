@@ -1,6 +1,7 @@
 //! Conversions to qcow2, read back by `qemu-img`.
 
 use std::fs;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::{
