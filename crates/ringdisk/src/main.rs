@@ -31,7 +31,7 @@ fn main() -> ExitCode {
 }
 
 /// Why a command did not do what it was told.
-enum End {
+pub(crate) enum End {
     /// The words make no sense together.
     Usage(clap::Error),
     Failed(Failure),
@@ -59,6 +59,9 @@ fn run() -> u8 {
     if commands::qemu_nbd::is_named_so(&program) {
         return commands::qemu_nbd::run(&program.to_string_lossy(), words);
     }
+    if commands::qemu_img::is_named_so(&program) {
+        return commands::qemu_img::run(&program.to_string_lossy(), words);
+    }
     let given = match given_words(&program, words) {
         Ok(Some(given)) => given,
         // mount(8) only asks whether it would work.
@@ -67,7 +70,7 @@ fn run() -> u8 {
     };
     let file = cli::config::with_file(&given);
     let parsed = cli::config::expand(given).and_then(Cli::try_parse_from);
-    let cli = match parsed {
+    let mut cli = match parsed {
         Ok(cli) => cli,
         Err(error) => {
             let code = usage(&error);
@@ -77,6 +80,11 @@ fn run() -> u8 {
             return code;
         }
     };
+    if let Command::Mount(args) = &mut cli.command
+        && let Err(error) = args.take_name()
+    {
+        return usage(&error);
+    }
     let serves = matches!(cli.command, Command::Mount(_) | Command::Serve(_));
     log::start(cli.verbose, serves);
     limits::raise();
@@ -113,7 +121,8 @@ fn given_words(
     }
 }
 
-fn command(command: &Command) -> Result<u8, End> {
+/// Does what a command says, and gives the exit code.
+pub(crate) fn command(command: &Command) -> Result<u8, End> {
     match command {
         Command::Mount(args) => {
             let paths = args.paths()?;

@@ -39,7 +39,7 @@ pub(crate) use ctl::{CtlArgs, CtlCommand};
 pub(crate) use disk_spec::DiskWords;
 pub(crate) use image::ImageArgs;
 pub(crate) use limit::LimitWords;
-pub(crate) use look::{InfoArgs, LookArgs, MapArgs, PoolArgs};
+pub(crate) use look::{InfoArgs, LookArgs, MapArgs, NameArgs, PoolArgs};
 pub(crate) use mount::{MountArgs, MountPaths, StopTimeout, UmountArgs, parse_limit};
 pub(crate) use placement::PlacementArgs;
 use ringdisk_disk::{Cache, Format};

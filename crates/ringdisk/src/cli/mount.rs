@@ -258,6 +258,17 @@ pub(crate) struct MountPaths {
 }
 
 impl MountArgs {
+    /// Takes in what the name of the image says beside its path.
+    ///
+    /// Errors: as [`ImageArgs::take_name`].
+    pub(crate) fn take_name(&mut self) -> Result<(), clap::Error> {
+        if self.disk.null.is_some() {
+            return Ok(());
+        }
+        let taken = self.disk.take_name(&mut self.image);
+        taken.map_err(|text| refuse("mount", clap::error::ErrorKind::ValueValidation, text))
+    }
+
     /// Sorts the paths out.
     ///
     /// Errors: one path too few or too many.

@@ -411,7 +411,7 @@ impl ServeArgs {
     ///
     /// Errors: words that make no sense together.
     pub(crate) fn disks(&self) -> Result<Vec<ServedDisk>, clap::Error> {
-        let disks = match self.disk.as_slice() {
+        let mut disks = match self.disk.as_slice() {
             [] => vec![ServedDisk { image: self.image.clone(), args: self.one.clone() }],
             specs => {
                 let mut disks = Vec::new();
@@ -425,6 +425,12 @@ impl ServeArgs {
                 disks
             }
         };
+        for disk in &mut disks {
+            if let Some(image) = &mut disk.image {
+                let taken = disk.args.source.take_name(image);
+                taken.map_err(|text| refuse("serve", ErrorKind::ValueValidation, text))?;
+            }
+        }
         let is_missing =
             |disk: &ServedDisk| disk.image.is_none() && disk.args.source.null.is_none();
         if let Some(number) = disks.iter().position(is_missing) {

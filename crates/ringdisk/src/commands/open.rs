@@ -92,6 +92,8 @@ impl<'a> ImagePlan<'a> {
             allow_hosts: args.allow_host.clone(),
             reconnect: args.reconnect,
             force_share: args.force_share,
+            internal_snapshot: args.load_snapshot.clone(),
+            without_backing: args.without_backing,
             metadata_cache_bytes: args.metadata_cache.bytes(),
             discard: args.discard,
             discard_no_unref: args.discard_no_unref,

@@ -10,5 +10,7 @@ mod config;
 mod copy;
 mod create;
 mod mount;
+mod names;
 mod nbd;
+mod qemu_img;
 mod readme;
