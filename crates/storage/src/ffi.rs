@@ -2,8 +2,9 @@
 //! two of files; and the local time of the C library.
 //!
 //! Promises: the only unsafe code of this crate; each function is one call, of the system on a
-//! borrowed descriptor or of the C library, with memory that lives on this stack. The lock calls never wait (`F_OFD_SETLK`, not
-//! `SETLKW`); [`discard`] can take long, so ring threads call it through `Ring::offload` only.
+//! borrowed descriptor or of the C library, with memory that lives on this stack. The lock calls
+//! never wait (`F_OFD_SETLK`, not `SETLKW`); [`discard`] can take long, so ring threads call it
+//! through `Ring::offload` only.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 

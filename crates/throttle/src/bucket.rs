@@ -5,8 +5,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Parts of a nanosecond that times are counted in. A request of 512 bytes at 10 GB/s takes 51.2 ns:
-/// whole nanoseconds would be wrong by 0.4 %. The clock lasts for 36 years.
+/// Parts of a nanosecond that times are counted in. A request of 512 bytes at 10 GB/s takes
+/// 51.2 ns: whole nanoseconds would be wrong by 0.4 %. The clock lasts for 36 years.
 const PARTS: u64 = 16;
 const NANOS: f64 = 1e9;
 

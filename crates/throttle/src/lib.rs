@@ -11,12 +11,12 @@
 //!
 //! ```
 //! use ringdisk_ring::{Config, Runtime};
-//! use ringdisk_throttle::{Group, Kind, Limits};
+//! use ringdisk_throttle::{Group, Kind, Limits, Member};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let limits: Limits = "iops=100,bps-write=10M".parse()?;
 //! let group = Group::new(&limits);
-//! let member = group.member();
+//! let member = Member::of(&group);
 //! let mut runtime = Runtime::new(Config::default())?;
 //! let ring = runtime.ring().clone();
 //! // Ten requests are a tenth of a second: none of them waits.
@@ -35,11 +35,16 @@
 mod bucket;
 mod group;
 mod limits;
+mod member;
 mod queue;
+mod shared;
+#[cfg(test)]
+mod tests;
 mod wait;
 
-pub use group::{Group, Lifted, Member, Waits};
+pub use group::Group;
 pub use limits::{Limits, LimitsError, Rate, Rates};
+pub use member::{Lifted, Member, Waits};
 
 /// What a request does; a discard and a write of zeroes are writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,15 +5,16 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use ringdisk_ring::{Ring, Sleep};
 
 use crate::Kind;
-use crate::group::{Member, lock};
+use crate::group::Group;
 use crate::queue::Ticket;
+use crate::shared::lock;
 
 /// Shortest sleep of a timekeeper, nanoseconds: what it sleeps too long is there for the requests
 /// after it, so it costs them nothing.
@@ -23,16 +24,25 @@ const SLEEP_MAX: u64 = 1_000_000_000;
 
 /// The future; it is ready when the request may go on.
 pub(crate) struct Wait<'a> {
-    member: &'a Member,
+    group: &'a Group,
+    /// Its number in the group.
+    member: usize,
+    /// Not 0: the limits of the member are lifted.
+    lifts: &'a AtomicUsize,
     ring: &'a Ring,
     ticket: Arc<Ticket>,
     sleep: Option<Pin<Box<Sleep>>>,
 }
 
 impl Wait<'_> {
-    pub(crate) fn new<'a>(member: &'a Member, ring: &'a Ring, kind: Kind, bytes: u64) -> Wait<'a> {
-        let has_passed = AtomicBool::new(false);
-        Wait { member, ring, ticket: Arc::new(Ticket { kind, bytes, has_passed }), sleep: None }
+    pub(crate) fn new<'a>(
+        group: &'a Group,
+        (member, lifts): (usize, &'a AtomicUsize),
+        ring: &'a Ring,
+        (kind, bytes): (Kind, u64),
+    ) -> Wait<'a> {
+        let ticket = Arc::new(Ticket { kind, bytes, has_passed: AtomicBool::new(false) });
+        Wait { group, member, lifts, ring, ticket, sleep: None }
     }
 
     fn has_passed(&self) -> bool {
@@ -44,12 +54,12 @@ impl Future for Wait<'_> {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
-        let group = Arc::clone(self.member.group());
+        let group = self.group;
         loop {
             if self.has_passed() {
                 return Poll::Ready(());
             }
-            if self.member.is_lifted() {
+            if self.lifts.load(Ordering::Acquire) > 0 {
                 group.shared.count(group.now(), self.ticket.kind, self.ticket.bytes);
                 return Poll::Ready(());
             }
@@ -58,7 +68,7 @@ impl Future for Wait<'_> {
                 if self.has_passed() {
                     return Poll::Ready(());
                 }
-                queue.put(self.member.number, &self.ticket, context.waker(), &group.shared);
+                queue.put(self.member, &self.ticket, context.waker(), &group.shared);
                 queue.admit(&group.shared, group.now(), &self.ticket)
             };
             admitted.wakers.into_iter().for_each(Waker::wake);
@@ -78,14 +88,13 @@ impl Future for Wait<'_> {
 
 impl Drop for Wait<'_> {
     fn drop(&mut self) {
-        let group = self.member.group();
+        let group = self.group;
         let waker = {
             let mut queue = lock(&group.queues[self.ticket.kind as usize]);
-            queue.remove(self.member.number, &self.ticket, &group.shared)
+            queue.remove(self.member, &self.ticket, &group.shared)
         };
         if let Some(waker) = waker {
             waker.wake();
         }
-        self.member.ends_waiting();
     }
 }

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use ringdisk_ring::Ring;
-use ringdisk_throttle::{Group, Kind, Lifted, Limits, Waits};
+use ringdisk_throttle::{Group, Kind, Lifted, Limits, Member, Waits};
 
 use crate::{Disk, Error, ErrorKind};
 
@@ -18,7 +18,7 @@ impl Disk {
     /// writes the image itself.
     pub fn join_limits(&self, group: &Arc<Group>) -> Result<(), Error> {
         self.check_limits()?;
-        self.limit.set(group.member()).map_err(|_| {
+        self.limit.set(Member::of(group)).map_err(|_| {
             Error::new(ErrorKind::Invalid, "the disk has limits already: change those")
         })
     }
@@ -38,7 +38,7 @@ impl Disk {
             self.check_limits()?;
         }
         if wanted != current {
-            let alone = || Group::new(&Limits::default()).member();
+            let alone = || Member::of(&Group::new(&Limits::default()));
             self.limit.get_or_init(alone).group().set(&wanted);
         }
         Ok(wanted)

@@ -119,7 +119,7 @@ fn words_of(
             }
             continue;
         }
-        let arg = find(&command, key)?;
+        let arg = find(&command, key, &[])?;
         if arg.is_positional() {
             if is_given(arg) {
                 return Err(format!("{key} is on the command line, too: leave one away"));
@@ -138,7 +138,9 @@ fn words_of(
 }
 
 /// The option, or the place, that a key stands for.
-fn find<'a>(command: &'a Command, key: &str) -> Result<&'a Arg, String> {
+///
+/// * `more`: keys beside the options.
+fn find<'a>(command: &'a Command, key: &str, more: &[&str]) -> Result<&'a Arg, String> {
     let name_of = |arg: &'a Arg| match arg.get_long() {
         Some(long) => Some(long),
         None if arg.is_positional() => Some(arg.get_id().as_str()),
@@ -155,7 +157,8 @@ fn find<'a>(command: &'a Command, key: &str) -> Result<&'a Arg, String> {
         return Ok(arg);
     }
     let score = |name: &str| strsim::jaro_winkler(name, key);
-    let nearest = keys().map(|(name, _)| (score(name), name));
+    let all = keys().map(|(name, _)| name).chain(more.iter().copied());
+    let nearest = all.map(|name| (score(name), name));
     let nearest = nearest.max_by(|a, b| a.0.total_cmp(&b.0)).filter(|(score, _)| *score > ALIKE);
     let key = key.escape_debug();
     Err(match nearest {
@@ -210,7 +213,7 @@ fn disk_word(command: &Command, table: &Table) -> Result<String, String> {
             other => std::slice::from_ref(other),
         };
         if key != "socket" {
-            find(command, key).map_err(|why| format!("a [[disk]]: {why}"))?;
+            find(command, key, &["socket"]).map_err(|why| format!("a [[disk]]: {why}"))?;
         }
         for value in values {
             parts.push(format!("{key}={}", text_of(key, value)?.replace(',', ",,")));

@@ -46,7 +46,8 @@ impl Named {
         Ok(Named { name, path })
     }
 
-    /// Reads the name of an image that is to be made: a path, also behind `file:`, or an NBD export.
+    /// Reads the name of an image that is to be made: a path, also behind `file:`, or an NBD
+    /// export.
     ///
     /// Errors: as [`Named::read`]; a description of a file.
     pub(crate) fn of_new(image: &Path) -> Result<Named, Failure> {

@@ -1,15 +1,15 @@
 use std::cell::Cell;
-
-use ringdisk_ring::{Config, Runtime};
-
 use std::future::Future;
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Waker};
 
-use std::sync::atomic::AtomicBool;
+use ringdisk_ring::{Config, Ring, Runtime};
 
 use super::*;
-use crate::queue::Ticket;
+use crate::queue::{Queue, Ticket};
+use crate::shared::lock;
 
 /// Runs a task on a ring of its own.
 fn run<T>(task: impl AsyncFnOnce(Ring) -> T) -> T {
@@ -137,7 +137,7 @@ fn members_take_turns_however_many_requests_they_have() {
 #[test]
 fn a_request_that_is_dropped_leaves_the_time_to_another() {
     let group = group("iops=50");
-    let member = group.member();
+    let member = Member::of(&group);
     run(async |ring| {
         while group.shared.take(group.now(), Kind::Read, 1).is_ok() {}
         let second = Cell::new(false);
@@ -171,7 +171,7 @@ fn a_request_that_is_dropped_leaves_the_time_to_another() {
 #[test]
 fn who_waits_goes_on_when_the_limit_goes_or_is_lifted() {
     let group = group("iops=1,bps=1");
-    let (member, other) = (group.member(), group.member());
+    let (member, other) = (Member::of(&group), Member::of(&group));
     let waits_until = |change: &(dyn Fn() + Sync)| {
         std::thread::scope(|scope| {
             let waiter = scope.spawn(|| {
