@@ -59,7 +59,7 @@ fn run() -> u8 {
     }
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(error) => return usage(&error),
+        Err(error) => return usage(&cli::with_suggestion(error)),
     };
     let serves = matches!(cli.command, Command::Mount(_) | Command::Serve(_));
     log::start(cli.verbose, serves);
@@ -68,6 +68,7 @@ fn run() -> u8 {
         Ok(code) => code,
         Err(End::Usage(error)) => usage(&error),
         Err(End::Failed(failure)) => {
+            let failure = commands::lock_advice::add(&cli.command, failure);
             terminal::complain(&failure);
             if let Some(signal) = failure.signal() {
                 commands::operation::end_by_signal(signal);
@@ -82,7 +83,11 @@ fn command(command: &Command) -> Result<u8, End> {
         Command::Mount(args) => return Ok(commands::mount::run(args, args.paths()?)?),
         Command::Serve(args) => return Ok(commands::serve::run(args, args.disks()?)?),
         Command::Umount(args) => return Ok(commands::umount::run(args)?),
+        Command::Ps(args) => commands::ps::run(args),
+        Command::Top(args) => commands::top::run(args),
         Command::Ctl(args) => commands::ctl::run(args),
+        Command::Metrics(_) => commands::metrics::run(),
+        Command::Report(args) => commands::report::run(args),
         Command::Topology(args) => commands::topology::run(args),
         Command::Create(args) => commands::create::run(args),
         Command::Info(args) => commands::info::run(args),

@@ -246,7 +246,7 @@ impl Conversion<'_> {
             return Error::os("the conversion was ended early", errno);
         }
         let doing = match doing {
-            Doing::Looking => format!("cannot look up byte {offset} of '{}'", name(self.source)),
+            Doing::Looking => super::cannot_look_up(&name(self.source), offset),
             Doing::Reading => format!("cannot read '{}' at byte {offset}", name(self.source)),
             Doing::Writing => format!("cannot write '{}' at byte {offset}", name(self.target)),
         };
