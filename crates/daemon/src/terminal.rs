@@ -17,6 +17,7 @@ pub use ringdisk_disk::name::shell_word;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::failure::{Exit, Failure, words};
+use crate::log_target;
 
 /// The name in front of each message.
 pub const NAME: &str = "ringdisk";
@@ -66,6 +67,9 @@ pub fn serves() {
 
 /// Writes to standard error; a failure is ignored. Any thread.
 pub fn write_error(bytes: &[u8]) {
+    if log_target::send(bytes) {
+        return;
+    }
     let mut out = io::stderr().lock();
     if !SERVES.load(Ordering::Relaxed) {
         let _ = out.write_all(bytes);

@@ -51,6 +51,7 @@ mod client_errors;
 pub mod describe;
 mod disk;
 mod error;
+mod events;
 mod format_note;
 mod graph;
 pub mod jobs;
@@ -80,6 +81,7 @@ pub use chain::{BlockStatus, PIECES_MAX};
 pub use client_errors::ClientErrors;
 pub use disk::Disk;
 pub use error::{Error, ErrorKind};
+pub use events::{Batch, Event, Events, QUEUE_MAX as EVENTS_MAX};
 pub use layer::Layer;
 pub use limits::BlockLimits;
 pub use live::{

@@ -9,9 +9,10 @@ use std::time::Duration;
 
 use ringdisk_export::ThreadHandle;
 use ringdisk_ring::{Errno, Fd, Parker};
-use rustix::net::{SocketFlags, accept_with};
+use rustix::net::{SocketFlags, acceptfrom_with};
 
 use crate::connection;
+use crate::peers::address_of;
 use crate::queue::{Place, Queue, Work};
 
 /// `EPOLLIN`.
@@ -47,10 +48,10 @@ async fn accept(
         if queue.is_ending.get() || shared.is_full() {
             continue;
         }
-        match accept_with(&listener, SocketFlags::CLOEXEC) {
-            Ok(socket) => {
+        match acceptfrom_with(&listener, SocketFlags::CLOEXEC) {
+            Ok((socket, address)) => {
                 let thread = shared.emptiest();
-                let place = Place::take(shared, thread);
+                let place = Place::take(shared, thread, address.and_then(address_of));
                 if thread == queue.number {
                     connection::serve(&queue, socket, place);
                 } else if let Some(peer) = peers.get(thread) {

@@ -5,6 +5,7 @@
 
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
+use std::sync::Arc;
 
 use ringdisk_ring::Fd;
 use rustix::net::{Shutdown, shutdown};
@@ -23,16 +24,18 @@ pub(crate) fn serve(queue: &Rc<Queue>, socket: OwnedFd, place: Place) {
     queue.sockets.borrow_mut().push(Rc::clone(&socket));
     let ring = queue.ring.clone();
     ring.spawn(async move {
-        converse(&queue, &socket).await;
+        converse(&queue, &socket, place.address.clone()).await;
         queue.sockets.borrow_mut().retain(|other| !Rc::ptr_eq(other, &socket));
         drop(place);
     });
 }
 
 /// Serves a client until one of the two ends it.
-async fn converse(queue: &Rc<Queue>, socket: &Rc<OwnedFd>) {
+///
+/// * `address`: of a client over TCP.
+async fn converse(queue: &Rc<Queue>, socket: &Rc<OwnedFd>, address: Option<String>) {
     // A handshake suspends for long and its state is large: apart from the task's own.
-    let served = Box::pin(speak(queue, socket)).await;
+    let served = Box::pin(speak(queue, socket, address)).await;
     let _ = shutdown(&**socket, Shutdown::Both);
     if let Err(end) = served
         && let Some(why) = end.text()
@@ -41,7 +44,11 @@ async fn converse(queue: &Rc<Queue>, socket: &Rc<OwnedFd>) {
     }
 }
 
-async fn speak(queue: &Rc<Queue>, socket: &Rc<OwnedFd>) -> Result<(), End> {
+async fn speak(
+    queue: &Rc<Queue>,
+    socket: &Rc<OwnedFd>,
+    address: Option<String>,
+) -> Result<(), End> {
     let mut input = Input::new(&queue.ring, Fd::of(&**socket));
     let agreed = {
         let handshake = handshake(queue, &mut input);
@@ -54,7 +61,14 @@ async fn speak(queue: &Rc<Queue>, socket: &Rc<OwnedFd>) -> Result<(), End> {
     };
     let Some(agreed) = agreed else { return Ok(()) };
     queue.shared.idle.begin();
+    let listed = queue.shared.peers.enter(
+        &agreed.export.name,
+        address,
+        &**socket,
+        Arc::clone(agreed.export.disk.events()),
+    );
     let served = session::run(queue, socket, agreed, input).await;
+    drop(listed);
     queue.client_has_gone();
     served
 }

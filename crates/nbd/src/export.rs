@@ -21,6 +21,7 @@ use crate::accept;
 use crate::ending::{Ending, StopHandle, Why};
 use crate::exported::{Exported, Exports};
 use crate::options::{NamedDisk, NbdOptions, check};
+use crate::peers::Peer;
 use crate::queue::{Queue, Shared, Work};
 
 /// At the end, requests in flight and the last flush have so long.
@@ -133,6 +134,12 @@ impl Export {
     pub fn stats_reader(&self) -> Box<dyn Fn() -> Stats + Send + Sync> {
         let views: Vec<_> = self.threads.iter().map(|thread| thread.view.clone()).collect();
         Box::new(move || Stats::of(&views))
+    }
+
+    /// Lists the clients later and from elsewhere.
+    pub fn peers_reader(&self) -> Box<dyn Fn() -> Vec<Peer> + Send + Sync> {
+        let peers = Arc::clone(&self.shared.peers);
+        Box::new(move || peers.list())
     }
 
     /// Reads the number of connections later and from elsewhere.

@@ -21,9 +21,9 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Modules use one another in one direction only: [`options`] ◄ `exported` ◄ `ending`, `idle` ◄
-//! `queue` (what a queue thread has) ◄ `input` ◄ `handshake` ◄ `session` (requests) ◄ `connection`
-//! ◄ `accept` ◄ `export` (control thread). The wire is in `ringdisk-nbd-protocol`.
+//! Modules use one another in one direction only: [`options`] ◄ `exported` ◄ `ending`, `idle`,
+//! `peers` ◄ `queue` (what a queue thread has) ◄ `input` ◄ `handshake` ◄ `session` (requests) ◄
+//! `connection` ◄ `accept` ◄ `export` (control thread). The wire is in `ringdisk-nbd-protocol`.
 
 #![forbid(unsafe_code)]
 
@@ -36,11 +36,13 @@ mod handshake;
 mod idle;
 mod input;
 pub mod options;
+mod peers;
 mod queue;
 mod session;
 
 pub use ending::StopHandle;
 pub use export::Export;
 pub use options::{DirtyBitmap, NamedDisk, NbdOptions};
+pub use peers::Peer;
 pub use ringdisk_export::{CommonOptions, Error, ErrorKind};
 pub use session::CONNECTION_BYTES_MAX;

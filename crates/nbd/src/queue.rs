@@ -20,6 +20,7 @@ use crate::ending::Ending;
 use crate::exported::Exports;
 use crate::idle::Idle;
 use crate::options::NbdOptions;
+use crate::peers::Peers;
 
 /// How often the end of an export looks whether the last replies have left.
 const DRAIN_POLL: Duration = Duration::from_millis(2);
@@ -30,6 +31,7 @@ pub(crate) struct Shared {
     pub(crate) exports: Arc<Exports>,
     pub(crate) handshake_limit: Option<Duration>,
     pub(crate) idle: Idle,
+    pub(crate) peers: Arc<Peers>,
     max_connections: usize,
     /// Connections of each thread.
     counts: Vec<AtomicUsize>,
@@ -43,6 +45,7 @@ impl Shared {
             exports,
             handshake_limit: options.handshake_limit,
             idle: Idle::new(options.idle_exit),
+            peers: Arc::default(),
             max_connections: options.max_connections,
             counts: (0..threads).map(|_| AtomicUsize::new(0)).collect(),
             first: OnceLock::new(),
@@ -75,12 +78,15 @@ impl Shared {
 pub(crate) struct Place {
     shared: Arc<Shared>,
     thread: usize,
+    /// Of a client over TCP.
+    pub(crate) address: Option<String>,
 }
 
 impl Place {
-    pub(crate) fn take(shared: &Arc<Shared>, thread: usize) -> Place {
+    /// * `address`: of a client over TCP.
+    pub(crate) fn take(shared: &Arc<Shared>, thread: usize, address: Option<String>) -> Place {
         shared.counts[thread].fetch_add(1, Ordering::AcqRel);
-        Place { shared: Arc::clone(shared), thread }
+        Place { shared: Arc::clone(shared), thread, address }
     }
 }
 

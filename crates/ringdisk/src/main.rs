@@ -73,7 +73,7 @@ fn run() -> u8 {
     let mut cli = match parsed {
         Ok(cli) => cli,
         Err(error) => {
-            let code = usage(&error);
+            let code = usage(&cli::with_suggestion(error));
             if let Some(text) = file.filter(|_| code != Exit::Clean.code()) {
                 terminal::note(text);
             }
@@ -92,6 +92,7 @@ fn run() -> u8 {
         Ok(code) => code,
         Err(End::Usage(error)) => usage(&error),
         Err(End::Failed(failure)) => {
+            let failure = commands::lock_advice::add(&cli.command, failure);
             terminal::complain(&failure);
             if let Some(signal) = failure.signal() {
                 commands::operation::end_by_signal(signal);
@@ -141,7 +142,11 @@ pub(crate) fn command(command: &Command) -> Result<u8, End> {
             };
         }
         Command::Umount(args) => return Ok(commands::umount::run(args)?),
+        Command::Ps(args) => commands::ps::run(args),
+        Command::Top(args) => commands::top::run(args),
         Command::Ctl(args) => commands::ctl::run(args),
+        Command::Metrics(_) => commands::metrics::run(),
+        Command::Report(args) => commands::report::run(args),
         Command::Topology(args) => commands::topology::run(args),
         Command::Create(args) => commands::create::run(args),
         Command::Info(args) => commands::info::run(args),

@@ -7,7 +7,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
-use ringdisk_daemon::control::disk::Serving;
+use ringdisk_daemon::control::disk::{Serving, SocketClient};
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::helper;
 use ringdisk_daemon::stats::Report;
@@ -187,6 +187,13 @@ impl Serving for Handle {
 
     fn topology(&self) -> Value {
         topology::machine_to_json(&Topology::read())
+    }
+
+    fn clients(&self) -> Vec<SocketClient> {
+        let pid = (self.health)().front_end_pid;
+        pid.map(|pid| SocketClient { pid: Some(pid), ..SocketClient::default() })
+            .into_iter()
+            .collect()
     }
 
     fn switch_accel(&self, on: bool) -> Result<bool, String> {

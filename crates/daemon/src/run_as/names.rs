@@ -59,6 +59,11 @@ fn passwd() -> String {
     fs::read_to_string("/etc/passwd").unwrap_or_default()
 }
 
+/// The name of a user, for people. `None`: `/etc/passwd` has none.
+pub fn user_name(uid: u32) -> Option<String> {
+    entries(&passwd()).find(|entry| entry.uid == uid).map(|entry| visible(&entry.name))
+}
+
 /// The user of a command line; `None`: it is root by another name.
 ///
 /// Errors: nobody is called so; a number without a group, which is known by name only.

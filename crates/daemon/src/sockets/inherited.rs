@@ -119,7 +119,7 @@ fn no_socket(number: i32, has_manager: bool) -> Failure {
                 these have names"
             ),
         )
-        .hint("leave --socket-fd away, or use --socket-name");
+        .hint("leave --socket-fd out, or use --socket-name");
     }
     Failure::new(Exit::Usage, format!("descriptor {number} is no socket of this process")).hint(
         "whoever starts this process passes it without close-on-exec; or use \

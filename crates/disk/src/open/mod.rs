@@ -461,7 +461,14 @@ impl<'a> Opening<'a> {
 
     fn looped(&self, name: &Path, at: usize) -> Error {
         let first = self.layers.get(at).map_or(name, Layer::name);
-        let from = self.layers.last().map_or(name, Layer::name);
+        let Some(from) = self.layers.last().map(Layer::name) else {
+            let text = format!(
+                "'{}' is one of the images of this disk already; name a file that is not, such as \
+                 a copy of the image below the one on top",
+                printable_path(name)
+            );
+            return Error::new(ErrorKind::Loop, text);
+        };
         Error::new(
             ErrorKind::Loop,
             format!(

@@ -35,6 +35,10 @@ pub(super) async fn serve(session: Rc<Session>, slot: Rc<Slot>) {
             continue;
         };
         if let Err(refusal) = carry_out(&session, &slot, &request).await {
+            if let Some(errno) = refusal.cause {
+                let &Request { offset, len, command, .. } = &request;
+                session.export.errors.record(shown(command), offset, len, errno);
+            }
             session.refuse(&slot, &request, &refusal);
         }
     }
@@ -81,7 +85,20 @@ async fn carry_out(session: &Session, slot: &Slot, request: &Request) -> Result<
 /// What a client is told about an error of the disk.
 pub(super) fn failed(error: Errno) -> Refusal {
     let number = errno::of_system(error.raw_os_error());
-    Refusal::new(number, std::io::Error::from(error).to_string())
+    let refusal = Refusal::new(number, std::io::Error::from(error).to_string());
+    Refusal { cause: Some(error), ..refusal }
+}
+
+/// A command in the words of the log.
+fn shown(command: u16) -> &'static str {
+    match command {
+        command::READ => "a read",
+        command::WRITE => "a write",
+        command::FLUSH => "a flush",
+        command::TRIM => "a discard",
+        command::WRITE_ZEROES => "a write of zeroes",
+        _ => "a request",
+    }
 }
 
 /// Reads, and answers.

@@ -82,7 +82,7 @@ pub(crate) struct ResizeArgs {
     #[arg(short, long, value_parser = format_parser())]
     pub(crate) format: Option<Format>,
 
-    /// Let the disk become smaller; what is behind its new end is lost
+    /// Let the disk become smaller; what lies past its new end is lost
     #[arg(long)]
     pub(crate) shrink: bool,
 

@@ -13,56 +13,31 @@ use ringdisk_disk::{ImageOptions, SnapshotChoice};
 use crate::cli::limit::{LimitWords, parse_limits};
 use crate::cli::names::parse_choice;
 use crate::cli::words::{
-    CacheSize, DETECT_ZEROES, DISCARD, one_of, parse_cache_size, parse_host, parse_switch,
+    CacheSize, DETECT_ZEROES, DISCARD, one_of, parse_cache_size, parse_host,
+    parse_new_image_options, parse_switch,
 };
 use crate::cli::{cache_parser, format_parser, is_named_qcow2};
 
 /// What is served; the IMAGE itself is with the command.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ImageArgs {
-    /// Serve a disk of SIZE bytes that keeps nothing, instead of an image
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options",
-          conflicts_with_all = ["create", "image_opts", "load_snapshot", "format", "cache",
-                                "direct", "allow_path",
-                                "allow_host", "reconnect", "force_share", "offset", "size",
-                                "partition", "snapshot", "overlay", "discard", "discard_no_unref",
-                                "detect_zeroes", "lazy_refcounts",
-                                "metadata_cache"])]
-    pub(crate) null: Option<u64>,
-
-    /// How long each request to a null disk takes, such as 100us
-    #[arg(long, value_name = "TIME", value_parser = parse_time, requires = "null",
-          help_heading = "Image options")]
-    pub(crate) latency: Option<Duration>,
-
-    /// Reads of a null disk give zeroes (they cost time; without it they give anything)
-    #[arg(long, requires = "null", help_heading = "Image options")]
-    pub(crate) read_zeroes: bool,
+    /// Never write to IMAGE
+    #[arg(short, long)]
+    pub(crate) read_only: bool,
 
     /// Make an image of SIZE bytes when there is no IMAGE: a qcow2 if its name ends so, or with -f
     /// qcow2; else a raw one
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options",
+    #[arg(long, value_name = "SIZE", value_parser = parse_size,
           conflicts_with = "read_only")]
     pub(crate) create: Option<u64>,
 
-    /// Options of the image that --create makes, as NAME=VALUE,NAME=VALUE (see `create -o help`)
-    #[arg(
-        short = 'o',
-        long,
-        value_name = "OPTIONS",
-        requires = "create",
-        help_heading = "Image options"
-    )]
-    pub(crate) options: Vec<String>,
-
     /// Leave IMAGE as it is: what is written goes to a temporary overlay, which is gone at the end
-    #[arg(long, help_heading = "Image options", conflicts_with_all = ["read_only", "create"])]
+    #[arg(long, conflicts_with_all = ["read_only", "create"])]
     pub(crate) snapshot: bool,
 
     /// Leave IMAGE as it is: what is written goes to FILE, a qcow2 overlay, made when it is not
     /// there
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Image \
-        options",
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath,
           conflicts_with_all = ["read_only", "create", "snapshot"])]
     pub(crate) overlay: Option<PathBuf>,
 
@@ -74,12 +49,30 @@ pub(crate) struct ImageArgs {
     /// user.ringdisk.format), and where it can keep none the writes stay refused. `serve` asks for
     /// the format of what is not qcow2 and has no such note. An image with the note that begins
     /// like another format, and a block device that does, are not guessed: say what they are.
-    #[arg(short, long, value_parser = format_parser(), help_heading = "Image options")]
+    #[arg(short, long, value_parser = format_parser())]
     pub(crate) format: Option<Format>,
 
-    /// Never write to IMAGE
-    #[arg(short, long, help_heading = "Image options")]
-    pub(crate) read_only: bool,
+    /// Serve partition N of the disk of IMAGE, as the kernel numbers it (1 is /dev/sda1; logical
+    /// ones from 5 on)
+    ///
+    /// The table (MBR, or GPT with sectors of 512 or 4096 bytes; an MBR counts in those of a block
+    /// device, else in 512) is read when the image is opened. No request reaches a byte outside the
+    /// partition. Refused: a partition that overlaps another one or goes past the end of the disk,
+    /// and an extended one.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..),
+          conflicts_with_all = ["offset", "size", "create"])]
+    pub(crate) partition: Option<u32>,
+
+    /// Options of the image that --create makes, as NAME=VALUE,NAME=VALUE (see `create -o help`)
+    #[arg(
+        short = 'o',
+        long,
+        value_name = "OPTIONS",
+        value_parser = parse_new_image_options,
+        requires = "create",
+        help_heading = "Image options"
+    )]
+    pub(crate) options: Vec<String>,
 
     /// How the host's page cache and flushes are used
     ///
@@ -124,18 +117,6 @@ pub(crate) struct ImageArgs {
     /// A disk with a size of its own cannot be resized.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options")]
     pub(crate) size: Option<u64>,
-
-    /// Serve partition N of the disk of IMAGE, as the kernel numbers it (1 is /dev/sda1; logical
-    /// ones from 5 on)
-    ///
-    /// The table (MBR, or GPT with sectors of 512 or 4096 bytes; an MBR counts in those of a block
-    /// device, else in 512) is read when the image is opened. No request reaches a byte outside the
-    /// partition. Refused: a partition that overlaps another one or goes past the end of the disk,
-    /// and an extended one.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..),
-          help_heading = "Image options",
-          conflicts_with_all = ["offset", "size", "create"])]
-    pub(crate) partition: Option<u32>,
 
     /// A directory (with all below) or file that backing and data file names of IMAGE may lead to
     ///
@@ -205,6 +186,25 @@ pub(crate) struct ImageArgs {
     #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = parse_cache_size,
           help_heading = "Image options")]
     pub(crate) metadata_cache: CacheSize,
+
+    /// Serve a disk of SIZE bytes that keeps nothing, instead of an image
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Test options",
+          conflicts_with_all = ["create", "image_opts", "load_snapshot", "format", "cache",
+                                "direct", "allow_path",
+                                "allow_host", "reconnect", "force_share", "offset", "size",
+                                "partition", "snapshot", "overlay", "discard", "discard_no_unref",
+                                "detect_zeroes", "lazy_refcounts",
+                                "metadata_cache"])]
+    pub(crate) null: Option<u64>,
+
+    /// How long each request to a null disk takes, such as 100us
+    #[arg(long, value_name = "TIME", value_parser = parse_time, requires = "null",
+          help_heading = "Test options")]
+    pub(crate) latency: Option<Duration>,
+
+    /// Reads of a null disk give zeroes (that costs time; without it they return undefined data)
+    #[arg(long, requires = "null", help_heading = "Test options")]
+    pub(crate) read_zeroes: bool,
 }
 
 impl ImageArgs {

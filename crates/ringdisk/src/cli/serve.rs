@@ -16,8 +16,8 @@ use ringdisk_vhost::export::{
 };
 
 use crate::cli::words::{ENGINE, NUMA, ON_ERROR, PACKED, SECOND, one_of};
-use crate::cli::{ConfigArgs, DiskWords, ImageArgs, SandboxArgs, UserArgs, refuse};
-pub(crate) use nbd::{Address, NbdArgs, NbdDiskArgs};
+use crate::cli::{ConfigArgs, DiskWords, ImageArgs, LogArgs, SandboxArgs, UserArgs, refuse};
+pub(crate) use nbd::{Address, NbdArgs, NbdDiskArgs, parse_address};
 
 const SERVE_LONG: &str = "\
 Serves the disk inside IMAGE to a virtual machine, through the socket SOCKET (vhost-user-blk), \
@@ -86,15 +86,19 @@ pub(crate) struct ServeArgs {
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath, conflicts_with = "null")]
     image: Option<PathBuf>,
 
+    /// Serve in the background; return when the sockets answer
+    ///
+    /// An error during the start is reported as usual, with its exit code. Later messages go where
+    /// --log says. Standard output and error stay open only where they are regular files.
+    #[arg(long)]
+    pub(crate) daemonize: bool,
+
     /// A disk of several, as KEY=VALUE,KEY=VALUE: image=root.qcow2,socket=/run/vm1.sock,serial=root
     #[arg(long, value_name = "SPEC", help_heading = "Socket options",
           conflicts_with_all = ["image", "null", "create", "overlay", "vhost_user_blk", "connect",
           "socket_fd",
                                "socket_name", "serial", "export_name"])]
     disk: Vec<String>,
-
-    #[command(flatten)]
-    one: DiskArgs,
 
     #[command(flatten)]
     pub(crate) nbd: NbdArgs,
@@ -107,13 +111,6 @@ pub(crate) struct ServeArgs {
     #[arg(long, conflicts_with = "incoming", help_heading = "Serving options")]
     pub(crate) upgrade: bool,
 
-    /// Serve in the background; return when the sockets answer
-    ///
-    /// An error during the start is reported as usual, with its exit code. Standard output and
-    /// error stay open only where they are regular files.
-    #[arg(long, help_heading = "Serving options")]
-    pub(crate) daemonize: bool,
-
     /// Let the virtual machine go on when the serving process dies: a second process holds its
     /// connection and its memory, and starts another one
     ///
@@ -124,6 +121,9 @@ pub(crate) struct ServeArgs {
           "socket_name"],
           help_heading = "Serving options")]
     pub(crate) keep: bool,
+
+    #[command(flatten)]
+    pub(crate) log: LogArgs,
 
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
@@ -139,19 +139,23 @@ pub(crate) struct ServeArgs {
     /// Print IOPS, bytes, latencies, depth and CPU time per request on standard error at the end
     #[arg(long, help_heading = "Serving options")]
     pub(crate) stats: bool,
+
+    // Last, as its test options are what people need least.
+    #[command(flatten)]
+    one: DiskArgs,
 }
 
 /// What each disk of a process has for itself.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct DiskArgs {
     #[command(flatten)]
-    pub(crate) source: ImageArgs,
-    #[command(flatten)]
     pub(crate) place: SocketArgs,
     #[command(flatten)]
     pub(crate) device: DeviceArgs,
     #[command(flatten)]
     pub(crate) nbd: NbdDiskArgs,
+    #[command(flatten)]
+    pub(crate) source: ImageArgs,
 }
 
 /// Where front ends come from.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::terminal;
-use ringdisk_disk::jobs::{CompareOptions, Comparison, Difference, compare};
+use ringdisk_disk::jobs::{BAD_TABLES, CompareOptions, Comparison, Difference, compare};
 use ringdisk_disk::{Disk, Format, ImageOptions};
 use ringdisk_ring::Runtime;
 
@@ -37,7 +37,7 @@ pub(crate) fn run(args: &CompareArgs) -> Result<u8, Failure> {
     let result = runtime.block_on(compare(&ring, &first, &second, options, job.progress()));
     let compared = result.map_err(|error| {
         // The words of the job say which of the two it was.
-        let looking = error.message().starts_with("cannot look up");
+        let looking = error.message().contains(BAD_TABLES);
         Failure::from(error).with_code(if looking { CANNOT_LOOK_UP } else { CANNOT_READ })
     });
     let compared = job.end(compared, "nothing was changed")?;

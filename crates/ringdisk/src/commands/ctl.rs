@@ -20,6 +20,7 @@ use crate::cli::{CtlArgs, CtlCommand, PREALLOCATION, ProgressArgs, word_of};
 use crate::commands::look;
 use crate::commands::operation::Operation;
 use crate::commands::output::json_text;
+use crate::commands::watch;
 
 /// Notes what a file names that a server may write for a commit from now on.
 ///
@@ -46,6 +47,13 @@ const STOP_ANSWER: Duration = Duration::from_secs(10);
 pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
     let limit = args.timeout.unwrap_or(ANSWER);
     let mut client = Client::connect(&args.target, limit)?;
+    match &args.command {
+        CtlCommand::Events => return watch::events(args, &mut client),
+        CtlCommand::Stats { every: Some(every), .. } => {
+            return watch::repeat(&mut client, *every, limit);
+        }
+        _ => {}
+    }
     let command = command_of(&args.command)?;
     if let CtlCommand::Backing { file, .. } = &args.command
         && !file.as_os_str().is_empty()
@@ -88,7 +96,11 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
     });
     let value = job.end(result, left)?;
     match &args.command {
-        CtlCommand::Stats { json: true } => terminal::say(json_text(&without_text(value))),
+        CtlCommand::Stats { json: true, .. } => terminal::say(json_text(&without_text(value))),
+        CtlCommand::Stats { internals: false, .. } => {
+            terminal::say(watch::text_of(&client, &value, None));
+        }
+        CtlCommand::Events => {}
         CtlCommand::Stats { .. } => {
             let text = value.get("text").and_then(Value::as_str).unwrap_or_default();
             terminal::say(visible_lines(text));
@@ -101,7 +113,12 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
             let text = value.get("text").and_then(Value::as_str).unwrap_or("Done.");
             terminal::say(visible_lines(text));
         }
-        CtlCommand::Commit { show, .. } if !show.quiet => terminal::say("Image committed."),
+        CtlCommand::Commit { show, .. } if !show.quiet => {
+            terminal::say("Image committed.");
+            if let Some(text) = value.get("text").and_then(Value::as_str) {
+                terminal::note(visible_lines(text));
+            }
+        }
         CtlCommand::Backing { show, .. } if !show.quiet => terminal::say("Backing file changed."),
         CtlCommand::Commit { .. } | CtlCommand::Backing { .. } => {}
         CtlCommand::Accel { on: true } => {
@@ -206,6 +223,7 @@ fn command_of(command: &CtlCommand) -> Result<Command, Failure> {
     Ok(match command {
         CtlCommand::Stats { .. } => Command::Stats,
         CtlCommand::Limit { change, .. } => Command::Limit(Limit { change: change.clone() }),
+        CtlCommand::Events => Command::Events,
         CtlCommand::Stop { force } => Command::Stop(Stop { force: *force }),
         CtlCommand::Accel { on } => Command::Accel(Accel { on: *on }),
         CtlCommand::Resize { size, shrink, preallocation } => Command::Resize(Resize {

@@ -10,7 +10,6 @@ use ringdisk_daemon::terminal::{self, Results, visible};
 use ringdisk_disk::name::FileName;
 use ringdisk_disk::{Disk, ImageOptions, Layer, describe};
 use ringdisk_qcow2::Info;
-use ringdisk_qcow2::limits::SECTOR;
 use ringdisk_ring::Runtime;
 use ringdisk_storage::Kind;
 use serde_json::{Map, Value};
@@ -132,8 +131,7 @@ fn child(out: &mut impl Write, layer: &Layer) -> io::Result<()> {
     writeln!(out, "Child node '/file':")?;
     writeln!(out, "    filename: {}", visible(&layer.name().to_string_lossy()))?;
     writeln!(out, "    protocol type: {kind}")?;
-    let len = file.len().next_multiple_of(SECTOR);
-    writeln!(out, "    file length: {}", human_size_exact(len))?;
+    writeln!(out, "    file length: {}", human_size_exact(file.len()))?;
     writeln!(out, "    disk size: {}", human_size(file.allocated_bytes()))
 }
 

@@ -189,6 +189,9 @@ impl<'a> ImagePlan<'a> {
         let shown = shell_word(&image.display().to_string());
         match kind {
             // A name that an image contains is not one that --create could make.
+            ErrorKind::NotFound if !is_export(image) && !image.exists() && self.args.read_only => {
+                failure.hint("an image that is only read must be there: look at its name")
+            }
             ErrorKind::NotFound if !is_export(image) && !image.exists() => {
                 failure.hint(format!("add `--create 10G` to make '{shown}'"))
             }
@@ -247,7 +250,12 @@ impl<'a> ImagePlan<'a> {
         let format = disk.layers().first().and_then(|top| top.format());
         let format = format.map(|format| format!(", {format}")).unwrap_or_default();
         let read_only = self.args.read_only || disk.is_read_only();
-        let mode = if read_only { ", read-only" } else { "" };
+        let mode = match (&self.args.overlay, self.args.snapshot) {
+            (Some(overlay), _) => format!(", what is written goes to {}", overlay.display()),
+            (None, true) => String::from(", what is written is lost at the end"),
+            (None, false) if read_only => String::from(", read-only"),
+            (None, false) => String::new(),
+        };
         let size = human_size(disk.size());
         format!("{image} ({size}{format}{mode})")
     }

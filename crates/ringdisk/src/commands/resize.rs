@@ -25,7 +25,7 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<(), Failure> {
     if size < old && !args.shrink {
         return Err(Failure::new(
             Exit::Usage,
-            format!("the disk has {old} bytes; what is behind {size} would be lost"),
+            format!("the disk has {old} bytes; what lies past byte {size} would be lost"),
         )
         .hint("add --shrink if that is meant"));
     }

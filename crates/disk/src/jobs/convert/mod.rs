@@ -259,7 +259,7 @@ impl Conversion<'_> {
         }
         let (from, at) = self.source.place(offset);
         let doing = match doing {
-            Doing::Looking => format!("cannot look up byte {at} of '{from}'"),
+            Doing::Looking => super::cannot_look_up(&from, at),
             Doing::Reading => format!("cannot read '{from}' at byte {at}"),
             Doing::Writing => format!("cannot write '{}' at byte {offset}", name(self.target)),
         };

@@ -11,11 +11,12 @@ use std::sync::Arc;
 
 use ringdisk_daemon::background::Background;
 use ringdisk_daemon::confine::{self, Reach};
-use ringdisk_daemon::control::disk::DiskControl;
+use ringdisk_daemon::control::disk::{DiskControl, ServedAs};
 use ringdisk_daemon::control::server::Server;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::helper;
 use ringdisk_daemon::io_flusher;
+use ringdisk_daemon::log_target;
 use ringdisk_daemon::new_file::NewFiles;
 use ringdisk_daemon::notify::Notify;
 use ringdisk_daemon::pidfile::Pidfile;
@@ -32,6 +33,7 @@ use super::privileges::{self, Inside};
 use super::{control, watch_start};
 use crate::cli::{Address, NbdArgs, ServeArgs, ServedDisk};
 use crate::commands::look;
+use crate::commands::metrics::MetricsSockets;
 use crate::commands::open::{ImagePlan, new_image, reach};
 use crate::nbd::{Handle, Served};
 
@@ -104,14 +106,21 @@ pub(super) fn serve(
     let handle = served.handle();
     let is_only = opened.len() == 1;
     let attend = |((plan, disk), named): ((&ImagePlan<'_>, &ServedDisk), NamedDisk)| {
-        let path = listening.path.as_deref().map(|path| control_path(path, is_only, &named.name));
+        let socket = listening.control_socket();
+        let path = socket.map(|path| control_path(&path, is_only, &named.name));
         attend(plan, disk, named, &handle, (path, restricted), &listening.shown)
     };
     let running: Vec<Running> = plans.iter().zip(disks).zip(opened).map(attend).collect();
     let notify = Arc::new(Notify::from_environment());
     let pidfile = pidfile.as_deref().map(Pidfile::create).transpose()?;
-    let inside: Vec<Inside<'_>> =
+    let mut metrics = MetricsSockets::make(&args.log.metrics)?;
+    let commands = running.iter().map(|disk| Arc::clone(&disk.commands)).collect();
+    let metrics_server = metrics.start(commands)?;
+    let mut inside: Vec<Inside<'_>> =
         running.iter().enumerate().map(|(number, disk)| disk.inside(number, &listening)).collect();
+    if let Some(first) = inside.first_mut() {
+        first.names.extend(metrics.named());
+    }
     let (word, mark) = (args.sandbox.word, String::new());
     privileges::give_up(word, user, &inside, pidfile.as_ref(), &notify, false, mark)?;
     // What clients say is read inside.
@@ -124,8 +133,9 @@ pub(super) fn serve(
     if !args.nbd.is_quiet {
         announce(&running, &listening, background.is_some());
     }
-    if let Some(background) = background {
-        background.ready();
+    match background {
+        Some(background) => background.ready(),
+        None => log_target::begin(),
     }
     terminal::serves();
     if let Some(signal) = watcher.enter(Phase::Serving(actions(&running, &handle, &notify))) {
@@ -143,6 +153,8 @@ pub(super) fn serve(
         (Err(failure), None) => notify.stopping(failure.message()),
         (Ok(()), None) => notify.stopping("stopped"),
     }
+    drop(metrics_server);
+    drop(metrics);
     drop(listening.made);
     for disk in running {
         // The image is free before clients of the control socket hear of the end.
@@ -335,6 +347,14 @@ fn listen_on(address: &Address) -> Result<Vec<OwnedFd>, Failure> {
     }
 }
 
+impl Listening {
+    /// What control sockets are named after: the Unix socket, or the first address. By the latter
+    /// `ringdisk ps` finds a disk, and `ringdisk ctl` does not.
+    fn control_socket(&self) -> Option<PathBuf> {
+        self.path.clone().or_else(|| self.shown.first().map(PathBuf::from))
+    }
+}
+
 /// What `ringdisk ctl` finds a disk by.
 fn control_path(socket: &Path, is_only: bool, name: &str) -> PathBuf {
     if is_only { socket.to_owned() } else { socket.join(name) }
@@ -351,6 +371,8 @@ fn attend(
 ) -> Running {
     let stop = handle.clone();
     let commands = DiskControl::new(Arc::clone(&named.disk), handle.clone(), move |_| stop.stop());
+    let export = named.name.clone();
+    let commands = commands.served_as(ServedAs::Nbd { addresses: shown.to_vec(), export });
     let commands = Arc::new(commands.confined_later(restricted));
     let source = &disk.args.source;
     let name = match named.name.as_str() {
