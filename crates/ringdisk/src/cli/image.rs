@@ -10,6 +10,7 @@ use ringdisk_disk::name::FileName;
 use ringdisk_disk::{AllowedHost, Cache, DetectZeroes, Discard, Format};
 use ringdisk_disk::{ImageOptions, SnapshotChoice};
 
+use crate::cli::limit::{LimitWords, parse_limits};
 use crate::cli::names::parse_choice;
 use crate::cli::words::{
     CacheSize, DETECT_ZEROES, DISCARD, one_of, parse_cache_size, parse_host, parse_switch,
@@ -180,6 +181,16 @@ pub(crate) struct ImageArgs {
     #[arg(long, value_name = "MODE", value_parser = one_of(DETECT_ZEROES), default_value = "off",
           help_heading = "Image options")]
     pub(crate) detect_zeroes: DetectZeroes,
+
+    /// Limit requests and bytes per second: iops=1000,bps-write=50M,iops-max=5000
+    ///
+    /// {iops,bps}, for all requests, or {iops,bps}-{read,write}; each with -max, the rate of a
+    /// burst, and -max-length, how many seconds one may last [default: a burst is as much at once];
+    /// iops-size: a longer request counts as several. They mean what they mean in QEMU.
+    /// group=NAME: the disks of this process with that NAME share the limits, and take turns. May
+    /// be given several times. `ringdisk ctl TARGET limit` changes them.
+    #[arg(long, value_name = "LIMITS", value_parser = parse_limits, help_heading = "Image options")]
+    pub(crate) limit: Vec<LimitWords>,
 
     /// Write reference counts of a qcow2 late, or not [default: as the image says]
     ///

@@ -16,7 +16,7 @@ use ringdisk_vhost::export::{
 };
 
 use crate::cli::words::{ENGINE, NUMA, ON_ERROR, PACKED, SECOND, one_of};
-use crate::cli::{DiskWords, ImageArgs, SandboxArgs, UserArgs, refuse};
+use crate::cli::{ConfigArgs, DiskWords, ImageArgs, SandboxArgs, UserArgs, refuse};
 pub(crate) use nbd::{Address, NbdArgs, NbdDiskArgs};
 
 const SERVE_LONG: &str = "\
@@ -98,6 +98,9 @@ pub(crate) struct ServeArgs {
 
     #[command(flatten)]
     pub(crate) nbd: NbdArgs,
+
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
 
     /// Take over, with everything that is connected, from the process that serves the same disks
     /// now
@@ -451,6 +454,11 @@ impl ServeArgs {
                 return Err(refuse("serve", ErrorKind::ValueValidation, text));
             }
             device.check_accel().map_err(|(kind, text)| refuse("serve", kind, text))?;
+            if device.accel == AccelWord::Require && !disk.args.source.limit.is_empty() {
+                let text = "--accel require and --limit contradict each other: the kernel knows no \
+                            limits";
+                return Err(refuse("serve", ErrorKind::ArgumentConflict, text));
+            }
         }
         disks.iter().try_for_each(|disk| self.check_kept(&disk.args))?;
         let check_nbd = |disk: &ServedDisk| self.nbd.check(&disk.args);

@@ -6,6 +6,7 @@ mod change;
 mod cli;
 #[path = "../common/mod.rs"]
 mod common;
+mod config;
 mod copy;
 mod create;
 mod mount;
