@@ -103,13 +103,16 @@ pub(crate) fn run(program: &str, words: impl IntoIterator<Item = OsString>) -> u
     }
 }
 
-/// A format that is not given is raw, whatever the name of the new image.
+/// A format that is not given is raw, whatever the name of the new image; and what other options
+/// imply.
 fn take_defaults(command: &mut Command) {
     match command {
         Command::Create(args) => args.format = args.format.or(Some(Format::Raw)),
         Command::Convert(args) if !args.target_image_opts => {
             args.target_format = args.target_format.or(Some(Format::Raw));
         }
+        // A base that is named implies `-d`.
+        Command::Commit(args) => args.drop |= args.base.is_some(),
         _ => {}
     }
 }
