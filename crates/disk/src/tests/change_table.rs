@@ -10,8 +10,8 @@
 //! bit wherever the content differs from what it was when the bitmap was made.
 //!
 //! Where a change allows it, some of its cells have a checkpoint running, and its fleecing file is
-//! one of the storages whose operations fail: the frozen state is what it was, or the checkpoint has
-//! failed; no request of a client has.
+//! one of the storages whose operations fail: the frozen state is what it was, or the checkpoint
+//! has failed; no request of a client has.
 //!
 //! Two failures may leave a disk that answers with errors until it is opened again, and a change
 //! that was made although an error was told; never wrong bytes, damaged images, or a bitmap that is

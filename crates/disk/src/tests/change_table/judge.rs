@@ -187,7 +187,8 @@ pub(super) async fn judge(ring: &Ring, fixture: &Fixture, cell: Cell) -> Run {
     if is_open {
         model.settle(read_steps(ring, &disk, 1 << 20).await, &cell);
         let closed = disk.close(ring).await;
-        assert!(closed.is_ok() || !is_sound, "{closed:?} {cell:?}");
+        let fault = disk.fault();
+        assert!(closed.is_ok() || !is_sound, "{closed:?} {fault:?} after {made:?}, {cell:?}");
     }
     settle(ring).await;
     // One more with an overlay, one or two less after a commit.

@@ -349,8 +349,8 @@ impl World {
     }
 }
 
-/// Makes a checkpoint, with bitmaps where the image has one, and gives it up. What must be undone is
-/// tried twice, as a caller would.
+/// Makes a checkpoint, with bitmaps where the image has one, and gives it up. What must be undone
+/// is tried twice, as a caller would.
 async fn checkpoint(ring: &Ring, disk: &Disk) -> Result<(), Error> {
     let mut options = CheckpointOptions::new(SimStorage::new(0, 7).storage(), 1 << 30);
     let bitmaps = disk.layers()[0].qcow2().map(|image| image.info().bitmaps.clone());

@@ -1,5 +1,5 @@
-//! The machine stops at each step of a round with bitmaps: a bitmap that says that it is valid has a
-//! bit wherever the disk differs from what it was when the bitmap began.
+//! The machine stops at each step of a round with bitmaps: a bitmap that says that it is valid has
+//! a bit wherever the disk differs from what it was when the bitmap began.
 
 use std::sync::Arc;
 
