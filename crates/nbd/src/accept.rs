@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use ringdisk_export::ThreadHandle;
 use ringdisk_ring::{Errno, Fd, Parker};
-use rustix::net::{SocketFlags, accept_with};
+use rustix::net::{AddressFamily, SocketFlags, accept_with, sockopt};
 
 use crate::connection;
 use crate::queue::{Place, Queue, Work};
@@ -49,6 +49,9 @@ async fn accept(
         }
         match accept_with(&listener, SocketFlags::CLOEXEC) {
             Ok(socket) => {
+                if !may_come(&queue, &socket) {
+                    continue;
+                }
                 let thread = shared.emptiest();
                 let place = Place::take(shared, thread);
                 if thread == queue.number {
@@ -62,6 +65,31 @@ async fn accept(
                 tracing::warn!("a client cannot be accepted: {errno}");
                 ring.sleep(RETRY).await;
             }
+        }
+    }
+}
+
+/// Whether the process at the other end of a Unix socket may connect; others are dropped.
+fn may_come(queue: &Queue, socket: &OwnedFd) -> bool {
+    let Some(allowed) = &queue.shared.allowed_users else { return true };
+    if sockopt::socket_domain(socket) != Ok(AddressFamily::UNIX) {
+        return true;
+    }
+    match sockopt::socket_peercred(socket) {
+        Ok(peer) => {
+            let (user, group) = (peer.uid.as_raw(), peer.gid.as_raw());
+            let allows = allowed.allows(user, group);
+            if !allows {
+                let process = peer.pid.as_raw_nonzero();
+                tracing::warn!(
+                    "process {process} is sent away: user {user}, group {group} is not allowed"
+                );
+            }
+            allows
+        }
+        Err(errno) => {
+            tracing::warn!("a client is sent away: the system does not say whose it is: {errno}");
+            false
         }
     }
 }

@@ -19,7 +19,7 @@ use rustix::net::{Shutdown, shutdown};
 use crate::ending::Ending;
 use crate::exported::Exports;
 use crate::idle::Idle;
-use crate::options::NbdOptions;
+use crate::options::{AllowedUsers, NbdOptions, TlsOptions};
 
 /// How often the end of an export looks whether the last replies have left.
 const DRAIN_POLL: Duration = Duration::from_millis(2);
@@ -30,6 +30,8 @@ pub(crate) struct Shared {
     pub(crate) exports: Arc<Exports>,
     pub(crate) handshake_limit: Option<Duration>,
     pub(crate) idle: Idle,
+    pub(crate) tls: Option<TlsOptions>,
+    pub(crate) allowed_users: Option<AllowedUsers>,
     max_connections: usize,
     /// Connections of each thread.
     counts: Vec<AtomicUsize>,
@@ -43,6 +45,8 @@ impl Shared {
             exports,
             handshake_limit: options.handshake_limit,
             idle: Idle::new(options.idle_exit),
+            tls: options.tls.clone(),
+            allowed_users: options.allowed_users.clone(),
             max_connections: options.max_connections,
             counts: (0..threads).map(|_| AtomicUsize::new(0)).collect(),
             first: OnceLock::new(),

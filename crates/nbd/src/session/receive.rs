@@ -13,7 +13,8 @@ use ringdisk_nbd_protocol::request::{EXTENDED_BYTES, Request, WrongMagic};
 use super::judge::{self, Refusal, Rules};
 use super::slot::Slot;
 use super::{SMALL_BYTES, Session};
-use crate::input::{End, Input};
+use crate::end::End;
+use crate::input::Input;
 
 /// A payload of which so much is missing is read straight into the memory of its slot; a smaller
 /// rest comes with the next requests, in one read.
