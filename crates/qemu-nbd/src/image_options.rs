@@ -25,7 +25,7 @@ pub fn image_options(text: &str) -> Result<String, String> {
 }
 
 /// Parts between commas.
-fn words(text: &str) -> Vec<String> {
+pub(crate) fn words(text: &str) -> Vec<String> {
     let (mut words, mut word) = (Vec::new(), String::new());
     let mut letters = text.chars().peekable();
     while let Some(letter) = letters.next() {

@@ -95,7 +95,9 @@ pub use error::{Error, ErrorKind};
 pub use failure::Failure;
 pub use kinds::{Allocation, Kind, Limits, Lock, Preallocation};
 pub use names::NameLost;
-pub use nbd::{BadAddress, NBD_PORT, NBD_RECONNECT_DEFAULT, NbdAddress, NbdOptions, NbdServer};
+pub use nbd::{
+    BadAddress, NBD_PORT, NBD_RECONNECT_DEFAULT, NbdAddress, NbdOptions, NbdServer, NbdTls,
+};
 pub use opener::Opener;
 pub use options::OpenOptions;
 pub use ringdisk_ring::Errno;

@@ -40,6 +40,7 @@ pub(crate) use mount::{MountArgs, MountPaths, StopTimeout, UmountArgs, parse_lim
 pub(crate) use placement::PlacementArgs;
 use ringdisk_disk::{Cache, Format};
 pub(crate) use serve::{AccelWord, Address, DeviceArgs, DiskArgs, NbdArgs, ServeArgs, ServedDisk};
+pub(crate) use serve::{NbdAccessArgs, TlsWord, VerifyWord};
 pub(crate) use topology::TopologyArgs;
 pub(crate) use user::UserArgs;
 pub(crate) use words::{DETECT_ZEROES, DISCARD, PACKED, PREALLOCATION, SandboxArgs, word_of};
