@@ -77,7 +77,9 @@ pub fn tls(words: &TlsWords, endpoint: Endpoint) -> Result<Option<Tls>, String> 
         Some(id) => match objects.get(id) {
             Some(Object::Authorization(list)) => Some(list.clone()),
             _ => {
-                return Err(format!("no authz object with id '{id}': every client would be denied"));
+                return Err(format!(
+                    "no authz object with id '{id}': every client would be denied"
+                ));
             }
         },
     };

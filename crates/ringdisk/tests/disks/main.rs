@@ -7,6 +7,7 @@ mod keep;
 mod keep_setup;
 mod migrate;
 mod nbd;
+mod nbd_tls;
 mod qemu_nbd;
 mod serve;
 mod serve_cli;

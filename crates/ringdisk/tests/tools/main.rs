@@ -10,4 +10,6 @@ mod copy;
 mod create;
 mod mount;
 mod nbd;
+mod nbd_tls;
+mod nbdkit;
 mod readme;
