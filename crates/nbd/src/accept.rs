@@ -1,7 +1,7 @@
 //! Takes clients: tasks of the first queue thread, one for each listening socket.
 //!
 //! Promises: a new connection goes to the thread that has the fewest; while as many are served as
-//! the options allow, no client is accepted. No part of a request.
+//! the options allow, no client is accepted, and handshakes have less time. No part of a request.
 
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
@@ -37,14 +37,16 @@ async fn accept(
 ) {
     let (ring, shared) = (&queue.ring, &queue.shared);
     while !queue.is_ending.get() {
-        if shared.is_full() {
-            room.park(ring).await;
-            continue;
-        }
         if ring.poll(Fd::of(&listener), POLL_IN).await.is_err() {
             return;
         }
-        if queue.is_ending.get() || shared.is_full() {
+        if queue.is_ending.get() {
+            return;
+        }
+        if shared.is_full() {
+            shared.set_crowded(true);
+            room.park(ring).await;
+            shared.set_crowded(false);
             continue;
         }
         match accept_with(&listener, SocketFlags::CLOEXEC) {

@@ -4,8 +4,9 @@
 //! nothing else. Task of a queue thread.
 
 use std::os::fd::OwnedFd;
+use std::pin::pin;
 use std::rc::Rc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::net::{Shutdown, shutdown};
 
@@ -16,6 +17,9 @@ use crate::queue::{Place, Queue};
 use crate::session;
 use crate::transport::Transport;
 
+/// While a client waits for room, a handshake may take so long: those who say nothing take no place
+/// from those who would. A handshake with TLS takes nine round trips at most.
+const HURRIED: Duration = Duration::from_secs(2);
 /// At the end of an encrypted connection its client may take so long to read that.
 const CLOSE_LIMIT: Duration = Duration::from_secs(1);
 
@@ -47,7 +51,11 @@ async fn converse(queue: &Rc<Queue>, socket: &Rc<OwnedFd>) {
     if let Err(end) = served
         && let Some(why) = end.text()
     {
-        tracing::info!("a client is disconnected: {why}");
+        match end {
+            // Whoever lets clients in by certificates wants to know whom that keeps out.
+            End::Tls(_) => tracing::warn!("a client is sent away: {why}"),
+            _ => tracing::info!("a client is disconnected: {why}"),
+        }
     }
 }
 
@@ -56,15 +64,31 @@ async fn speak(queue: &Rc<Queue>, transport: &Rc<Transport>) -> Result<(), End> 
     let agreed = {
         let handshake = handshake(queue, transport, &mut input);
         match queue.shared.handshake_limit {
-            Some(limit) => {
-                queue.ring.within(limit, handshake).await.map_err(|_| End::TooSlow)??
-            }
+            Some(limit) => in_time(queue, limit, handshake).await?,
             None => handshake.await?,
         }
     };
-    let Some(agreed) = agreed else { return Ok(()) };
-    queue.shared.idle.begin();
+    let Some((agreed, in_use)) = agreed else { return Ok(()) };
     let served = session::run(queue, transport, agreed, input).await;
-    queue.client_has_gone();
+    drop(in_use);
     served
+}
+
+/// Awaits a handshake for so long, and less while a client waits for room.
+async fn in_time<T>(
+    queue: &Queue,
+    limit: Duration,
+    handshake: impl Future<Output = Result<T, End>>,
+) -> Result<T, End> {
+    let mut handshake = pin!(handshake);
+    let begun = Instant::now();
+    loop {
+        let left = limit.saturating_sub(begun.elapsed());
+        let ended = queue.ring.within(left.min(HURRIED), handshake.as_mut()).await;
+        match ended {
+            Ok(result) => return result,
+            Err(_) if left <= HURRIED || queue.shared.is_crowded() => return Err(End::TooSlow),
+            Err(_) => {}
+        }
+    }
 }

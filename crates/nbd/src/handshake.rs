@@ -20,7 +20,7 @@ use ringdisk_nbd_protocol::request::Style;
 use crate::end::{End, within_a_message};
 use crate::exported::Exported;
 use crate::input::Input;
-use crate::queue::Queue;
+use crate::queue::{InUse, Queue};
 use crate::transport::Transport;
 
 /// Longest data of an option that is looked at, bytes: some names of 4096 bytes each.
@@ -70,7 +70,7 @@ pub(crate) async fn handshake(
     queue: &Rc<Queue>,
     transport: &Transport,
     input: &mut Input,
-) -> Result<Option<Agreed>, End> {
+) -> Result<Option<(Agreed, InUse)>, End> {
     let flags = handshake_flags::FIXED_NEWSTYLE | handshake_flags::NO_ZEROES;
     transport.send(&greeting(flags)).await?;
     let client = parse_client_flags(input.take().await?)?;
@@ -111,6 +111,8 @@ pub(crate) async fn handshake(
             // A third party may have put them there: they are not the client's words.
             return Err(End::Protocol("bytes behind STARTTLS that are not encrypted"));
         }
+        // Before the client hears of it: another client may go meanwhile, and be the last one.
+        let in_use = matches!(next, Next::Transmission(_)).then(|| InUse::begin(queue));
         transport.send(&std::mem::take(&mut state.out)).await?;
         match next {
             Next::Option => {}
@@ -121,7 +123,9 @@ pub(crate) async fn handshake(
                 state.begin_again();
             }
             Next::Ended => return Ok(None),
-            Next::Transmission(export) => return Ok(Some(state.agree(export))),
+            Next::Transmission(export) => {
+                return Ok(in_use.map(|in_use| (state.agree(export), in_use)));
+            }
         }
     }
 }

@@ -22,8 +22,8 @@
 //! ```
 //!
 //! Modules use one another in one direction only: [`options`] ◄ `exported` ◄ `ending`, `idle` ◄
-//! `queue` (what a queue thread has) ◄ `end` ◄ `transport` ◄ `input` ◄ `handshake` ◄ `session` (requests) ◄ `connection`
-//! ◄ `accept` ◄ `export` (control thread). The wire is in `ringdisk-nbd-protocol`.
+//! `queue` (what a queue thread has) ◄ `end` ◄ `transport` ◄ `input` ◄ `handshake` ◄ `session`
+//! (requests) ◄ `connection` ◄ `accept` ◄ `export` (control thread). The wire is in `ringdisk-nbd-protocol`.
 
 #![forbid(unsafe_code)]
 

@@ -68,7 +68,7 @@ fn peers_that_are_not_trusted_are_refused_in_words() {
     let other = scratch();
     let o = other.path();
     Authority::new().write(o);
-    ringdisk(d, &["info", &uri(&server, o)]).ends(6).says("UnknownIssuer");
+    ringdisk(d, &["info", &uri(&server, o)]).ends(6).says("invalid peer certificate");
     authority.write(o);
     // No certificate.
     let ran = ringdisk(d, &["info", &uri(&server, o)]);

@@ -15,7 +15,7 @@ use ringdisk_testkit::process::{has, until};
 use ringdisk_testkit::skips::needs;
 
 use super::nbd::raw;
-use crate::common::tools::{qemu_img, ringdisk};
+use crate::common::tools::{child_of, qemu_img, ringdisk};
 use crate::common::{MIB, open, serve};
 
 /// A running nbdkit at a port of this machine.
@@ -111,15 +111,17 @@ fn a_server_that_rounds_its_size_is_seen_with_that_size() {
     assert!(
         copy[..1_000_001] == pattern(6, 0, 1_000_001) && copy[1_000_001..].iter().all(|b| *b == 0)
     );
-    // Writes behind the file's end are errors of the server.
-    images::raw(&d.join("new.img"), 1_003_520, 9);
-    let ran = ringdisk(d, &["convert", "new.img", &server.uri]);
-    assert!(ran.code != 0);
     // A size that is no multiple of a sector.
     drop(server);
     let server = Nbdkit::start(d, &["file", text(&odd)]);
     ringdisk(d, &["convert", "-O", "raw", &server.uri, "exact.img"]).ok();
     assert!(fs::read(d.join("exact.img")).expect("read")[..1_000_001] == copy[..1_000_001]);
+    drop(server);
+    let server = Nbdkit::start(d, &words);
+    // Writes behind the file's end are errors of the server.
+    images::raw(&d.join("new.img"), 1_003_520, 9);
+    let ran = ringdisk(d, &["convert", "new.img", &server.uri]);
+    assert!(ran.code != 0);
 }
 
 #[test]
@@ -172,9 +174,10 @@ fn a_mount_of_an_export_is_kept_when_its_server_process_is_killed() {
     let disk = d.join("disk");
     let file = open(&disk);
     file.write_all_at(&pattern(4, 0, 1 << 20), 8 * MIB).expect("write");
-    let pid = fs::read_to_string(d.join("pid")).expect("a pid");
-    let killed = Command::new("kill").args(["-9", pid.trim()]).status().expect("kill");
-    assert!(killed.success());
+    let keeper = fs::read_to_string(d.join("pid")).expect("a pid");
+    let server_pid = child_of(keeper.trim().parse().expect("a number")).expect("a server");
+    let killed = Command::new("kill").args(["-9", &server_pid.to_string()]).status();
+    assert!(killed.expect("kill").success());
     file.write_all_at(&pattern(5, 0, 1 << 20), 9 * MIB).expect("write");
     file.sync_all().expect("flush");
     drop(file);
