@@ -2,13 +2,14 @@
 //!
 //! Promises: a request is handed to its slot when all of it is there; the payload of a large write
 //! is read straight into the memory of its slot. Nothing is read while no slot is free, so a client
-//! that takes no replies stalls here, alone.
+//! that takes no replies stalls here, alone; one that has gone has nothing more carried out.
 
 use std::rc::Rc;
 use std::time::Instant;
 
 use ringdisk_nbd_protocol::numbers::{command, errno};
 use ringdisk_nbd_protocol::request::{EXTENDED_BYTES, Request, WrongMagic};
+use ringdisk_ring::Errno;
 
 use super::judge::{self, Refusal, Rules};
 use super::slot::Slot;
@@ -26,6 +27,10 @@ pub(super) async fn receive(session: &Rc<Session>, input: &mut Input) -> Result<
     loop {
         let mut taken = false;
         while input.len() >= head_bytes {
+            if session.is_broken.get() {
+                // Nobody hears of what was asked for and not begun.
+                return Err(End::Socket(Errno::PIPE));
+            }
             let mut head = [0; EXTENDED_BYTES];
             input.peek(&mut head[..head_bytes]);
             let request = match Request::parse(session.style, &head[..head_bytes]) {

@@ -68,6 +68,21 @@ fn a_client_that_reads_no_replies_stalls_alone_and_takes_bounded_memory() {
 }
 
 #[test]
+fn what_a_client_asked_for_before_it_went_is_not_carried_out() {
+    let server =
+        Server::start(vec![NamedDisk::new("", null(Duration::from_millis(1)))], options(1));
+    let mut gone = server.client(Style::Simple);
+    // The server reads them at once, and has all but some in its memory when it stalls.
+    gone.send(&request(command::READ, 0, 64 << 10).to_compact().repeat(5000));
+    drop(gone);
+    let export = server.export.as_ref().unwrap();
+    let connections = export.connections_reader();
+    assert!(until(LIMIT, || (connections() == 0).then_some(())).is_some());
+    let reads = export.stats().total().reads;
+    assert!(reads < 1000, "{reads}");
+}
+
+#[test]
 fn a_client_that_goes_in_the_middle_disturbs_no_other() {
     let server = Server::of(null(Duration::from_millis(5)));
     let mut other = server.client(Style::Extended);
