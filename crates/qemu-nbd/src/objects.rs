@@ -7,10 +7,10 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use ringdisk_disk::name::option_words;
 use ringdisk_tls::{AllowList, Match, Rule};
 use serde_json::Value;
 
-use crate::image_options::words;
 use crate::options::TlsWords;
 
 /// Which side needs the certificates.
@@ -201,7 +201,7 @@ fn properties(text: &str) -> Result<Properties, String> {
         flatten(&value, "", &mut properties);
         return Ok(properties);
     }
-    for (at, word) in words(text).into_iter().enumerate() {
+    for (at, word) in option_words(text).into_iter().enumerate() {
         let (name, value) = match word.split_once('=') {
             Some((name, value)) => (name, value),
             None if at == 0 => ("qom-type", word.as_str()),

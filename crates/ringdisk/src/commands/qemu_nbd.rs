@@ -147,6 +147,9 @@ fn text(asked: &Serve, failure: &Failure) -> String {
             let (text, _) = message.split_once(" in '").unwrap_or((message, ""));
             text.to_owned()
         }
+        _ if message.contains("Failed to load snapshot:") => {
+            String::from("Failed to load snapshot: Can't find snapshot")
+        }
         _ if let Listen::Unix(path) = &asked.listen
             && path.parent().is_some_and(|parent| !parent.exists()) =>
         {

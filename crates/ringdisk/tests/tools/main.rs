@@ -6,10 +6,13 @@ mod change;
 mod cli;
 #[path = "../common/mod.rs"]
 mod common;
+mod config;
 mod copy;
 mod create;
 mod mount;
+mod names;
 mod nbd;
 mod nbd_tls;
 mod nbdkit;
+mod qemu_img;
 mod readme;
