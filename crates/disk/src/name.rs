@@ -19,7 +19,7 @@ use ringdisk_storage::NbdAddress;
 use crate::{Error, ErrorKind, Format};
 
 pub use node::NodeOptions;
-pub use words::image_options;
+pub use words::{image_options, option_words};
 
 /// Longest name that is looked at, bytes. The qcow2 header allows 1023; a data file name sits in an
 /// extension of at most one cluster, and no path is longer than `PATH_MAX`.

@@ -15,6 +15,7 @@ use ringdisk_export::{
     place_threads, stop_threads,
 };
 use ringdisk_ring::{Config, SpinPolicy, Topology};
+use rustix::net::listen;
 use rustix::net::sockopt::{set_socket_keepalive, set_tcp_nodelay};
 
 use crate::accept;
@@ -28,6 +29,9 @@ use crate::queue::{Queue, Shared, Work};
 const END_LIMIT: Duration = Duration::from_secs(10);
 /// At the end, clients have so long to take the last replies.
 const LAST_REPLIES: Duration = Duration::from_secs(2);
+/// Clients that wait to be accepted; further ones are refused by the kernel, which may hold fewer
+/// (`net.core.somaxconn`).
+const BACKLOG: i32 = 4096;
 /// Submission entries of a ring.
 const ENTRIES: u32 = 256;
 /// Operations in flight on a ring; further ones wait for a slot.
@@ -64,6 +68,8 @@ impl Export {
         for listener in &listeners {
             // Between its poll and its accept a client may go away.
             rustix::io::ioctl_fionbio(listener, true).map_err(of_socket)?;
+            // Those who listen first do not know how many clients come at once.
+            let _ = listen(listener, BACKLOG);
             // The connections have these, too. Unix sockets know neither.
             let _ = set_tcp_nodelay(listener, true);
             let _ = set_socket_keepalive(listener, true);

@@ -171,7 +171,10 @@ fn nbd_node(object: &Map<String, Value>) -> Result<FileName, Error> {
             "tls-creds" | "tls-hostname" => {
                 return Err(Error::new(
                     ErrorKind::Unsupported,
-                    format!("'{key}' of the `json:` name: TLS is not supported in this version"),
+                    format!(
+                        "'{key}' of the `json:` name leads to an object of QEMU: write \
+                         `nbds://HOST/NAME?tls-certificates=DIR` instead"
+                    ),
                 ));
             }
             key if own.contains(&key) || harmless.contains(&key) || is_general(key) => {}

@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 /// Errors: a word without `=` or without a key; in the words of QEMU, since scripts look for them.
 pub fn image_options(text: &str) -> Result<String, String> {
     let mut members = Map::new();
-    for word in words(text) {
+    for word in option_words(text) {
         let Some((key, value)) = word.split_once('=').filter(|(key, _)| !key.is_empty()) else {
             return Err(format!("Cannot find device='{text}' nor node-name='{text}'"));
         };
@@ -27,8 +27,8 @@ pub fn image_options(text: &str) -> Result<String, String> {
     Ok(Value::Object(members).to_string())
 }
 
-/// Parts between commas.
-fn words(text: &str) -> Vec<String> {
+/// The parts between commas of a list of options; a comma inside a part is written twice.
+pub fn option_words(text: &str) -> Vec<String> {
     let (mut words, mut word) = (Vec::new(), String::new());
     let mut letters = text.chars().peekable();
     while let Some(letter) = letters.next() {

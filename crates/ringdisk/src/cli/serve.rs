@@ -1,6 +1,7 @@
 //! The words of `ringdisk serve`.
 
 mod nbd;
+mod nbd_access;
 
 use std::path::PathBuf;
 
@@ -18,6 +19,7 @@ use ringdisk_vhost::export::{
 use crate::cli::words::{ENGINE, NUMA, ON_ERROR, PACKED, SECOND, one_of};
 use crate::cli::{ConfigArgs, DiskWords, ImageArgs, LogArgs, SandboxArgs, UserArgs, refuse};
 pub(crate) use nbd::{Address, NbdArgs, NbdDiskArgs, parse_address};
+pub(crate) use nbd_access::{NbdAccessArgs, TlsWord, VerifyWord};
 
 const SERVE_LONG: &str = "\
 Serves the disk inside IMAGE to a virtual machine, through the socket SOCKET (vhost-user-blk), \

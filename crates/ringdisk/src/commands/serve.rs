@@ -98,8 +98,10 @@ pub(crate) fn run(args: &ServeArgs, disks: Vec<ServedDisk>) -> Result<u8, Failur
         // Its parent is in the background already.
         true if args.keep && Role::Kept.is_ours() => None,
         true if Role::Background.is_ours() => Some(Background::enter()?),
-        true if std::env::var("LISTEN_PID")
-            .is_ok_and(|pid| pid == std::process::id().to_string()) =>
+        // The background process of `qemu-nbd` takes the socket by its number.
+        true if !args.nbd.is_quiet
+            && std::env::var("LISTEN_PID")
+                .is_ok_and(|pid| pid == std::process::id().to_string()) =>
         {
             return Err(Failure::new(
                 Exit::Usage,

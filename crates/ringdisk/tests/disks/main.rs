@@ -8,6 +8,7 @@ mod keep_setup;
 mod limits;
 mod migrate;
 mod nbd;
+mod nbd_tls;
 mod qemu_nbd;
 mod serve;
 mod serve_cli;

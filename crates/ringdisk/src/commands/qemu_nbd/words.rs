@@ -15,8 +15,10 @@ use crate::cli::{DETECT_ZEROES, DISCARD, word_of};
 
 /// The words, with the names of the program and the command.
 ///
+/// * `is_activated`: descriptor 3 is the listening socket.
+///
 /// Errors: what we do not have, in the words of `qemu-nbd` where that does not have it either.
-pub(super) fn of_serve(asked: &Serve) -> Result<Vec<OsString>, String> {
+pub(super) fn of_serve(asked: &Serve, is_activated: bool) -> Result<Vec<OsString>, String> {
     refuse_what_we_lack(asked)?;
     let mut words: Vec<OsString> = vec!["ringdisk".into(), "serve".into()];
     let mut say = |option: &str, value: OsString| {
@@ -24,7 +26,7 @@ pub(super) fn of_serve(asked: &Serve) -> Result<Vec<OsString>, String> {
         word.push(value);
         words.push(word);
     };
-    say("nbd", address(&asked.listen)?);
+    say("nbd", if is_activated { "fd:3".into() } else { address(&asked.listen)? });
     say("export-name", asked.name.clone().into());
     if let Some(description) = &asked.description {
         say("description", description.into());
@@ -73,13 +75,6 @@ fn choice(snapshot: &SnapshotName) -> SnapshotChoice {
 
 /// Errors: names what we lack.
 fn refuse_what_we_lack(asked: &Serve) -> Result<(), String> {
-    if asked.tls.credentials.is_some() {
-        return Err(String::from("--tls-creds is not supported: connections are not encrypted"));
-    }
-    if let Some(object) = asked.tls.objects.first() {
-        let kind = object.split(',').next().unwrap_or_default();
-        return Err(format!("--object {kind} is not supported"));
-    }
     if asked.device.is_some() {
         return Err(String::from("-c is not supported: connect the device with `nbd-client`"));
     }
@@ -158,7 +153,7 @@ mod tests {
         else {
             panic!("{line}")
         };
-        let words = of_serve(&serve)?.into_iter().skip(2);
+        let words = of_serve(&serve, false)?.into_iter().skip(2);
         Ok(words.map(|word| word.into_string().unwrap()).collect())
     }
 
@@ -209,7 +204,6 @@ mod tests {
                 "-p abc disk",
                 "address resolution failed for 0.0.0.0:abc: Servname not supported for ai_socktype",
             ),
-            ("--object secret,id=a,data=b disk", "--object secret is not supported"),
         ] {
             assert_eq!(words(line).unwrap_err(), text);
         }

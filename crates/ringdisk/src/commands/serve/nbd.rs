@@ -4,6 +4,8 @@
 //! start fails; at a clean end everything but the images is. No word of a client is read before the
 //! process is confined. All disks end together.
 
+mod access;
+
 use std::net::{TcpListener, ToSocketAddrs};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -22,12 +24,14 @@ use ringdisk_daemon::notify::Notify;
 use ringdisk_daemon::pidfile::Pidfile;
 use ringdisk_daemon::run_as::Wanted;
 use ringdisk_daemon::signals::{Actions, Phase};
-use ringdisk_daemon::sockets::{self, MadeSocket, Opened, SocketOptions};
+use ringdisk_daemon::sockets::{self, GivenListener, MadeSocket, Opened, SocketOptions};
 use ringdisk_daemon::terminal;
 use ringdisk_disk::Disk;
 use ringdisk_nbd::{CommonOptions, DirtyBitmap, NamedDisk, NbdOptions};
 use ringdisk_ring::Ring;
 use ringdisk_vhost::Listen;
+
+use access::{Access, access};
 
 use super::privileges::{self, Inside};
 use super::{control, watch_start};
@@ -66,8 +70,11 @@ pub(super) fn serve(
     background: Option<Background>,
     user: Wanted,
 ) -> Result<u8, Failure> {
-    check_names(disks)?;
+    // Before any descriptor is opened here that could have the number of one that is inherited.
     let places = places(args)?;
+    check_names(disks)?;
+    let Access { tls, users } = access(&args.nbd.access)?;
+    let is_encrypted = tls.as_ref().is_some_and(|tls| tls.required);
     let fresh = NewFiles::default();
     let watcher = watch_start(&fresh, None)?;
     let pidfile = args.pidfile.as_deref().map(std::path::absolute).transpose();
@@ -93,9 +100,10 @@ pub(super) fn serve(
     // Before there are threads that shall have it too.
     let is_on_a_device = |named: &NamedDisk| io_flusher::is_on_a_device(&named.disk);
     io_flusher::become_one_if(opened.iter().any(is_on_a_device));
-    let started = listen(places).and_then(|mut listening| {
+    let started = listen(places, is_encrypted).and_then(|mut listening| {
         let listeners = std::mem::take(&mut listening.listeners);
-        let options = options(args, restricted, &plans);
+        let mut options = options(args, restricted, &plans);
+        (options.tls, options.allowed_users) = (tls, users);
         let served = Served::start(opened.clone(), listeners, options)?;
         Ok((listening, served))
     });
@@ -238,7 +246,11 @@ async fn bitmap(ring: &Ring, disk: &Disk, name: &str) -> Result<DirtyBitmap, Fai
         let ranges = contents.ranges().map(|range| (range.start.0, range.end.0));
         return Ok(DirtyBitmap { name: name.to_owned(), ranges: ranges.collect() });
     }
-    Err(Failure::new(Exit::Image, format!("Bitmap '{name}' is not found")))
+    let image = disk.layers().first().map(|layer| layer.name().display().to_string());
+    let image = terminal::visible(&image.unwrap_or_default()).to_string();
+    let word = terminal::shell_word(&image);
+    Err(Failure::new(Exit::Image, format!("Bitmap '{name}' is not found in '{image}'"))
+        .hint(format!("`ringdisk info {word}` names those that are there")))
 }
 
 fn options(args: &ServeArgs, restricted: bool, plans: &[ImagePlan<'_>]) -> NbdOptions {
@@ -258,6 +270,7 @@ fn options(args: &ServeArgs, restricted: bool, plans: &[ImagePlan<'_>]) -> NbdOp
         handshake_limit: handshake_limit.0,
         idle_exit: *idle_exit,
         held: true,
+        ..NbdOptions::default()
     }
 }
 
@@ -265,12 +278,18 @@ fn options(args: &ServeArgs, restricted: bool, plans: &[ImagePlan<'_>]) -> NbdOp
 enum Where {
     Unix(sockets::Place),
     Tcp(Address),
+    Given(GivenListener),
 }
 
 /// Errors: paths that cannot be.
 fn places(args: &ServeArgs) -> Result<Vec<Where>, Failure> {
+    let names = args.nbd.nbd.iter().filter_map(|address| match address {
+        Address::Given(name) => Some(name.as_str()),
+        _ => None,
+    });
+    let mut given = sockets::take_listeners(names)?.into_iter();
     let socket = &args.socket();
-    let place = |address: &Address| match address {
+    let mut place = |address: &Address| match address {
         Address::Unix(path) => {
             let options = SocketOptions {
                 make: Some(path.clone()),
@@ -282,14 +301,17 @@ fn places(args: &ServeArgs) -> Result<Vec<Where>, Failure> {
             places.pop().map(Where::Unix).ok_or_else(|| Failure::new(Exit::General, "no place"))
         }
         Address::Tcp { .. } => Ok(Where::Tcp(address.clone())),
+        Address::Given(_) => {
+            given.next().map(Where::Given).ok_or_else(|| Failure::new(Exit::General, "no place"))
+        }
     };
-    args.nbd.nbd.iter().map(place).collect()
+    args.nbd.nbd.iter().map(&mut place).collect()
 }
 
 /// Makes all sockets.
 ///
 /// Errors: an address is in use, or cannot be listened on; what was made goes again.
-fn listen(places: Vec<Where>) -> Result<Listening, Failure> {
+fn listen(places: Vec<Where>, is_encrypted: bool) -> Result<Listening, Failure> {
     let mut listening =
         Listening { listeners: Vec::new(), made: Vec::new(), shown: Vec::new(), path: None };
     for place in places {
@@ -305,8 +327,13 @@ fn listen(places: Vec<Where>) -> Result<Listening, Failure> {
                 listening.path = listening.path.or(path);
             }
             Where::Tcp(address) => {
-                listening.listeners.extend(listen_on(&address)?);
+                listening.listeners.extend(listen_on(&address, is_encrypted)?);
                 listening.shown.push(format!("at {address}"));
+            }
+            Where::Given(GivenListener { socket, path, shown }) => {
+                listening.listeners.push(socket);
+                listening.shown.push(format!("at {shown}"));
+                listening.path = listening.path.or(path);
             }
         }
     }
@@ -314,7 +341,7 @@ fn listen(places: Vec<Where>) -> Result<Listening, Failure> {
 }
 
 /// Listens on all addresses of a host that there are here.
-fn listen_on(address: &Address) -> Result<Vec<OwnedFd>, Failure> {
+fn listen_on(address: &Address, is_encrypted: bool) -> Result<Vec<OwnedFd>, Failure> {
     let Address::Tcp { host, port } = address else { return Ok(Vec::new()) };
     let cannot = |error: &std::io::Error| {
         let exit = match error.kind() {
@@ -329,10 +356,10 @@ fn listen_on(address: &Address) -> Result<Vec<OwnedFd>, Failure> {
     for found in found {
         match TcpListener::bind(found) {
             Ok(listener) => {
-                if !found.ip().is_loopback() {
+                if !found.ip().is_loopback() && !is_encrypted {
                     terminal::warn(format_args!(
                         "{found} is no loopback address: anybody who reaches it can use the disk, \
-                         without encryption and without a password"
+                         without encryption and without a password; --tls-creds changes that"
                     ));
                 }
                 listeners.push(OwnedFd::from(listener));
