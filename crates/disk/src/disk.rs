@@ -6,10 +6,11 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use ringdisk_qcow2::HostOffset;
 use ringdisk_storage::Storage;
+use ringdisk_throttle::Member;
 
 use crate::events::Events;
 use crate::graph::{Drained, Gateway, Graph, Pass, State, Window};
@@ -48,6 +49,8 @@ pub struct Disk {
     watchers: Arc<Watchers>,
     events: Arc<Events>,
     chain_watch: ChainWatch,
+    /// The limits of its clients, once there were any.
+    pub(crate) limit: OnceLock<Arc<Member>>,
     /// A write-back was asked for, and the ring of its task was closed: the next request starts
     /// another one.
     pub(crate) is_write_back_orphaned: AtomicBool,
@@ -139,6 +142,7 @@ impl Disk {
             watchers: Arc::default(),
             events: Arc::default(),
             chain_watch: ChainWatch::default(),
+            limit: OnceLock::new(),
             is_write_back_orphaned: AtomicBool::new(false),
             this: Weak::clone(this),
         })

@@ -93,6 +93,7 @@ pub use custom::{CustomStorage, LocalFuture};
 pub use endpoint::NbdEndpoint;
 pub use error::{Error, ErrorKind};
 pub use failure::Failure;
+pub use ffi::local_offset;
 pub use kinds::{Allocation, Kind, Limits, Lock, Preallocation};
 pub use lock::{IN_USE_FOR_WRITING, NOT_FOR_OTHERS_TO_WRITE};
 pub use names::NameLost;

@@ -117,6 +117,15 @@ pub struct Stop {
     pub force: bool,
 }
 
+/// Arguments of `limit`.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Limit {
+    /// What changes, as `NAME=VALUE,…`, or `none`; left out: nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub change: Option<String>,
+}
+
 /// What a client asks of a mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Command {
@@ -140,6 +149,8 @@ pub enum Command {
     Backing(NewBacking),
     /// The host kernel serves, or does not.
     Accel(Accel),
+    /// Limits of its clients.
+    Limit(Limit),
     /// The end.
     Stop(Stop),
 }
@@ -158,6 +169,7 @@ impl Command {
             Command::Commit(arguments) => ("commit", json!(arguments)),
             Command::Backing(arguments) => ("backing", json!(arguments)),
             Command::Accel(arguments) => ("accel", json!(arguments)),
+            Command::Limit(arguments) => ("limit", json!(arguments)),
             Command::Stop(arguments) => ("stop", json!(arguments)),
         }
     }
@@ -205,12 +217,13 @@ impl Command {
             "commit" => of(request).map(Command::Commit),
             "backing" => of(request).map(Command::Backing),
             "accel" => of(request).map(Command::Accel),
+            "limit" => of(request).map(Command::Limit),
             "stop" => of(request).map(Command::Stop),
             other => Err(Refusal {
                 class: "CommandNotFound",
                 ..Refusal::usage(format!(
                     "no such command: '{}'; known: stats, topology, describe, metrics, events, \
-                     resize, snapshot, commit, backing, accel, stop",
+                     resize, snapshot, commit, backing, accel, limit, stop",
                     other.escape_debug()
                 ))
             }),

@@ -32,7 +32,7 @@ pub struct BlockStatus {
 
 impl BlockStatus {
     /// What is said about nothing.
-    const EMPTY: BlockStatus = BlockStatus {
+    pub(crate) const EMPTY: BlockStatus = BlockStatus {
         len: 0,
         data: false,
         zero: true,

@@ -24,6 +24,7 @@ Examples:
   ringdisk ctl /srv/disk snapshot today.qcow2      further writes go to today.qcow2
   ringdisk ctl /srv/disk commit                    and back into the image below it
   ringdisk ctl /srv/disk backing -F qcow2 copy.qcow2    a copy of the image below takes its place
+  ringdisk ctl /srv/disk limit iops=5000,bps-write=50M
   ringdisk ctl /srv/disk stop                      when nobody uses it any more; --force: now
   ringdisk ctl /run/vm1.sock resize +10G           a disk of `ringdisk serve`: its guest sees the \
   new size";
@@ -136,6 +137,19 @@ pub(crate) enum CtlCommand {
         /// on or off
         #[arg(value_name = "on|off", value_parser = parse_switch, action = clap::ArgAction::Set)]
         on: bool,
+    },
+    /// Show the limits of the disk, or change some
+    ///
+    /// Those that LIMITS does not name stay as they are; a rate of 0 is no limit, `none` removes
+    /// all. Disks of one group (`--limit group=NAME`) have them together. A disk that the host
+    /// kernel serves (--accel) is served by the queue threads then.
+    Limit {
+        /// As with `--limit`: iops=5000,bps=0
+        #[arg(value_name = "LIMITS")]
+        change: Option<String>,
+        /// As JSON
+        #[arg(long)]
+        json: bool,
     },
     /// End the mount, as Ctrl-C does; of several disks of one process this one only
     ///

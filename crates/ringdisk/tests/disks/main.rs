@@ -5,6 +5,7 @@
 mod common;
 mod keep;
 mod keep_setup;
+mod limits;
 mod migrate;
 mod nbd;
 mod qemu_nbd;

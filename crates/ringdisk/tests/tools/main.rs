@@ -6,11 +6,14 @@ mod change;
 mod cli;
 #[path = "../common/mod.rs"]
 mod common;
+mod config;
 mod copy;
 mod create;
 mod kind_words;
 mod mount;
+mod names;
 mod nbd;
 mod ps;
+mod qemu_img;
 mod readme;
 mod watch;
