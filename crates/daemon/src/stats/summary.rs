@@ -179,6 +179,10 @@ fn trouble(text: &mut String, now: Counts<'_>, stats: &Value) {
         }
         _ => {}
     }
+    let waited = stats["waited-for-limits"]["requests"].as_u64().unwrap_or(0);
+    if let Some(limits) = now.text(&["limits"]).filter(|limits| limits != "none" || waited > 0) {
+        let _ = write!(text, "\n  limits: {limits}; {waited} requests waited for them");
+    }
     if let Some(sandbox) = now.text(&["sandbox"]) {
         let _ = write!(text, "\n  sandbox: {sandbox}");
     }

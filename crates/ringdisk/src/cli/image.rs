@@ -190,8 +190,8 @@ pub(crate) struct ImageArgs {
     /// Serve a disk of SIZE bytes that keeps nothing, instead of an image
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Test options",
           conflicts_with_all = ["create", "image_opts", "load_snapshot", "format", "cache",
-                                "direct", "allow_path",
-                                "allow_host", "reconnect", "force_share", "offset", "size",
+                                "direct", "allow_path", "allow_host", "reconnect", "force_share",
+                                "offset", "size",
                                 "partition", "snapshot", "overlay", "discard", "discard_no_unref",
                                 "detect_zeroes", "lazy_refcounts",
                                 "metadata_cache"])]

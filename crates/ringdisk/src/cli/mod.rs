@@ -51,7 +51,6 @@ pub(crate) use ps::{MetricsCommandArgs, PsArgs};
 pub(crate) use report::ReportArgs;
 use ringdisk_disk::{Cache, Format};
 pub(crate) use serve::{AccelWord, Address, DiskArgs, NbdArgs, ServeArgs, ServedDisk};
-pub(crate) use serve::{AccelWord, Address, DiskArgs, NbdArgs, ServeArgs, ServedDisk};
 pub(crate) use serve::{NbdAccessArgs, TlsWord, VerifyWord};
 pub(crate) use top::TopArgs;
 pub(crate) use topology::TopologyArgs;

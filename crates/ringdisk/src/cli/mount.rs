@@ -84,9 +84,6 @@ pub(crate) struct MountArgs {
     #[arg(long)]
     pub(crate) daemonize: bool,
 
-    #[command(flatten)]
-    pub(crate) config: ConfigArgs,
-
     /// Let clients make the disk larger: by a write past the end, truncate or fallocate
     ///
     /// Otherwise its size is fixed: a truncation to another size fails (EPERM), and opening the
@@ -108,6 +105,9 @@ pub(crate) struct MountArgs {
     /// Keep the file's contents in the kernel's page cache (for buffered reads that repeat)
     #[arg(long, help_heading = "File options")]
     pub(crate) kernel_cache: bool,
+
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
 
     #[command(flatten)]
     pub(crate) placement: PlacementArgs,

@@ -17,6 +17,5 @@ mod nbd_tls;
 mod nbdkit;
 mod ps;
 mod qemu_img;
-mod qemu_img;
 mod readme;
 mod watch;

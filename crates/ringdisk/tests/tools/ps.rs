@@ -107,7 +107,8 @@ fn disks_over_sockets_are_listed_with_their_clients_and_when_killed_as_stale() {
     until(LIMIT, || vhost.ended().map(|_| ())).expect("it ends");
     // Its sockets may live a moment longer: its rings have them.
     let asked = || ringdisk(directory.path(), &["ctl", "vm.sock", "stats"]);
-    let ran = until(LIMIT, || Some(asked()).filter(|ran| ran.code == 4)).expect("it is gone");
+    let ran = until(LIMIT, || Some(asked()).filter(|ran| ran.err.contains("is gone")));
+    let ran = ran.expect("it is gone").ends(4);
     assert!(ran.err.contains("is gone") && ran.err.contains("`rm vm.sock`"), "{}", ran.err);
 
     let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");

@@ -134,7 +134,8 @@ fn clients_of_nbd_are_events_and_metrics_count_them() {
     command.args(["--metrics", &port, "--metrics", text(&metrics)]).env_remove("NOTIFY_SOCKET");
     let server = Process::spawn(&mut command);
     let connected = until(LIMIT, || UnixStream::connect(&metrics).ok());
-    let answer = get(&mut connected.expect(&server.output()), "/metrics");
+    let mut connected = connected.unwrap_or_else(|| panic!("{}", server.output()));
+    let answer = get(&mut connected, "/metrics");
     assert!(answer.contains("ringdisk_clients{"), "{answer}");
     let (mut child, mut lines) = follow(text(&socket));
     std::thread::sleep(Duration::from_millis(500));
