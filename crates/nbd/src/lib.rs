@@ -23,7 +23,7 @@
 //!
 //! Modules use one another in one direction only: [`options`] ◄ `exported` ◄ `ending`, `idle` ◄
 //! `queue` (what a queue thread has) ◄ `input` ◄ `handshake` ◄ `session` (requests) ◄ `connection`
-//! ◄ `accept` ◄ `export` (control thread). The wire is in `ringdisk-nbd-protocol`.
+//! ◄ `accept` ◄ `export` (control thread), `on_ring` (a ring of the caller). The wire is in `ringdisk-nbd-protocol`.
 
 #![forbid(unsafe_code)]
 
@@ -35,12 +35,14 @@ mod exported;
 mod handshake;
 mod idle;
 mod input;
+mod on_ring;
 pub mod options;
 mod queue;
 mod session;
 
 pub use ending::StopHandle;
 pub use export::Export;
+pub use on_ring::RingExport;
 pub use options::{DirtyBitmap, NamedDisk, NbdOptions};
 pub use ringdisk_export::{CommonOptions, Error, ErrorKind};
 pub use session::CONNECTION_BYTES_MAX;

@@ -20,6 +20,7 @@ use ringdisk_storage::Storage;
 use serde_json::{Value, json};
 
 use crate::confine::{self, HeldForDisk};
+use crate::control::checkpoint::Checkpoints;
 use crate::control::protocol::{
     self, Command, Commit, NewBacking, NewSize, Refusal, Request, Resize, Snapshot,
 };
@@ -38,6 +39,11 @@ pub trait Serving: Send + Sync {
 
     /// The machine, and where the disk is served on it; with the text for people under `text`.
     fn topology(&self) -> Value;
+
+    /// Whether the host kernel moves the data now.
+    fn is_accelerated(&self) -> bool {
+        false
+    }
 
     /// Lets the host kernel move the data, or not. Waits until that is so. Gives whether the kernel
     /// serves now; without a guest it may later.
@@ -65,6 +71,8 @@ pub struct DiskControl {
     held: HeldForDisk,
     /// Asks for a clean stop, as signals do, or for the end now; returns at once.
     stop: Box<dyn Fn(bool) + Send + Sync>,
+    /// Kept states of the disk.
+    checkpoints: Arc<Checkpoints>,
     /// How far a stop has come, where it may have to wait for users.
     stopping: Option<Arc<Stopping>>,
     /// How it has ended: exit code and text.
@@ -100,6 +108,7 @@ impl DiskControl {
             is_confined_later: false,
             held: HeldForDisk::default(),
             stop: Box::new(stop),
+            checkpoints: Arc::default(),
             stopping: None,
             ended: OnceLock::new(),
         }
@@ -176,6 +185,7 @@ impl DiskControl {
     /// Lets go of the disk, so that its image is free when clients hear of the end. Any thread.
     pub fn let_go(&self) {
         self.cancel();
+        self.checkpoints.let_go();
         drop(self.disk.lock().unwrap_or_else(PoisonError::into_inner).take());
         self.held.end();
     }
@@ -427,10 +437,6 @@ impl Drop for Changing<'_> {
 }
 
 impl Commands for DiskControl {
-    fn hear(&self, word: OwnedFd) {
-        confine::pass_on(&word);
-    }
-
     fn ended(&self) -> Option<Value> {
         self.ended.get().map(|(exit, text)| protocol::ended(*exit, text))
     }
@@ -439,9 +445,17 @@ impl Commands for DiskControl {
         &self,
         ring: &Ring,
         request: &Request,
+        mut given: Vec<OwnedFd>,
         progress: &Arc<Progress>,
     ) -> Result<Value, Refusal> {
-        match Command::read(request)? {
+        let command = Command::read(request)?;
+        if !matches!(command, Command::CheckpointBegin(_))
+            && let Some(word) = given.pop()
+        {
+            // A user's word.
+            confine::pass_on(&word);
+        }
+        match command {
             Command::Stats => {
                 // The size of a file that the kernel writes itself is what the file has now.
                 if let Ok(disk) = self.disk() {
@@ -451,6 +465,15 @@ impl Commands for DiskControl {
             }
             Command::Topology => Ok(self.serving.topology()),
             Command::Accel(wanted) => Ok(self.accel(ring, wanted.on).await?),
+            Command::CheckpointBegin(wanted) => {
+                let _changing = self.change(ring, progress).await?;
+                let disk = self.disk()?;
+                let begun = self.checkpoints.begin(ring, disk, &self.serving, *wanted, given);
+                Ok(begun.await.map_err(|failure| self.explain(failure))?)
+            }
+            Command::CheckpointEnd(wanted) => Ok(self.checkpoints.end(ring, &wanted).await?),
+            Command::CheckpointList => Ok(self.checkpoints.list(&*self.disk()?)),
+            Command::CheckpointDirty(wanted) => Ok(self.checkpoints.dirty(&wanted)?),
             Command::Stop(wanted) => {
                 self.cancel();
                 (self.stop)(wanted.force);

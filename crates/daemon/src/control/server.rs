@@ -48,6 +48,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 pub trait Commands: Send + Sync + 'static {
     /// Does what a request asks for, on the server's ring.
     ///
+    /// * `given`: descriptors that came with it.
     /// * `progress`: to be kept up to date by what takes long, and looked at: cancelled when the
     ///   client has left or the server ends.
     ///
@@ -56,11 +57,9 @@ pub trait Commands: Send + Sync + 'static {
         &self,
         ring: &Ring,
         request: &Request,
+        given: Vec<OwnedFd>,
         progress: &Arc<Progress>,
     ) -> impl Future<Output = Result<Value, Refusal>>;
-
-    /// A user's word came with a request.
-    fn hear(&self, _word: OwnedFd) {}
 
     /// How what is served has ended, in the words of [`protocol::ended`]; asked at the end.
     fn ended(&self) -> Option<Value> {
@@ -79,17 +78,17 @@ pub struct Server {
 
 /// Says that the end has come, and wakes those who wait for that.
 #[derive(Debug, Default)]
-struct Ending {
+pub(super) struct Ending {
     begun: AtomicBool,
     waiting: Mutex<Vec<Waker>>,
 }
 
 impl Ending {
-    fn has_begun(&self) -> bool {
+    pub(super) fn has_begun(&self) -> bool {
         self.begun.load(Ordering::Acquire)
     }
 
-    fn begin(&self) {
+    pub(super) fn begin(&self) {
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         self.begun.store(true, Ordering::Release);
         waiting.drain(..).for_each(Waker::wake);
@@ -97,7 +96,7 @@ impl Ending {
 
     /// Ready when the end has begun. A task that stops waiting leaves a waker behind, which is
     /// replaced when the same task waits again, so there are never more wakers than tasks.
-    async fn wait(&self) {
+    pub(super) async fn wait(&self) {
         poll_fn(|cx| {
             let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
             if self.has_begun() {
@@ -177,13 +176,13 @@ impl Drop for Server {
 }
 
 /// Which of two futures was ready first.
-enum First<A, B> {
+pub(super) enum First<A, B> {
     Left(A),
     Right(B),
 }
 
 /// Waits for the first of two.
-async fn first<A: Future + Unpin, B: Future + Unpin>(
+pub(super) async fn first<A: Future + Unpin, B: Future + Unpin>(
     mut left: A,
     mut right: B,
 ) -> First<A::Output, B::Output> {
@@ -266,10 +265,8 @@ async fn attend<C: Commands>(ring: &Ring, mut lines: Lines, hub: &Hub<C>) {
             Line::Whole(line) if line.iter().all(u8::is_ascii_whitespace) => continue,
             Line::Whole(line) => match Request::read(&line) {
                 Ok(request) => {
-                    if let Some(word) = lines.word() {
-                        hub.commands.hear(word);
-                    }
-                    answer(ring, &lines, &request, hub).await
+                    let given = lines.given();
+                    answer(ring, &lines, &request, given, hub).await
                 }
                 Err(refusal) => Some(protocol::refused(None, &refusal)),
             },
@@ -295,11 +292,12 @@ async fn answer<C: Commands>(
     ring: &Ring,
     lines: &Lines,
     request: &Request,
+    given: Vec<OwnedFd>,
     hub: &Hub<C>,
 ) -> Option<Value> {
     let id = request.id.as_ref();
     let progress = Arc::new(Progress::new());
-    let mut work = pin!(hub.commands.execute(ring, request, &progress));
+    let mut work = pin!(hub.commands.execute(ring, request, given, &progress));
     let mut gone = pin!(lines.gone(ring));
     let mut left = false;
     let mut reported = (0, 0);

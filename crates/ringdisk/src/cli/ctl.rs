@@ -13,7 +13,7 @@ use ringdisk_qcow2::Preallocation;
 use crate::cli::names::parse_snapshot;
 use crate::cli::words::parse_switch;
 use crate::cli::words::{PREALLOCATION, one_of};
-use crate::cli::{ProgressArgs, format_parser, parse_limit};
+use crate::cli::{CheckpointArgs, ProgressArgs, format_parser, parse_limit};
 
 const CTL_EXAMPLES: &str = "\
 Examples:
@@ -22,6 +22,9 @@ Examples:
   ringdisk ctl /srv/disk snapshot today.qcow2      further writes go to today.qcow2
   ringdisk ctl /srv/disk commit                    and back into the image below it
   ringdisk ctl /srv/disk backing -F qcow2 copy.qcow2    a copy of the image below takes its place
+  ringdisk ctl /srv/a checkpoint c1 --with /srv/b --bitmap new --since old
+                                                   both as they are now, for backup programs
+  ringdisk ctl /srv/a checkpoint --end c1
   ringdisk ctl /srv/disk stop                      when nobody uses it any more; --force: now
   ringdisk ctl /run/vm1.sock resize +10G           a disk of `ringdisk serve`: its guest sees the \
   new size";
@@ -123,6 +126,12 @@ pub(crate) enum CtlCommand {
         #[arg(value_name = "on|off", value_parser = parse_switch, action = clap::ArgAction::Set)]
         on: bool,
     },
+    /// Keep the state of one or several disks at one instant, for readers over NBD (backups)
+    ///
+    /// All disks stand still for a moment, then their clients go on; what they overwrite is copied
+    /// away first. Readers see that instant, read-only, until the checkpoint ends: with --end, or
+    /// with the server of the disk. `ringdisk backup` does the whole round.
+    Checkpoint(Box<CheckpointArgs>),
     /// End the mount, as Ctrl-C does; of several disks of one process this one only
     ///
     /// A mount in use loses its name, and is served until its last user has closed it; the command

@@ -17,7 +17,7 @@ use ringdisk_vhost::export::{
 
 use crate::cli::words::{ENGINE, NUMA, ON_ERROR, PACKED, SECOND, one_of};
 use crate::cli::{DiskWords, ImageArgs, SandboxArgs, UserArgs, refuse};
-pub(crate) use nbd::{Address, NbdArgs, NbdDiskArgs};
+pub(crate) use nbd::{Address, NbdArgs, NbdDiskArgs, parse_address};
 
 const SERVE_LONG: &str = "\
 Serves the disk inside IMAGE to a virtual machine, through the socket SOCKET (vhost-user-blk), \

@@ -17,7 +17,7 @@ use ringdisk_disk::{ImageOptions, Progress};
 use serde_json::Value;
 
 use crate::cli::{CtlArgs, CtlCommand, PREALLOCATION, ProgressArgs, word_of};
-use crate::commands::look;
+use crate::commands::{checkpoint, look};
 use crate::commands::operation::Operation;
 use crate::commands::output::json_text;
 
@@ -45,6 +45,9 @@ const STOP_ANSWER: Duration = Duration::from_secs(10);
 /// Errors: there is no such thing, or its server's reason.
 pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
     let limit = args.timeout.unwrap_or(ANSWER);
+    if let CtlCommand::Checkpoint(wanted) = &args.command {
+        return checkpoint::run(&args.target, limit, wanted);
+    }
     let mut client = Client::connect(&args.target, limit)?;
     let command = command_of(&args.command)?;
     if let CtlCommand::Backing { file, .. } = &args.command
@@ -109,7 +112,7 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
             });
         }
         CtlCommand::Accel { on: false } => terminal::say("The queue threads serve the disk now."),
-        CtlCommand::Stop { .. } => {}
+        CtlCommand::Stop { .. } | CtlCommand::Checkpoint(_) => {}
     }
     Ok(())
 }
@@ -193,6 +196,7 @@ fn command_of(command: &CtlCommand) -> Result<Command, Failure> {
     };
     Ok(match command {
         CtlCommand::Stats { .. } => Command::Stats,
+        CtlCommand::Checkpoint(_) => Command::CheckpointList,
         CtlCommand::Stop { force } => Command::Stop(Stop { force: *force }),
         CtlCommand::Accel { on } => Command::Accel(Accel { on: *on }),
         CtlCommand::Resize { size, shrink, preallocation } => Command::Resize(Resize {

@@ -118,7 +118,7 @@ impl fmt::Display for Address {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HandshakeLimit(pub(crate) Option<Duration>);
 
-fn parse_address(text: &str) -> Result<Address, String> {
+pub(crate) fn parse_address(text: &str) -> Result<Address, String> {
     let wrong =
         || String::from("write unix:PATH, a path with a slash, HOST:PORT, or PORT (1 to 65535)");
     if let Some(path) = text.strip_prefix("unix:") {
