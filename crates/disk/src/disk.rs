@@ -194,7 +194,7 @@ impl Disk {
         match &graph.top().node {
             Node::Raw(raw) => !self.is_read_only() && raw.can_resize(),
             Node::Qcow2(_) => !self.is_read_only(),
-            Node::Null(_) => false,
+            Node::Null(_) | Node::Frozen(_) => false,
         }
     }
 

@@ -40,13 +40,14 @@
 //!
 //! ```text
 //! options, name, resolve ◄ layer ◄ chain ◄ graph ◄ disk ◄ request ◄ partition ◄ open
-//! open ◄ live ◄ ownership, jobs      open ◄ blocking
+//! open ◄ live ◄ ownership, jobs, checkpoint      open ◄ blocking
 //! ```
 
 #![forbid(unsafe_code)]
 
 pub mod blocking;
 mod chain;
+mod checkpoint;
 mod client_errors;
 pub mod describe;
 mod disk;
@@ -77,6 +78,10 @@ mod watch;
 pub mod xattr;
 
 pub use chain::{BlockStatus, PIECES_MAX};
+pub use checkpoint::{
+    Checkpoint, CheckpointEnd, CheckpointOptions, CheckpointState, DirtyRanges, Held, NewBitmap,
+    Prepared,
+};
 pub use client_errors::ClientErrors;
 pub use disk::Disk;
 pub use error::{Error, ErrorKind};

@@ -38,6 +38,9 @@ impl Disk {
         if raw.storage.kind() != Kind::Regular {
             return refuse("the image is not a regular file");
         }
+        if graph.running_fleece().is_some() {
+            return refuse("a checkpoint is running, which has to see each write");
+        }
         if graph.guard.is_some() {
             return refuse(
                 "the first sector is protected, since nobody said that the image is raw",

@@ -113,6 +113,9 @@ impl Disk {
         if graph.tracker.is_some() {
             return refuse("a commit is under way");
         }
+        if graph.running_fleece().is_some() {
+            return refuse("a checkpoint is running");
+        }
         if !raw.storage.limits().direct {
             return refuse("the file system has no direct I/O");
         }

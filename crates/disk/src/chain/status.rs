@@ -8,7 +8,7 @@ use ringdisk_ring::{Errno, Ring};
 use ringdisk_storage::Allocation;
 
 use super::Chain;
-use crate::layer::{Kind, Layer, Node};
+use crate::layer::{Kind, Layer, Node, Piece};
 
 /// A run of bytes with one answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,7 +32,7 @@ pub struct BlockStatus {
 
 impl BlockStatus {
     /// What is said about nothing.
-    const EMPTY: BlockStatus = BlockStatus {
+    pub(crate) const EMPTY: BlockStatus = BlockStatus {
         len: 0,
         data: false,
         zero: true,
@@ -45,6 +45,13 @@ impl BlockStatus {
     /// SEEK_DATA stops here: the run may hold something else than zeroes.
     pub fn is_data(&self) -> bool {
         self.data && !self.zero
+    }
+}
+
+impl From<Piece> for BlockStatus {
+    fn from(piece: Piece) -> BlockStatus {
+        let Piece { len, data, zero, present, depth } = piece;
+        BlockStatus { len, data, zero, present, depth, offset: None, compressed: false }
     }
 }
 

@@ -6,6 +6,7 @@
 //! the graph that the change put in place. A graph is never changed in place.
 
 mod drain;
+mod fleece;
 #[cfg(test)]
 #[allow(clippy::duplicate_mod)]
 // The model builds `shards.rs` a second time, on simulated primitives.
@@ -29,6 +30,8 @@ use crate::layer::{Layer, Node, SectorGuard};
 use crate::watch::{ChangeCallback, ChangeWatch};
 
 pub(crate) use drain::Drained;
+pub use fleece::CheckpointState;
+pub(crate) use fleece::{Fleece, Known};
 pub(crate) use tracker::{Mark, Tracker};
 pub(crate) use window::Window;
 
@@ -47,6 +50,8 @@ pub(crate) struct Graph {
     pub(crate) guard: Option<Arc<SectorGuard>>,
     /// Records which ranges are written, for a commit of the top layer.
     pub(crate) tracker: Option<Arc<Tracker>>,
+    /// Keeps what clients overwrite, for a checkpoint.
+    pub(crate) fleece: Option<Arc<Fleece>>,
     /// Indexes of writable qcow2 layers: a reader holds a grace of each.
     writable: [Option<u16>; WRITABLE_MAX],
     pub(crate) state: State,
@@ -81,12 +86,13 @@ impl Graph {
         assert!(!layers.is_empty(), "a disk has at least one layer");
         let guard = match &layers[0].node {
             Node::Raw(raw) => raw.guard.clone(),
-            Node::Qcow2(_) | Node::Null(_) => None,
+            Node::Qcow2(_) | Node::Null(_) | Node::Frozen(_) => None,
         };
         let mut graph = Graph {
             layers,
             guard,
             tracker: None,
+            fleece: None,
             writable: [None; WRITABLE_MAX],
             state: State::Active,
             window: Window::default(),
@@ -95,11 +101,13 @@ impl Graph {
         graph
     }
 
-    /// The same with other layers; the record for a commit is not kept.
+    /// The same with other layers, for the same content: a checkpoint goes on. The record for a
+    /// commit is not kept.
     pub(crate) fn with_layers(&self, layers: Vec<Arc<Layer>>) -> Graph {
         let mut graph = Graph::new(layers);
         graph.state = self.state;
         graph.window = self.window;
+        graph.fleece.clone_from(&self.fleece);
         graph
     }
 
@@ -124,7 +132,7 @@ impl Graph {
     pub(crate) fn bottom_guard(&self) -> Option<&Arc<SectorGuard>> {
         match &self.layers.last()?.node {
             Node::Raw(raw) => raw.guard.as_ref(),
-            Node::Qcow2(_) | Node::Null(_) => None,
+            Node::Qcow2(_) | Node::Null(_) | Node::Frozen(_) => None,
         }
     }
 
@@ -161,7 +169,7 @@ impl Graph {
             let layer = self.layers.get(usize::from(index?))?;
             match &layer.node {
                 Node::Qcow2(image) => Some(image.enter()),
-                Node::Raw(_) | Node::Null(_) => None,
+                Node::Raw(_) | Node::Null(_) | Node::Frozen(_) => None,
             }
         })
     }
@@ -187,8 +195,13 @@ impl Graph {
     pub(crate) fn top_image(&self) -> Option<&Arc<Qcow2>> {
         match &self.top().node {
             Node::Qcow2(image) => Some(image),
-            Node::Raw(_) | Node::Null(_) => None,
+            Node::Raw(_) | Node::Null(_) | Node::Frozen(_) => None,
         }
+    }
+
+    /// The record of a checkpoint that is running.
+    pub(crate) fn running_fleece(&self) -> Option<&Arc<Fleece>> {
+        self.fleece.as_ref().filter(|fleece| fleece.is_running())
     }
 }
 

@@ -1,8 +1,9 @@
 //! One layer of a backing chain: an image (raw, qcow2 or null), its names, and the look-up of a
-//! range in it.
+//! range in it; or the frozen state of another disk.
 //!
 //! Promises: a look-up whose table is in memory takes no lock, allocates nothing and never blocks.
 
+mod frozen;
 pub(crate) mod guard;
 mod null;
 
@@ -17,6 +18,7 @@ use ringdisk_storage::{Kind as StorageKind, NbdAddress, Storage};
 use crate::task_mutex::TaskGuard;
 use crate::{Format, NullOptions};
 
+pub(crate) use frozen::{Frozen, Pending, Piece};
 pub(crate) use guard::SectorGuard;
 pub(crate) use null::Null;
 
@@ -29,6 +31,8 @@ pub(crate) enum Node {
     Raw(Raw),
     /// A qcow2 image; shared with the task that writes its metadata back.
     Qcow2(Arc<Qcow2>),
+    /// The state of another disk at one instant; always the only layer.
+    Frozen(Arc<dyn Frozen>),
 }
 
 /// A window of a storage.
@@ -170,10 +174,10 @@ impl Layer {
         GuestOffset(self.size())
     }
 
-    /// Format; `None` for a null disk.
+    /// Format; `None` for a null disk and for the frozen state of another disk.
     pub fn format(&self) -> Option<Format> {
         match &self.node {
-            Node::Null(_) => None,
+            Node::Null(_) | Node::Frozen(_) => None,
             Node::Raw(_) => Some(Format::Raw),
             Node::Qcow2(_) => Some(Format::Qcow2),
         }
@@ -200,7 +204,7 @@ impl Layer {
             Node::Qcow2(_) if self.without_backing => {
                 Some("it was opened without the backing file that it names")
             }
-            Node::Null(_) | Node::Raw(_) | Node::Qcow2(_) => None,
+            Node::Null(_) | Node::Raw(_) | Node::Qcow2(_) | Node::Frozen(_) => None,
         }
     }
 
@@ -218,7 +222,7 @@ impl Layer {
     pub fn qcow2(&self) -> Option<&Arc<Qcow2>> {
         match &self.node {
             Node::Qcow2(image) => Some(image),
-            Node::Null(_) | Node::Raw(_) => None,
+            Node::Null(_) | Node::Raw(_) | Node::Frozen(_) => None,
         }
     }
 
@@ -230,7 +234,7 @@ impl Layer {
     /// The image file.
     pub fn file(&self) -> Option<&Arc<Storage>> {
         match &self.node {
-            Node::Null(_) => None,
+            Node::Null(_) | Node::Frozen(_) => None,
             Node::Raw(raw) => Some(&raw.storage),
             Node::Qcow2(image) => Some(image.file()),
         }
@@ -255,7 +259,7 @@ impl Layer {
     /// The storage of the layer's plain bytes: the image file, or its external data file.
     pub fn data_storage(&self) -> Option<&Arc<Storage>> {
         match &self.node {
-            Node::Null(_) => None,
+            Node::Null(_) | Node::Frozen(_) => None,
             Node::Raw(raw) => Some(&raw.storage),
             Node::Qcow2(image) => Some(image.data_storage()),
         }
@@ -275,6 +279,8 @@ impl Layer {
             }
             Node::Null(null) if null.read_zeroes() => Ok(Some((len, Kind::Zero { offset: None }))),
             Node::Null(_) => Ok(Some((len, Kind::Untouched))),
+            // Requests do not get here: they ask the frozen state itself.
+            Node::Frozen(_) => Err(Errno::IO),
         }
     }
 }

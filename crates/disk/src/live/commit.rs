@@ -339,7 +339,7 @@ pub(super) async fn grow(
             let (layer, result) = grown.await?;
             result.map(|()| layer)
         }
-        Node::Null(_) => Err(Error::os("it cannot grow", Errno::OPNOTSUPP)),
+        Node::Null(_) | Node::Frozen(_) => Err(Error::os("it cannot grow", Errno::OPNOTSUPP)),
     }
 }
 

@@ -54,7 +54,7 @@ impl Copier<'_> {
                     raw.storage.write(ring, raw.host(at).0, &rest).await?
                 }
                 Node::Qcow2(image) => image.write(ring, at, &rest, &self.below).await?,
-                Node::Null(_) => return Err(Errno::OPNOTSUPP),
+                Node::Null(_) | Node::Frozen(_) => return Err(Errno::OPNOTSUPP),
             };
             if written == 0 {
                 return Err(Errno::IO);
@@ -77,7 +77,7 @@ impl Copier<'_> {
                 raw.storage.write_zeroes(ring, raw.host(offset).0, len, true, true).await
             }
             Node::Qcow2(image) => image.write_zeroes(ring, offset, len, true, &self.below).await,
-            Node::Null(_) => Err(Errno::OPNOTSUPP),
+            Node::Null(_) | Node::Frozen(_) => Err(Errno::OPNOTSUPP),
         }
     }
 
@@ -86,7 +86,7 @@ impl Copier<'_> {
         match &self.target.node {
             Node::Raw(raw) => raw.storage.flush(ring).await,
             Node::Qcow2(image) => image.flush(ring).await,
-            Node::Null(_) => Ok(()),
+            Node::Null(_) | Node::Frozen(_) => Ok(()),
         }
     }
 }

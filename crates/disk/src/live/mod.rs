@@ -15,6 +15,7 @@
 //! Control path.
 
 mod backing;
+mod bitmaps;
 mod commit;
 mod copy;
 mod detached;
@@ -37,6 +38,7 @@ use crate::{Disk, Error, ErrorKind};
 
 pub use backing::Backing;
 pub(crate) use backing::snapshots_show_the_same;
+pub(crate) use bitmaps::bitmap_result;
 pub use commit::CommitOptions;
 pub(crate) use copy::{all_of, buffer, equal, pieces};
 pub use overlay::OverlayOptions;
@@ -72,7 +74,7 @@ impl Disk {
     /// files are compared. Returns whether that is so.
     ///
     /// Errors: as there, but for `Busy` meanwhile.
-    fn check_beside_commit(&self) -> Result<bool, Error> {
+    pub(crate) fn check_beside_commit(&self) -> Result<bool, Error> {
         let is_busy = self.is_busy.load(Ordering::Acquire);
         match self.check_free() {
             Err(_) if is_busy && self.graph().state == State::Active => Ok(true),
@@ -88,6 +90,9 @@ impl Disk {
         let turn = self.changes().lock().await;
         let drained = self.gateway().drain(ring, turn).await;
         let graph = drained.graph();
+        if let Some(fleece) = &graph.fleece {
+            fleece.end(ring).await;
+        }
         if matches!(graph.state, State::Inactive | State::Quiet) {
             // Everything was put on stable storage when the disk became inactive.
             return Ok(());
@@ -111,7 +116,7 @@ impl Disk {
                 Node::Raw(raw) if self.cache() != crate::Cache::Unsafe => {
                     raw.storage.flush(ring).await
                 }
-                Node::Raw(_) | Node::Null(_) => Ok(()),
+                Node::Raw(_) | Node::Null(_) | Node::Frozen(_) => Ok(()),
             };
             result = result.and(closed);
         }
@@ -165,7 +170,7 @@ pub(crate) async fn close_layer(ring: &Ring, layer: &Layer) -> Result<(), Error>
             Err(errno) => Err(errno),
         },
         Node::Raw(raw) if layer.is_writable => raw.storage.flush(ring).await,
-        Node::Qcow2(_) | Node::Raw(_) | Node::Null(_) => Ok(()),
+        Node::Qcow2(_) | Node::Raw(_) | Node::Null(_) | Node::Frozen(_) => Ok(()),
     };
     result.map_err(|errno| {
         let doing = format!("cannot write '{}' to stable storage", layer.name().display());
@@ -230,6 +235,16 @@ pub(crate) fn busy() -> Error {
         ErrorKind::Busy,
         "a commit, or a change of the backing file, of this disk is under way; wait until it is \
          done, or cancel it",
+    )
+}
+
+/// The error for a change that a running checkpoint forbids.
+///
+/// * `consequence`: `so …`.
+pub(crate) fn checkpointed(consequence: &str) -> Error {
+    Error::new(
+        ErrorKind::Busy,
+        format!("a checkpoint of the disk is running, {consequence}; end the checkpoint first"),
     )
 }
 

@@ -272,7 +272,7 @@ impl<'a, 'b> Last<'a, 'b> {
                 self.layers[base] = Arc::new(fresh);
                 result.map_err(named)
             }
-            Node::Null(_) => Ok(()),
+            Node::Null(_) | Node::Frozen(_) => Ok(()),
         }
     }
 
@@ -341,7 +341,7 @@ pub(super) fn check_cut(base: &Layer, size: u64) -> Result<(), Error> {
                 Err(error) => error.reason().to_owned(),
             }
         }
-        Node::Raw(_) | Node::Null(_) => return Ok(()),
+        Node::Raw(_) | Node::Null(_) | Node::Frozen(_) => return Ok(()),
     };
     let (name, len) = (printable_path(base.name()), base.size());
     Err(Error::new(

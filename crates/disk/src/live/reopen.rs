@@ -84,7 +84,9 @@ pub(crate) async fn for_reading(
                     let raw = raw.over(Arc::clone(&raw.storage));
                     Ok(named_as(Layer::new(Node::Raw(raw), layer.size()), layer))
                 }
-                Node::Qcow2(_) | Node::Null(_) => again(ring, layer, options, false).await,
+                Node::Qcow2(_) | Node::Null(_) | Node::Frozen(_) => {
+                    again(ring, layer, options, false).await
+                }
             }
         }
     }
@@ -102,7 +104,7 @@ pub(crate) async fn in_mode(
     writable: bool,
 ) -> Result<Layer, Error> {
     match &layer.node {
-        Node::Null(_) => Err(not_qcow2(layer)),
+        Node::Null(_) | Node::Frozen(_) => Err(not_qcow2(layer)),
         Node::Raw(raw) => {
             let storage = storage_in_mode(&raw.storage, options, writable)?;
             let mut fresh = Layer::new(Node::Raw(raw.over(storage)), layer.size());

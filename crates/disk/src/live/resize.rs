@@ -11,7 +11,8 @@ use std::time::Duration;
 use ringdisk_qcow2::{GuestOffset, Preallocation};
 use ringdisk_ring::{Errno, Ring};
 
-use crate::graph::Window;
+use super::checkpointed;
+use crate::graph::{Graph, Window};
 use crate::layer::{Layer, Node, Raw};
 use crate::limits::SECTOR_BYTES;
 use crate::{Disk, Error, ErrorKind, Progress};
@@ -248,7 +249,7 @@ impl Disk {
         loop {
             let graph = self.graph();
             let done = match &graph.top().node {
-                Node::Null(_) => return Err(fixed()),
+                Node::Null(_) | Node::Frozen(_) => return Err(fixed()),
                 Node::Raw(raw) => {
                     if !raw.can_resize() {
                         return Err(fixed());
@@ -302,6 +303,7 @@ impl Disk {
             return Ok(Some(resized(window, before, before)));
         };
         let prepared = (change.start(window, before), change.options.preallocation);
+        check_cut(&graph, size)?;
         if size < before {
             let drained = self.gateway().drain(ring, turn).await;
             change.check_cancelled(ring, progress).await?;
@@ -383,6 +385,7 @@ impl Disk {
         if size == before {
             return Ok(Some(resized(window, before, before)));
         }
+        check_cut(drained.graph(), size)?;
         let options = ringdisk_qcow2::ResizeOptions {
             shrink: change.options.shrink,
             preallocation: change.options.preallocation,
@@ -491,6 +494,20 @@ fn would_shrink(window: Window, before: u64, size: u64) -> Error {
              so shrinking must be asked for with `--shrink`"
         ),
     )
+}
+
+/// Refuses a size that would cut off what a running checkpoint has not copied.
+///
+/// * `size`: of the whole disk, bytes.
+///
+/// Errors: `Busy`.
+fn check_cut(graph: &Graph, size: u64) -> Result<(), Error> {
+    match graph.running_fleece() {
+        Some(fleece) if size < fleece.size() => {
+            Err(checkpointed("so the disk cannot become smaller than it was then"))
+        }
+        _ => Ok(()),
+    }
 }
 
 fn fixed_window() -> Error {

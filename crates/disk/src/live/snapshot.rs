@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use ringdisk_ring::Ring;
 
-use super::check_lasting;
+use super::{check_lasting, checkpointed};
 use crate::{Disk, Error, lost_names};
 
 /// A change of the internal snapshots of the top image.
@@ -25,7 +25,8 @@ impl Disk {
     /// Creates, applies or deletes an internal snapshot of the top image. Clients wait meanwhile.
     /// After an apply the watchers of the size are called, since all content may have changed.
     ///
-    /// Errors: `Unsupported` when the top is no qcow2 image, `Invalid` for a name that is not there
+    /// Errors: `Busy` for an apply while a checkpoint is running, since all content may change;
+    /// `Unsupported` when the top is no qcow2 image, `Invalid` for a name that is not there
     /// or there already, `NotFound` when the name of the image does not lead to it any more,
     /// `Busy`, those of the storage. The disk is as it was.
     pub async fn snapshot(&self, ring: &Ring, change: SnapshotChange) -> Result<(), Error> {
@@ -37,6 +38,11 @@ impl Disk {
                 lost_names::check("take a snapshot", [&**disk.graph().top()])?;
             }
             let mut drained = disk.gateway().drain(&ring, turn).await;
+            if matches!(change, SnapshotChange::Apply(_))
+                && drained.graph().running_fleece().is_some()
+            {
+                return Err(checkpointed("and applying a snapshot would change the whole disk"));
+            }
             let always_tell = matches!(change, SnapshotChange::Apply(_));
             disk.offline(&ring, &mut drained, always_tell, async |ring, image| match &change {
                 SnapshotChange::Create(name) => image.snapshot_create(ring, name).await.map(drop),

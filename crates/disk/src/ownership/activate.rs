@@ -134,6 +134,9 @@ async fn reload(
 async fn reload_layer(ring: &Ring, old: &Layer, options: &ImageOptions) -> Result<Layer, Error> {
     match &old.node {
         Node::Null(null) => Ok(Layer::null(&null.options(old.size()))),
+        Node::Frozen(frozen) => {
+            Ok(named_as(Layer::new(Node::Frozen(Arc::clone(frozen)), old.size()), old))
+        }
         Node::Raw(Raw { storage, offset, fixed_size, guard }) => {
             let asked = Arc::clone(storage);
             ring.offload(move || asked.refresh_len()).await.map_err(|errno| {

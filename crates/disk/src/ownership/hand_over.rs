@@ -100,6 +100,7 @@ fn layer_state(layer: &Layer) -> Result<LayerState, Error> {
             Kind::Raw { offset: raw.offset.0, fixed_size }
         }
         Node::Qcow2(_) => Kind::Qcow2,
+        Node::Frozen(_) => return Err(no_file(layer)),
     };
     let files = layer.storages().map(|storage| {
         let identity = storage.identity().ok_or_else(|| no_file(layer))?;

@@ -27,7 +27,7 @@ use ringdisk_storage::Lock;
 
 use crate::graph::{Drained, Graph, State};
 use crate::layer::Layer;
-use crate::live::{broken, busy, close_layer};
+use crate::live::{broken, busy, checkpointed, close_layer};
 use crate::open::locks::give_back;
 use crate::{Disk, Error, ErrorKind};
 
@@ -86,11 +86,14 @@ impl Disk {
         self.detached(ring, change).await
     }
 
-    /// Checks that no commit and no kernel passthrough uses the disk. The caller holds the lock of
+    /// Checks that no commit, checkpoint or kernel passthrough uses the disk. The caller holds the lock of
     /// changes.
     fn check_own(&self) -> Result<(), Error> {
         if self.is_busy.load(std::sync::atomic::Ordering::Acquire) {
             return Err(busy());
+        }
+        if self.graph().running_fleece().is_some() {
+            return Err(checkpointed("so its images stay with this process"));
         }
         if self.is_lent() {
             return Err(Error::new(

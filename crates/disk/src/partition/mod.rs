@@ -62,7 +62,7 @@ impl Source for OnDisk<'_> {
         let layers = self.1.layers();
         let device = layers.last().and_then(|layer| match &layer.node {
             Node::Raw(raw) => Some(&raw.storage).filter(|it| it.kind() == Kind::BlockDevice),
-            Node::Qcow2(_) | Node::Null(_) => None,
+            Node::Qcow2(_) | Node::Null(_) | Node::Frozen(_) => None,
         });
         device.map_or(SECTOR_BYTES, |device| u64::from(device.topology().logical_block))
     }

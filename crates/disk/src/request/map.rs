@@ -43,8 +43,8 @@ pub enum Mapping<'a> {
         /// Length, bytes.
         len: u64,
     },
-    /// Bytes that only [`Disk::read`] can give: compressed, or a null disk's (where a read leaves
-    /// the buffer alone, after the disk's latency).
+    /// Bytes that only [`Disk::read`] can give: compressed, of the frozen state of a disk, or a null
+    /// disk's (where a read leaves the buffer alone, after the disk's latency).
     ReadOnly {
         /// Length, bytes.
         len: u64,
@@ -75,6 +75,14 @@ impl View<'_> {
         let (offset, len) = graph.place(offset, len);
         if len == 0 {
             return mapped(Mapping::PastEnd);
+        }
+        if let Node::Frozen(frozen) = &graph.top().node {
+            let piece = frozen.piece(ring, offset, len).await?;
+            let len = piece.len;
+            return mapped(match piece.zero {
+                true => Mapping::Zero { len },
+                false => Mapping::ReadOnly { len },
+            });
         }
         let chain = graph.chain();
         let found = chain.locate(ring, offset, len).await?;

@@ -29,12 +29,21 @@ impl Graph {
         let (offset, len) = self.place(offset, buf.len() as u64);
         // Not longer than the buffer.
         let len = usize::try_from(len).unwrap_or(usize::MAX).min(buf.len());
-        if let Node::Null(null) = &self.top().node {
-            null.delay(ring).await;
-            if null.read_zeroes() {
-                ring.zero(&buf.slice(0..len)).await?;
+        match &self.top().node {
+            Node::Null(null) => {
+                null.delay(ring).await;
+                if null.read_zeroes() {
+                    ring.zero(&buf.slice(0..len)).await?;
+                }
+                return Ok(len);
             }
-            return Ok(len);
+            Node::Frozen(frozen) => {
+                if len > 0 {
+                    frozen.read(ring, offset, &buf.slice(0..len)).await?;
+                }
+                return Ok(len);
+            }
+            Node::Raw(_) | Node::Qcow2(_) => {}
         }
         if len == 0 {
             return Ok(0);

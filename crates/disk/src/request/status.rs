@@ -5,6 +5,7 @@
 use ringdisk_ring::{Errno, Ring};
 use serde_json::{Value, json};
 
+use crate::layer::Node;
 use crate::{BlockStatus, Disk};
 
 /// One line of `qemu-img map`: a maximal run.
@@ -66,6 +67,13 @@ impl Disk {
         let graph = self.enter().await;
         graph.check()?;
         let (offset, len) = graph.place(offset, len);
+        if let Node::Frozen(frozen) = &graph.top().node {
+            return if len == 0 {
+                Ok(BlockStatus::EMPTY)
+            } else {
+                frozen.piece(ring, offset, len).await.map(BlockStatus::from)
+            };
+        }
         let _graces = graph.graces();
         let (status, _) = graph.chain().status(ring, offset, len).await?;
         Ok(status)

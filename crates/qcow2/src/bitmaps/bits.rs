@@ -87,6 +87,22 @@ impl Bits {
         self.words.get(index).map_or(0, |word| word.load(Ordering::Relaxed))
     }
 
+    /// The same bits once more. `None`: there is no memory for them.
+    pub(crate) fn copy(&self) -> Option<Bits> {
+        let copy = Bits::new(self.size, self.granularity_bits)?;
+        copy.merge(self);
+        Some(copy)
+    }
+
+    /// Clears all bits. No writer sets any meanwhile.
+    pub(crate) fn clear(&self) {
+        for word in &self.words {
+            if word.load(Ordering::Relaxed) != 0 {
+                word.store(0, Ordering::Relaxed);
+            }
+        }
+    }
+
     /// Words that there are.
     pub(crate) fn words(&self) -> usize {
         self.words.len()

@@ -3,7 +3,8 @@
 //! Promises: a write takes no lock that it could wait for, and allocates nothing once its clusters
 //! are allocated (exception: the first sector of a probed raw image); nothing here grows a disk; a
 //! flush reaches the device unless the user asked for [`Cache::Unsafe`]. The range of a write is
-//! recorded for a commit that is under way, after the write, also when it failed.
+//! recorded for a commit that is under way, after the write, also when it failed. Before it, what
+//! it overwrites is kept for a checkpoint that is running.
 
 mod qcow2;
 mod raw;
@@ -42,6 +43,7 @@ impl Disk {
         if looks_at_data && !buf.is_ours() {
             buf = ring.in_memory(&buf).await?;
         }
+        graph.keep(ring, offset, len as u64).await;
         let _mark = Mark::new(&graph, offset, len as u64);
         if self.policy().detect_zeroes != DetectZeroes::Off && buf.is_zero() {
             let may_unmap = self.policy().detect_zeroes == DetectZeroes::Unmap
@@ -52,7 +54,7 @@ impl Disk {
         match &graph.top().node {
             Node::Qcow2(image) => self.write_qcow2(ring, &graph, image, offset, &buf).await,
             Node::Raw(raw) => self.write_raw(ring, raw, offset, &buf).await,
-            Node::Null(_) => Ok(len),
+            Node::Null(_) | Node::Frozen(_) => Ok(len),
         }
     }
 
@@ -90,11 +92,12 @@ impl Disk {
         if len == 0 || self.policy().discard == Discard::Ignore {
             return Ok(());
         }
+        graph.keep(ring, offset, len).await;
         let _mark = Mark::new(&graph, offset, len);
         match &graph.top().node {
             Node::Qcow2(image) => self.discard_qcow2(ring, &graph, image, offset, len).await,
             Node::Raw(raw) => self.discard_raw(ring, raw, offset, len).await,
-            Node::Null(_) => Err(Errno::OPNOTSUPP),
+            Node::Null(_) | Node::Frozen(_) => Err(Errno::OPNOTSUPP),
         }
     }
 
@@ -115,11 +118,12 @@ impl Disk {
         if len == 0 {
             return Ok(());
         }
+        graph.keep(ring, offset, len).await;
         let _mark = Mark::new(&graph, offset, len);
         match &graph.top().node {
             Node::Qcow2(image) => self.zero_qcow2(ring, &graph, image, offset, len, true).await,
             Node::Raw(raw) => self.zero_raw(ring, raw, offset, len, true, false).await,
-            Node::Null(_) => Err(Errno::OPNOTSUPP),
+            Node::Null(_) | Node::Frozen(_) => Err(Errno::OPNOTSUPP),
         }
     }
 
@@ -145,6 +149,7 @@ impl Disk {
         if len == 0 {
             return Ok(());
         }
+        graph.keep(ring, offset, len).await;
         let _mark = Mark::new(&graph, offset, len);
         self.zero(ring, &graph, offset, len, may_unmap).await
     }
@@ -168,6 +173,7 @@ impl Disk {
         // A whole cluster may reach past a window.
         let image = graph.top_image().filter(|_| !graph.window.is_part());
         let Some(image) = image else { return Err(Errno::OPNOTSUPP) };
+        graph.keep(ring, offset, image.info().cluster_size()).await;
         let _mark = Mark::new(&graph, offset, image.info().cluster_size());
         image.write_compressed(ring, offset, compressed).await?;
         self.look_after(ring, image);
@@ -198,7 +204,7 @@ impl Disk {
         match &graph.top().node {
             Node::Qcow2(image) => self.zero_qcow2(ring, graph, image, offset, len, may_unmap).await,
             Node::Raw(raw) => self.zero_raw(ring, raw, offset, len, may_unmap, true).await,
-            Node::Null(_) => Ok(()),
+            Node::Null(_) | Node::Frozen(_) => Ok(()),
         }
     }
 }
@@ -209,7 +215,7 @@ impl Graph {
         match &self.top().node {
             Node::Raw(raw) => raw.storage.flush(ring).await,
             Node::Qcow2(image) => image.flush(ring).await,
-            Node::Null(_) => Ok(()),
+            Node::Null(_) | Node::Frozen(_) => Ok(()),
         }
     }
 }

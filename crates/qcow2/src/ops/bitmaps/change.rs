@@ -31,7 +31,7 @@ const DEFAULT_GRANULARITY_MAX: u64 = 64 << 10;
 /// What a bitmap says, apart from its image.
 #[derive(Debug)]
 pub struct BitmapContents {
-    bits: Bits,
+    pub(super) bits: Bits,
 }
 
 impl BitmapContents {

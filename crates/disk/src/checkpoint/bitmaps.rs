@@ -1,0 +1,205 @@
+//! The bitmaps of a checkpoint.
+//!
+//! The new one is added before the instant and cleared at it, so that it has what is written from
+//! the instant on. The old one is copied at the instant and records on. So it also has everything
+//! when the backup fails, and a crash of the server finds all bitmaps as a crash always does: marked
+//! in use, if anything was written since the image was opened.
+//!
+//! Promises: nothing here changes a bitmap that the caller did not name.
+
+use std::sync::Arc;
+
+use ringdisk_qcow2::{BitmapContents, Qcow2};
+use ringdisk_ring::Ring;
+
+use super::hold::changed;
+use super::{CheckpointEnd, DirtyRanges, NewBitmap};
+use crate::graph::Graph;
+use crate::live::bitmap_result;
+use crate::name::printable_path;
+use crate::{Disk, Error, ErrorKind};
+
+/// What was asked for, and is there.
+#[derive(Debug, Default)]
+pub(super) struct Wanted {
+    added: Option<String>,
+    since: Option<Since>,
+}
+
+/// The old bitmap.
+#[derive(Clone, Debug)]
+struct Since {
+    name: String,
+    /// Its content, if it does not record.
+    fixed: Option<Arc<BitmapContents>>,
+}
+
+/// The bitmaps of a running checkpoint.
+#[derive(Debug, Default)]
+pub(super) struct Chosen {
+    added: Option<String>,
+    since: Option<(Since, Arc<BitmapContents>)>,
+    /// First byte of the window of the disk, bytes.
+    start: u64,
+}
+
+impl Wanted {
+    /// Errors: as [`Disk::prepare_checkpoint`]; nothing has changed then.
+    pub(super) async fn prepare(
+        disk: &Disk,
+        ring: &Ring,
+        new: Option<NewBitmap>,
+        since: Option<String>,
+    ) -> Result<Wanted, Error> {
+        let since = match since {
+            Some(name) => Some(find(disk, ring, name).await?),
+            None => None,
+        };
+        let Some(NewBitmap { name, granularity_bytes }) = new else {
+            return Ok(Wanted { added: None, since });
+        };
+        let added = name.clone();
+        let add = async move |ring: &Ring, image: &mut Qcow2| {
+            bitmap_result(image.bitmap_add(ring, &name, granularity_bytes).await)
+        };
+        disk.change_bitmaps(ring, add).await?;
+        Ok(Wanted { added: Some(added), since })
+    }
+
+    /// Removes the new bitmap.
+    pub(super) async fn undo(&self, disk: &Disk, ring: &Ring) -> Result<(), Error> {
+        match &self.added {
+            Some(name) => remove(disk, ring, name.clone()).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Copies the old bitmap. No request is in flight.
+    ///
+    /// Errors: `Busy` where one of the bitmaps is not there any more.
+    pub(super) fn at_instant(&self, graph: &Graph) -> Result<Chosen, Error> {
+        let image = graph.top_image();
+        let recorded = |name: &str| image.and_then(|image| image.bitmap_recorded(name));
+        if let Some(name) = &self.added
+            && !image.is_some_and(|image| image.bitmap_records(name))
+        {
+            return Err(changed("its bitmaps"));
+        }
+        let since = match &self.since {
+            None => None,
+            Some(since) => {
+                let contents = match &since.fixed {
+                    Some(contents) => Some(Arc::clone(contents)),
+                    None => recorded(&since.name).map(Arc::new),
+                };
+                Some((since.clone(), contents.ok_or_else(|| changed("its bitmaps"))?))
+            }
+        };
+        Ok(Chosen { added: self.added.clone(), since, start: graph.window.start })
+    }
+}
+
+impl Chosen {
+    /// The new bitmap begins. No request is in flight.
+    pub(super) fn begin(&self, graph: &Graph) {
+        if let (Some(name), Some(image)) = (&self.added, graph.top_image()) {
+            image.bitmap_clear_recorded(name);
+        }
+    }
+
+    /// The old bitmap at the instant, inside the window of the frozen disk.
+    pub(super) fn dirty(&self, frozen: &Disk) -> Option<DirtyRanges> {
+        let (since, contents) = self.since.as_ref()?;
+        let inside = |at: u64| at.saturating_sub(self.start).min(frozen.size());
+        let ranges = contents
+            .ranges()
+            .map(|range| (inside(range.start.0), inside(range.end.0)))
+            .filter(|(start, end)| start < end)
+            .collect();
+        let granularity_bytes = contents.granularity_bytes();
+        Some(DirtyRanges { name: since.name.clone(), granularity_bytes, ranges })
+    }
+
+    /// Treats the bitmaps as `end` says.
+    ///
+    /// Errors: as [`Disk::change_bitmaps`]; `Unsupported` where they are not in the top image any
+    /// more.
+    pub(super) async fn end(
+        &self,
+        disk: &Disk,
+        ring: &Ring,
+        end: CheckpointEnd,
+    ) -> Result<(), Error> {
+        let since = self.since.as_ref().map(|(since, _)| since);
+        match (end, &self.added, since) {
+            (CheckpointEnd::Drop, Some(_), Some(since)) => {
+                check_top(disk, &since.name)?;
+                remove(disk, ring, since.name.clone()).await
+            }
+            (CheckpointEnd::Merge, Some(added), since) => {
+                check_top(disk, added)?;
+                match since.filter(|since| since.fixed.is_some()) {
+                    Some(since) => merge(disk, ring, added.clone(), since.name.clone()).await,
+                    None => remove(disk, ring, added.clone()).await,
+                }
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Finds a bitmap of the top image.
+///
+/// Errors: `Unsupported` where the image has no bitmaps; `Invalid` where it is missing or
+/// inconsistent; `Io`.
+async fn find(disk: &Disk, ring: &Ring, name: String) -> Result<Since, Error> {
+    let graph = disk.enter().await;
+    let Some(image) = graph.top_image() else {
+        let shown = printable_path(graph.top().name());
+        let text = format!("'{shown}' has no bitmaps: they need a qcow2 image; leave them out");
+        return Err(Error::new(ErrorKind::Unsupported, text));
+    };
+    if image.bitmap_records(&name) {
+        return Ok(Since { name, fixed: None });
+    }
+    let contents = bitmap_result(image.bitmap_contents(ring, &name).await)?;
+    Ok(Since { name, fixed: Some(Arc::new(contents)) })
+}
+
+/// Checks that a bitmap is in the top image: an overlay that was put above it has none of its
+/// bitmaps.
+///
+/// Errors: `Unsupported`.
+fn check_top(disk: &Disk, name: &str) -> Result<(), Error> {
+    let graph = disk.graph();
+    let is_there = |image: &Arc<Qcow2>| image.info().bitmaps.iter().any(|one| one.name == name);
+    if graph.top_image().is_some_and(is_there) {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::Unsupported,
+        format!(
+            "the bitmap '{name}' is not in '{}', the top image of the disk now, so it stays as it \
+             is; change it with `ringdisk bitmap` when its image is not in use",
+            printable_path(graph.top().name())
+        ),
+    ))
+}
+
+async fn remove(disk: &Disk, ring: &Ring, name: String) -> Result<(), Error> {
+    let change = async move |ring: &Ring, image: &mut Qcow2| {
+        bitmap_result(image.bitmap_remove(ring, &name).await)
+    };
+    disk.change_bitmaps(ring, change).await
+}
+
+/// Adds what the new bitmap has recorded to the old one, and removes the new one.
+async fn merge(disk: &Disk, ring: &Ring, added: String, since: String) -> Result<(), Error> {
+    let change = async move |ring: &Ring, image: &mut Qcow2| {
+        // What it has recorded was saved when the image was closed.
+        let contents = bitmap_result(image.bitmap_contents(ring, &added).await)?;
+        bitmap_result(image.bitmap_merge(ring, &since, &contents).await)?;
+        bitmap_result(image.bitmap_remove(ring, &added).await)
+    };
+    disk.change_bitmaps(ring, change).await
+}

@@ -1,0 +1,135 @@
+//! Holds a disk: no request is in flight and none begins.
+//!
+//! Promises: taking hold is bounded in time, and gives up without a trace. Dropping [`Held`] lets
+//! requests go on. A held disk excludes all other changes.
+
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use ringdisk_ring::Ring;
+
+use super::frozen::Source;
+use super::{Checkpoint, Prepared};
+use crate::disk::{Parts, Policy};
+use crate::graph::{Drained, Graph};
+use crate::layer::{Layer, Node};
+use crate::live::checkpointed;
+use crate::{Disk, Error, ErrorKind};
+
+/// A disk that is held. Requests of clients wait, so drop it within milliseconds. Bound to its
+/// thread.
+pub struct Held<'a> {
+    disk: &'a Disk,
+    drained: Drained<'a>,
+}
+
+impl Disk {
+    /// Waits until no request is in flight, and keeps new ones waiting until the answer is dropped.
+    /// To be called for all disks of one instant before the first is frozen. Allowed beside a
+    /// commit.
+    ///
+    /// * `limit`: longest time to wait for other changes and for requests in flight. New requests
+    ///   wait meanwhile.
+    ///
+    /// Errors: `Busy` when the limit has passed (requests go on) and when the disk is not active;
+    /// `Unsupported` while the kernel writes the image itself (`--passthrough`); `Io` on a disk
+    /// that is broken.
+    pub async fn hold(&self, ring: &Ring, limit: Duration) -> Result<Held<'_>, Error> {
+        let held = async {
+            let turn = self.changes().lock().await;
+            self.check_beside_commit()?;
+            check_seen(self)?;
+            Ok(self.gateway().drain(ring, turn).await)
+        };
+        match ring.within(limit, held).await {
+            Ok(drained) => Ok(Held { disk: self, drained: drained? }),
+            Err(_) => Err(Error::new(
+                ErrorKind::Busy,
+                format!(
+                    "requests of clients, or another change of the disk, did not end within {} ms; \
+                     try again when less is going on",
+                    limit.as_millis()
+                ),
+            )),
+        }
+    }
+}
+
+impl Held<'_> {
+    /// Keeps the state of this moment from now on. No I/O.
+    ///
+    /// * `prepared`: of this disk; used once.
+    ///
+    /// Errors: `Busy` where another checkpoint of the disk is running, and where the disk has
+    /// changed since the preparation (size, chain, bitmaps): prepare it again. The disk is as it
+    /// was.
+    pub fn freeze(&mut self, prepared: &Prepared) -> Result<Arc<Checkpoint>, Error> {
+        let graph = self.drained.graph();
+        let live = self.disk.weak();
+        if !Weak::ptr_eq(&live, &prepared.live) {
+            return Err(Error::new(ErrorKind::Invalid, "this was prepared for another disk"));
+        }
+        if graph.running_fleece().is_some() {
+            return Err(checkpointed("and a disk has one at a time"));
+        }
+        if graph.size() != prepared.fleece.size() {
+            return Err(changed("its size"));
+        }
+        let bitmaps = prepared.wanted.at_instant(graph)?;
+        if !prepared.fleece.start() {
+            return Err(Error::new(ErrorKind::Invalid, "this preparation was used before"));
+        }
+        bitmaps.begin(graph);
+        let frozen = frozen_disk(self.disk, graph, prepared);
+        let mut next = Graph::clone(graph);
+        next.fleece = Some(Arc::clone(&prepared.fleece));
+        self.drained.replace(next);
+        Ok(Arc::new(Checkpoint {
+            live,
+            frozen,
+            fleece: Arc::clone(&prepared.fleece),
+            bitmaps,
+            are_bitmaps_done: AtomicBool::new(false),
+        }))
+    }
+}
+
+/// The disk that shows the frozen state.
+fn frozen_disk(disk: &Disk, graph: &Graph, prepared: &Prepared) -> Arc<Disk> {
+    let source = Source::new(disk.weak(), Arc::clone(&prepared.fleece), graph.window.start);
+    let mut layer = Layer::new(Node::Frozen(Arc::new(source)), graph.visible_size());
+    graph.top().name().clone_into(&mut layer.name);
+    let policy = Policy { read_only: true, cache: disk.cache(), ..Policy::default() };
+    Disk::build(vec![layer], Parts { policy, ..Parts::default() })
+}
+
+/// Refuses a disk whose writes this process does not see.
+///
+/// Errors: `Unsupported`.
+pub(super) fn check_seen(disk: &Disk) -> Result<(), Error> {
+    if disk.is_lent() {
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            "the kernel reads and writes the image itself (--passthrough), so nothing can be kept \
+             of what is overwritten; mount it without that option",
+        ));
+    }
+    Ok(())
+}
+
+/// The error for a disk that is not as it was prepared.
+///
+/// * `what`: `its …`.
+pub(super) fn changed(what: &str) -> Error {
+    Error::new(
+        ErrorKind::Busy,
+        format!("the disk has changed {what} since the checkpoint was prepared; try again"),
+    )
+}
+
+impl std::fmt::Debug for Held<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Held").field("disk", &self.disk).finish_non_exhaustive()
+    }
+}
