@@ -17,9 +17,9 @@ use ringdisk_disk::{ImageOptions, Progress};
 use serde_json::Value;
 
 use crate::cli::{CtlArgs, CtlCommand, PREALLOCATION, ProgressArgs, word_of};
-use crate::commands::{checkpoint, look};
 use crate::commands::operation::Operation;
 use crate::commands::output::json_text;
+use crate::commands::{checkpoint, look};
 
 /// Notes what a file names that a server may write for a commit from now on.
 ///

@@ -78,9 +78,7 @@ pub fn fleecing_file(directory: &Path) -> Result<OwnedFd, Failure> {
     if i64::try_from(system.f_type) == Ok(FUSE_SUPER_MAGIC) {
         return Err(Failure::new(
             Exit::Usage,
-            format!(
-                "'{shown}' lies on a FUSE file system: a server could wait for itself there"
-            ),
+            format!("'{shown}' lies on a FUSE file system: a server could wait for itself there"),
         )
         .hint("--fleece-dir names another directory"));
     }
@@ -101,9 +99,8 @@ pub fn free_bytes(directory: &Path) -> io::Result<u64> {
 ///
 /// Errors: why it is not there, with the name of the disk; no disk has it then.
 pub fn begin(parts: Vec<Part>, progress: &Progress) -> Result<Vec<Begun>, Failure> {
-    let system = |error: &io::Error| {
-        Failure::system("cannot begin a checkpoint", error, Exit::General)
-    };
+    let system =
+        |error: &io::Error| Failure::system("cannot begin a checkpoint", error, Exit::General);
     let verdict = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
     let verdict = verdict.map_err(|errno| system(&errno.into()))?;
     let mut servers = Vec::with_capacity(parts.len());

@@ -289,10 +289,7 @@ fn check_name(name: &str) -> Result<(), Failure> {
 }
 
 /// Tells the descriptors of a request apart.
-fn sort(
-    given: Vec<OwnedFd>,
-    listeners: usize,
-) -> Result<(Steps, OwnedFd, Vec<OwnedFd>), Failure> {
+fn sort(given: Vec<OwnedFd>, listeners: usize) -> Result<(Steps, OwnedFd, Vec<OwnedFd>), Failure> {
     let wrong = || Failure::new(Exit::Usage, "a checkpoint comes with descriptors of its client");
     if listeners > LISTENERS_MAX || given.len() != GIVEN + listeners {
         return Err(wrong());
@@ -332,7 +329,7 @@ async fn freeze(
     fleece: OwnedFd,
     steps: &Steps,
 ) -> Result<Arc<Checkpoint>, Failure> {
-    let options = OpenOptions { lock: Lock::None, ..OpenOptions::default() };
+    let options = OpenOptions { lock: Lock::None, no_flush: true, ..OpenOptions::default() };
     let fleece = Arc::new(Storage::from_fd(fleece, "the fleecing file", &options)?);
     let bitmap = begin.bitmap.clone();
     let options = CheckpointOptions {
@@ -457,9 +454,9 @@ async fn attend(
         }
         pending::<()>().await;
     };
-    let stopped = running.stop.wait();
-    let unasked = first(pin!(lost), pin!(failed));
-    let is_lost = matches!(first(pin!(stopped), pin!(unasked)).await, First::Right(_));
+    let (stopped, lost, failed) = (pin!(running.stop.wait()), pin!(lost), pin!(failed));
+    let unasked = pin!(first(lost, failed));
+    let is_lost = matches!(first(stopped, unasked).await, First::Right(_));
     if let Some(export) = export {
         export.end().await;
     }

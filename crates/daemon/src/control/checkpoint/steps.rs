@@ -41,7 +41,12 @@ impl Steps {
     /// Waits until the client says this step.
     ///
     /// Errors: it is gone, says something else, or takes longer than `limit`.
-    pub(super) async fn wait(&self, ring: &Ring, step: Step, limit: Duration) -> Result<(), Failure> {
+    pub(super) async fn wait(
+        &self,
+        ring: &Ring,
+        step: Step,
+        limit: Duration,
+    ) -> Result<(), Failure> {
         match ring.within(limit, self.next(ring)).await {
             Ok(Some(said)) if said == step => Ok(()),
             Ok(_) => Err(gone()),

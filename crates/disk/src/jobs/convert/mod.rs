@@ -19,6 +19,7 @@ mod work;
 
 use std::cell::RefCell;
 use std::ops::Range;
+use std::sync::Arc;
 
 use futures_util::future::join_all;
 use ringdisk_ring::{Errno, IoBuf, Ring};
@@ -65,6 +66,9 @@ pub struct ConvertOptions {
     pub target_has_backing: bool,
     /// Ranges that cannot be read become zeroes (`--salvage`).
     pub salvage: bool,
+    /// Only these ranges are copied, first byte and the byte after the last one: in order, without
+    /// overlaps. `None`: all.
+    pub only: Option<Arc<[(u64, u64)]>>,
 }
 
 impl Default for ConvertOptions {
@@ -78,6 +82,7 @@ impl Default for ConvertOptions {
             target_is_zero: false,
             target_has_backing: false,
             salvage: false,
+            only: None,
         }
     }
 }

@@ -5,16 +5,14 @@
 //! are removed.
 
 use std::fs;
-use std::net::{TcpListener, ToSocketAddrs};
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use ringdisk_daemon::control::registry;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::sockets::MadeSocket;
-use ringdisk_daemon::terminal;
 use rustix::net::sockopt::{set_socket_keepalive, set_tcp_nodelay};
 
 use super::Target;
@@ -49,10 +47,9 @@ pub(super) struct Listening {
 
 /// Names of the exports: the last parts of the targets; of those that are equal, later ones get a
 /// number.
-pub(super) fn names(targets: &[Target]) -> Vec<String> {
-    let mut names: Vec<String> = Vec::with_capacity(targets.len());
-    for target in targets {
-        let path = target.client.mountpoint.as_deref().unwrap_or(&target.path);
+pub(crate) fn names(paths: &[&Path]) -> Vec<String> {
+    let mut names: Vec<String> = Vec::with_capacity(paths.len());
+    for path in paths {
         let last = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
         let mut name = last.clone();
         let mut number = 2;

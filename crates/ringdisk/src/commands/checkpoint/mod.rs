@@ -9,15 +9,15 @@ mod list;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use ringdisk_daemon::control::checkpoint::round::{self, Begun, Part, fleecing_file, free_bytes};
-use ringdisk_daemon::control::checkpoint::words::{Begin, Bitmaps, End, Listed};
+use ringdisk_daemon::control::checkpoint::words::{Begin, Bitmaps, Dirty, End, Listed};
 use ringdisk_daemon::control::client::{Client, Timeout};
 use ringdisk_daemon::control::protocol::Command;
 use ringdisk_daemon::control::registry;
 use ringdisk_daemon::failure::{Exit, Failure};
-use ringdisk_daemon::size::{human_size, human_size_exact};
 use ringdisk_daemon::terminal::{self, shell_word, visible};
 use ringdisk_disk::Progress;
 use serde_json::{Value, json};
@@ -25,8 +25,9 @@ use serde_json::{Value, json};
 use crate::cli::{Address, CheckpointArgs, FleeceArgs};
 use crate::commands::output::json_text;
 
+pub(crate) use exports::names;
 use exports::{Places, Sockets};
-pub(crate) use list::{Image, listed, look};
+pub(crate) use list::{Bitmap, Image, listed, look};
 
 /// How long the end of a checkpoint may take: the bitmaps are written.
 const END_LIMIT: Duration = Duration::from_secs(60);
@@ -140,7 +141,8 @@ pub(crate) fn begin(
             free / 2 / targets.len().max(1) as u64
         }
     };
-    let names = exports::names(&targets);
+    let names: Vec<&Path> = targets.iter().map(|target| target.path.as_path()).collect();
+    let names = exports::names(&names);
     let places = Places::new(&targets, wanted.address, wanted.name, &id)?;
     let mut sockets = Sockets::default();
     let mut parts = Vec::with_capacity(targets.len());
@@ -169,18 +171,14 @@ pub(crate) fn begin(
 impl Checkpoint {
     /// Ends it for all disks. The first failure counts; the others are told.
     ///
-    /// Errors: the bitmaps could not be changed; a server is gone; a fleecing file was full, so
-    /// what was read is not whole.
+    /// Errors: the bitmaps could not be changed; a server is gone.
     pub(crate) fn end(self, bitmaps: Bitmaps) -> Result<(), Failure> {
         let mut result = Ok(());
         for Begun { mut client, begin, lease, .. } in self.disks {
             let ended = end_one(&mut client, &begin.name, Some(begin.id), bitmaps);
-            let ended = ended.and_then(|failed| match failed {
-                Some(why) => Err(Failure::new(Exit::Storage, why)),
-                None => Ok(()),
-            });
             drop(lease);
-            let ended = ended.map_err(|failure| failure.context(format!("'{}'", client.shown())));
+            let context = |failure: Failure| failure.context(format!("'{}'", client.shown()));
+            let ended = ended.map(|_| ()).map_err(context);
             match (&result, ended) {
                 (Ok(()), ended) => result = ended,
                 (Err(_), Err(failure)) => terminal::warn(failure.message()),
@@ -188,6 +186,35 @@ impl Checkpoint {
             }
         }
         result
+    }
+
+    /// What the bitmap of a disk has marked: first byte, and the byte after the last one. `None`: no
+    /// bitmap was asked for.
+    ///
+    /// * `number`: of the disk.
+    ///
+    /// Errors: those of the server.
+    pub(crate) fn dirty(&mut self, number: usize) -> Result<Option<Arc<[(u64, u64)]>>, Failure> {
+        let Begun { client, begin, .. } = &mut self.disks[number];
+        if begin.since.is_none() {
+            return Ok(None);
+        }
+        let mut all: Vec<(u64, u64)> = Vec::new();
+        loop {
+            let command =
+                Command::CheckpointDirty(Dirty { name: begin.name.clone(), first: all.len() });
+            let mut value = client.call(&command, &Progress::new(), Timeout::Answer(END_LIMIT))?;
+            let ranges = value.get_mut("ranges").map(Value::take).unwrap_or_default();
+            let ranges: Vec<(u64, u64)> = serde_json::from_value(ranges).map_err(|error| {
+                let text = format!("what the server said makes no sense: {error}");
+                Failure::new(Exit::General, text)
+            })?;
+            let is_last = value.get("more") != Some(&Value::Bool(true)) || ranges.is_empty();
+            all.extend(ranges);
+            if is_last {
+                return Ok(Some(all.into()));
+            }
+        }
     }
 
     /// Why a disk cannot be read any more; looked at while the checkpoint is there.
