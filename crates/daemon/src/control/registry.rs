@@ -466,13 +466,14 @@ fn remove_stale(directory: &Path) {
             age.and_then(|at| SystemTime::now().duration_since(at).ok())
                 .is_some_and(|age| age > UNFINISHED)
         };
-        let ours = name.ends_with(".sock")
-            && (name.starts_with("mount-")
-                || name.starts_with(DISK)
-                || name.starts_with(PATH)
-                || name.starts_with(READERS)
-                || name.starts_with(UPGRADE)
-                || (name.starts_with("new-") && is_old()));
+        // Of further processes of a checkpoint, more follows.
+        let ours = name.starts_with(READERS)
+            || name.ends_with(".sock")
+                && (name.starts_with("mount-")
+                    || name.starts_with(DISK)
+                    || name.starts_with(PATH)
+                    || name.starts_with(UPGRADE)
+                    || (name.starts_with("new-") && is_old()));
         if ours && is_dead(&entry.path()) {
             tracing::debug!("'{}' was left by a server that is gone", entry.path().display());
             let _ = fs::remove_file(entry.path());

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use ringdisk_disk::Progress;
 use ringdisk_messages::{Wait, pair, receive};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::fs::FsWord;
 use rustix::io::{retry_on_intr, write};
 use rustix::net::{SendFlags, SocketType, send};
 use serde_json::Value;
@@ -28,7 +29,7 @@ const LATE: Duration = Duration::from_secs(1);
 /// An answer may take so long when everything was said.
 const ANSWER: Duration = Duration::from_secs(20);
 /// Type of the file systems of FUSE (linux/magic.h).
-const FUSE_SUPER_MAGIC: i64 = 0x6573_5546;
+const FUSE_SUPER_MAGIC: FsWord = 0x6573_5546;
 
 /// A disk of a checkpoint.
 #[derive(Debug)]
@@ -75,7 +76,7 @@ pub fn fleecing_file(directory: &Path) -> Result<OwnedFd, Failure> {
     };
     let file = tempfile::tempfile_in(directory).map_err(|error| cannot(&error))?;
     let system = rustix::fs::fstatfs(&file).map_err(|errno| cannot(&errno.into()))?;
-    if i64::try_from(system.f_type) == Ok(FUSE_SUPER_MAGIC) {
+    if system.f_type == FUSE_SUPER_MAGIC {
         return Err(Failure::new(
             Exit::Usage,
             format!("'{shown}' lies on a FUSE file system: a server could wait for itself there"),

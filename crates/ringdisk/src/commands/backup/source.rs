@@ -17,14 +17,11 @@ use ringdisk_ring::Runtime;
 use ringdisk_storage::{Lock, OpenOptions, Storage};
 
 use crate::cli::PoolArgs;
-use crate::commands::checkpoint::{Bitmap, Checkpoint, Image};
+use crate::commands::checkpoint::{Bitmap, Checkpoint, Image, Ranges};
 use crate::commands::look;
 
 /// An image of our own is held at once: nobody else uses it.
 const HOLD_LIMIT: Duration = Duration::from_secs(10);
-
-/// Ranges of a disk: first byte, and the byte after the last one.
-pub(super) type Ranges = Arc<[(u64, u64)]>;
 
 /// A disk that can be read as it was at the instant.
 #[derive(Debug)]

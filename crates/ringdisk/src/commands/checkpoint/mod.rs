@@ -32,6 +32,9 @@ pub(crate) use list::{Bitmap, Image, listed, look};
 /// How long the end of a checkpoint may take: the bitmaps are written.
 const END_LIMIT: Duration = Duration::from_secs(60);
 
+/// Ranges of a disk: first byte, and the byte after the last one.
+pub(crate) type Ranges = Arc<[(u64, u64)]>;
+
 /// A disk of a checkpoint before it begins.
 #[derive(Debug)]
 pub(crate) struct Target {
@@ -194,7 +197,7 @@ impl Checkpoint {
     /// * `number`: of the disk.
     ///
     /// Errors: those of the server.
-    pub(crate) fn dirty(&mut self, number: usize) -> Result<Option<Arc<[(u64, u64)]>>, Failure> {
+    pub(crate) fn dirty(&mut self, number: usize) -> Result<Option<Ranges>, Failure> {
         let Begun { client, begin, .. } = &mut self.disks[number];
         if begin.since.is_none() {
             return Ok(None);
