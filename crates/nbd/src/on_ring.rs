@@ -52,8 +52,7 @@ impl RingExport {
         let copies = copies.map_err(|error| {
             Error::new(ErrorKind::System, "a listening socket cannot be used").source(error)
         })?;
-        let read_only = options.common.read_only;
-        let exports = disks.into_iter().map(|disk| Arc::new(Exported::new(disk, read_only)));
+        let exports = disks.into_iter().map(|disk| Arc::new(Exported::new(disk, options)));
         let exports = Arc::new(Exports(exports.collect()));
         let shared = Arc::new(Shared::new(exports, options, 1));
         let (cells, ending) = (Arc::new(QueueCells::default()), Arc::new(Ending::default()));

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
+use ringdisk_daemon::control::checkpoint::words::check_name;
 use ringdisk_daemon::size::parse_size;
 use ringdisk_disk::Format;
 
@@ -26,11 +27,15 @@ pub(crate) struct FleeceArgs {
     pub(crate) fleece_max: Option<u64>,
 }
 
+fn parse_name(text: &str) -> Result<String, String> {
+    check_name(text).map(|()| text.to_owned())
+}
+
 /// What is done with the checkpoint NAME.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct CheckpointArgs {
     /// Name of the checkpoint: letters, digits, '-', '_', '.', ':'
-    #[arg(value_name = "NAME", required_unless_present = "list")]
+    #[arg(value_name = "NAME", required_unless_present = "list", value_parser = parse_name)]
     pub(crate) name: Option<String>,
 
     /// Another disk, of this process or another one, of which the state at the same instant is

@@ -57,6 +57,12 @@ fn count(target: &Path) -> usize {
 struct Disk {
     mounted: Mounted,
     image: PathBuf,
+    directory: TempDir,
+}
+
+/// An image that is served no longer, and its directory.
+struct Image {
+    path: PathBuf,
     _directory: TempDir,
 }
 
@@ -65,7 +71,7 @@ fn mounted(words: &[&str]) -> Disk {
     let image = directory.path().join("disk.qcow2");
     images::qcow2(&image, "8M", "");
     let mounted = serve(&image, words);
-    Disk { mounted, image, _directory: directory }
+    Disk { mounted, image, directory }
 }
 
 impl Disk {
@@ -82,10 +88,10 @@ impl Disk {
     }
 
     /// Stops it: the image is sound.
-    fn stop(self) -> PathBuf {
+    fn stop(self) -> Image {
         assert_eq!(self.mounted.stop().code(), Some(0));
         images::assert_clean(&self.image);
-        self.image
+        Image { path: self.image, _directory: self.directory }
     }
 }
 
@@ -118,7 +124,7 @@ fn readers_see_the_instant_while_a_mount_is_overwritten() {
     checkpoint(disk.path(), &["--end", "c1"]).ends(2).says("no checkpoint 'c1'");
     let after = disk.bytes();
     let image = disk.stop();
-    let content = images::reference(&image, "qcow2");
+    let content = images::reference(&image.path, "qcow2");
     assert!(fs::read(content).unwrap() == after);
 }
 
@@ -156,7 +162,7 @@ fn a_bitmap_says_what_has_changed_and_a_failed_round_loses_nothing() {
     assert_eq!(marked, [(1 << 20, 1 << 20), (4 << 20, 1 << 16)], "{map}");
     checkpoint(disk.path(), &["--end", "c3"]).ok();
     let image = disk.stop();
-    let info = qemu_img(Path::new("/"), &["info", "--output=json", text(&image)]).ok().json();
+    let info = qemu_img(Path::new("/"), &["info", "--output=json", text(&image.path)]).ok().json();
     let bitmaps = info["format-specific"]["data"]["bitmaps"].as_array().unwrap().clone();
     assert_eq!(bitmaps.len(), 1, "{bitmaps:?}");
     assert_eq!(
@@ -330,19 +336,21 @@ fn a_disk_that_does_not_drain_undoes_the_others() {
     }
     let disk = mounted(&["--sandbox", "on"]);
     let stuck = Stuck::new();
-    let words = ["c1", "--bitmap", "b1", "--with", text(&stuck.place.socket)];
-    // A raw image has no bitmaps; nothing was held for that.
-    checkpoint(disk.path(), &words).ends(11).says("no bitmaps");
     let words = ["c1", "--with", text(&stuck.place.socket)];
     checkpoint(disk.path(), &words).ends(5).says("did not end within");
     let list = listed(disk.path());
     assert_eq!(list["checkpoints"], Value::Array(Vec::new()));
-    assert_eq!(list["image"]["bitmaps"], Value::Array(Vec::new()), "the new bitmap went again");
     disk.write(5, 0, 4096);
     checkpoint(disk.path(), &["c1"]).ok();
     checkpoint(disk.path(), &["--end", "c1"]).ok();
     stuck.end();
     disk.stop();
+}
+
+/// Waits until a client has begun the steps of the checkpoint `c1`: the name is taken then.
+fn begins(disk: &Disk) {
+    let is_taken = || checkpoint(disk.path(), &["--end", "c1"]).err.contains("it has: c1");
+    until(LIMIT, || is_taken().then_some(())).expect("a begin");
 }
 
 #[test]
@@ -355,8 +363,7 @@ fn a_client_that_is_killed_in_the_middle_leaves_nothing() {
     let mut command = Command::new(program());
     command.args(["ctl", disk.mounted.text(), "checkpoint", "c1", "--with"]);
     let mut client = Process::spawn(command.arg(text(&stuck.place.socket)));
-    // It has the name from the beginning of its steps on.
-    until(LIMIT, || (checkpoint(disk.path(), &["c1"]).code == 5).then_some(())).expect("a begin");
+    begins(&disk);
     client.signal(Signal::KILL);
     client.wait(LIMIT).expect("it was killed");
     // Requests go on, and the name is free.
@@ -407,7 +414,7 @@ fn what_cannot_be_is_refused_in_words() {
     }
     let disk = mounted(&[]);
     let path = disk.path();
-    checkpoint(path, &["c1", "--since", "nope"]).ends(2).says("nope");
+    checkpoint(path, &["c1", "--since", "nope"]).ends(3).says("nope");
     checkpoint(path, &["a/b"]).ends(2).says("letters, digits");
     checkpoint(path, &["c1", "--with", text(path)]).ends(2).says("named twice");
     checkpoint(path, &["c1", "--fleece-dir", "/nonexistent"]).ends(2).says("--fleece-dir");
@@ -422,15 +429,17 @@ fn what_cannot_be_is_refused_in_words() {
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = port.local_addr().unwrap().to_string();
     checkpoint(path, &["c1", "--nbd", &address]).ends(5).says("cannot listen");
-    // A file that is on the mount itself would wait for itself.
     assert_eq!(count(path), 0, "nothing of all that stays");
-    let null = serve_null();
+    let null = crate::common::mount(&["--null", "8M"]);
     checkpoint(null.path(), &["c1"]).ends(11).says("null disk");
+    let raw = crate::common::serve_raw(1 << 20, &[]);
+    checkpoint(raw.mounted.path(), &["c1", "--bitmap", "b1"]).ends(11).says("qcow2");
+    // With one disk that cannot, none has it, and the new bitmap goes again.
+    let words = ["c1", "--bitmap", "b1", "--with", raw.mounted.text()];
+    checkpoint(path, &words).ends(11);
+    let list = listed(path);
+    assert_eq!((count(path), &list["image"]["bitmaps"]), (0, &Value::Array(Vec::new())));
     disk.stop();
-}
-
-fn serve_null() -> Mounted {
-    crate::common::mount(&["--null", "8M"])
 }
 
 #[test]
@@ -462,7 +471,7 @@ except nbd.Error:
     let image = disk.stop();
     assert!(reader.wait(LIMIT).expect("it ends").success());
     // The bitmap is on the disk, and sound.
-    let info = qemu_img(Path::new("/"), &["info", "--output=json", text(&image)]).ok().json();
+    let info = qemu_img(Path::new("/"), &["info", "--output=json", text(&image.path)]).ok().json();
     let bitmap = &info["format-specific"]["data"]["bitmaps"][0];
     assert_eq!((&bitmap["name"], bitmap["flags"].to_string()), (&"b1".into(), "[\"auto\"]".into()));
 }
@@ -477,7 +486,7 @@ fn a_silent_client_holds_a_disk_for_a_moment_only() {
     let mut command = Command::new(program());
     command.args(["ctl", disk.mounted.text(), "checkpoint", "c1", "--with"]);
     let client = Process::spawn(command.arg(text(&stuck.place.socket)));
-    until(LIMIT, || (checkpoint(disk.path(), &["c1"]).code == 5).then_some(())).expect("a begin");
+    begins(&disk);
     client.signal(Signal::STOP);
     // Longer than a hold may last.
     ringdisk_testkit::process::pause(Duration::from_secs(4));

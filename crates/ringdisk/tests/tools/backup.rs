@@ -11,7 +11,7 @@ use ringdisk_testkit::images::{self, assert_clean, qemu_io};
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::{Mounted, scratch, text};
 use ringdisk_testkit::process::{LIMIT, Process, until};
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use crate::common::tools::{names, qemu_img, ringdisk};
@@ -129,7 +129,7 @@ fn each_round_under_load_is_one_instant() {
     std::thread::scope(|scope| {
         let writer = scope.spawn(|| count(disk.path(), &is_done));
         for _ in 0..3 {
-            ringdisk(d, &["backup", disk.mounted_text(), "backups/"]).ok();
+            ringdisk(d, &["backup", disk.text(), "backups/"]).ok();
         }
         is_done.store(true, Ordering::Relaxed);
         writer.join().expect("no panic");
@@ -145,17 +145,6 @@ fn each_round_under_load_is_one_instant() {
     assert!(numbers.is_sorted() && numbers.len() == 3, "{seen:?}");
     assert_eq!(disk.stop().code(), Some(0));
     assert_clean(&d.join("disk.qcow2"));
-}
-
-/// Words shared by the tests.
-trait Text {
-    fn mounted_text(&self) -> &str;
-}
-
-impl Text for Mounted {
-    fn mounted_text(&self) -> &str {
-        self.text()
-    }
 }
 
 #[test]
@@ -189,7 +178,7 @@ fn files_and_bitmaps_of_the_users_choice_make_a_chain() {
     assert!(fs::read(d.join("copy.raw")).unwrap() == state);
     // Nothing is overwritten.
     ringdisk(d, &["backup", path, "copy.raw"]).ends(2).says("is there already");
-    ringdisk(d, &["backup", path, "x.qcow2", "--since", "nope"]).ends(2).says("nope");
+    ringdisk(d, &["backup", path, "x.qcow2", "--since", "nope"]).ends(3).says("nope");
     ringdisk(d, &["backup", path, "x", "--format", "raw", "--compress"]).ends(2);
     assert_eq!(names(d), ["copy.raw", "disk.qcow2", "full.qcow2", "inc.qcow2", "restored.img"]);
     assert_eq!(disk.stop().code(), Some(0));
@@ -246,11 +235,11 @@ fn a_round_that_fails_or_is_stopped_leaves_nothing() {
     for signal in [Signal::INT, Signal::KILL] {
         let mut command = Command::new(program());
         command.current_dir(d).args(["backup", disk.text(), "backups/", "--full"]);
-        disk.process_signal(Signal::STOP);
+        signal_to(&disk, Signal::STOP);
         let mut client = Process::spawn(&mut command);
         ringdisk_testkit::process::pause(std::time::Duration::from_millis(300));
         client.signal(signal);
-        disk.process_signal(Signal::CONT);
+        signal_to(&disk, Signal::CONT);
         client.wait(LIMIT).expect("it ends");
         let is_quiet = || (bitmaps_if_quiet(disk.path())? == before).then_some(());
         until(LIMIT, is_quiet).expect("the bitmaps are as they were");
@@ -271,15 +260,10 @@ fn bitmaps_if_quiet(disk: &Path) -> Option<Vec<String>> {
     list["checkpoints"].as_array()?.is_empty().then(|| bitmaps(disk))
 }
 
-trait Signalled {
-    fn process_signal(&self, signal: Signal);
-}
-
-impl Signalled for Mounted {
-    fn process_signal(&self, signal: Signal) {
-        let pid = i32::try_from(self.pid()).ok().and_then(rustix::process::Pid::from_raw);
-        rustix::process::kill_process(pid.expect("a pid"), signal).expect("a signal");
-    }
+/// Sends a signal to the server of a mount.
+fn signal_to(disk: &Mounted, signal: Signal) {
+    let pid = i32::try_from(disk.pid()).ok().and_then(Pid::from_raw);
+    kill_process(pid.expect("a pid"), signal).expect("a signal");
 }
 
 #[test]

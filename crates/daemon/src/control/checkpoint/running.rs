@@ -22,8 +22,8 @@ use serde_json::{Value, json};
 use super::exports;
 use super::steps::Steps;
 use super::words::{
-    Begin, Bitmaps, DRAIN_MAX, Dirty, End, GIVEN, HOLD_MAX, LISTENERS_MAX, Listed, NAME_BYTES_MAX,
-    RANGES_MAX, STEP_MAX, Step,
+    Begin, Bitmaps, DRAIN_MAX, Dirty, End, GIVEN, HOLD_MAX, LISTENERS_MAX, Listed, RANGES_MAX, STEP_MAX,
+    Step, check_name,
 };
 use crate::control::disk::Serving;
 use crate::control::server::{Ending, First, first};
@@ -131,7 +131,7 @@ impl Checkpoints {
         begin: Begin,
         given: Vec<OwnedFd>,
     ) -> Result<Value, Failure> {
-        check_name(&begin.name)?;
+        check_name(&begin.name).map_err(|text| Failure::new(Exit::Usage, text))?;
         let (steps, fleece, listeners) = sort(given, begin.listeners)?;
         let mut name = self.take(&begin.name)?;
         let accel = userspace(ring, serving).await?;
@@ -271,21 +271,6 @@ impl Checkpoints {
             std::thread::sleep(POLL_INTERVAL);
         }
     }
-}
-
-/// Errors: it could not be part of the name of a file, or of a line for people.
-fn check_name(name: &str) -> Result<(), Failure> {
-    let is_fine = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:".contains(&byte);
-    if name.is_empty() || name.len() > NAME_BYTES_MAX || !name.bytes().all(is_fine) {
-        return Err(Failure::new(
-            Exit::Usage,
-            format!(
-                "a checkpoint has a name of 1 to {NAME_BYTES_MAX} letters, digits, '-', '_', '.' \
-                 and ':'"
-            ),
-        ));
-    }
-    Ok(())
 }
 
 /// Tells the descriptors of a request apart.

@@ -34,6 +34,21 @@ pub const NAME_BYTES_MAX: usize = 48;
 /// Most ranges in one answer to [`Dirty`]: 44 bytes each at most, so 2.9 MiB.
 pub const RANGES_MAX: usize = 65_536;
 
+/// Looks whether a text can be the name of a checkpoint: it is part of the name of a file, and of
+/// lines for people.
+///
+/// Errors: it cannot.
+pub fn check_name(name: &str) -> Result<(), String> {
+    let is_fine = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:".contains(&byte);
+    if name.is_empty() || name.len() > NAME_BYTES_MAX || !name.bytes().all(is_fine) {
+        return Err(format!(
+            "a checkpoint has a name of 1 to {NAME_BYTES_MAX} letters, digits, '-', '_', '.' and \
+             ':'"
+        ));
+    }
+    Ok(())
+}
+
 /// One step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
