@@ -5,6 +5,7 @@ mod backing;
 mod chains;
 mod change_table;
 mod changes_at_bad_moments;
+mod checkpoints;
 mod commit_faults;
 mod crash_under_changes;
 mod draining;

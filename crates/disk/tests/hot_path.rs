@@ -3,10 +3,14 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 
-use ringdisk_disk::{Cache, Disk, Format, ImageOptions, NullOptions, Source};
+use ringdisk_disk::{
+    Cache, CheckpointEnd, CheckpointOptions, Disk, Format, ImageOptions, NullOptions, Source,
+};
 use ringdisk_ring::{Config, IoBuf, Ring, Runtime, Scatter};
+use ringdisk_storage::{OpenOptions, Storage};
 
 struct Counting;
 
@@ -189,4 +193,39 @@ fn a_request_is_small_in_memory() {
     let sizes = format!("read: {read} bytes, write: {write} bytes, zeroes: {zeroes} bytes");
     println!("{sizes}");
     assert!(read.max(write).max(zeroes) <= REQUEST_MAX, "{sizes}");
+}
+
+#[test]
+fn requests_beside_a_checkpoint_allocate_only_to_copy() {
+    let directory = tempfile::tempdir().expect("directory");
+    let path = directory.path();
+    qemu(path, "qemu-img", &["create", "-q", "-f", "qcow2", "a.qcow2", "8M"]);
+    qemu(path, "qemu-io", &["-f", "qcow2", "-c", "write -P 1 0 8M", "a.qcow2"]);
+    let mut runtime = Runtime::new(Config::default()).expect("io_uring");
+    let ring = runtime.ring().clone();
+    runtime.block_on(async {
+        let source = Source::Path(path.join("a.qcow2"));
+        let disk = Disk::open(&ring, source, &ImageOptions::default()).await.expect("open");
+        let file = tempfile::tempfile().expect("a file");
+        let file = Storage::from_fd(file.into(), "fleecing file", &OpenOptions::default());
+        let options = CheckpointOptions::new(Arc::new(file.expect("a storage")), 1 << 30);
+        let prepared = disk.prepare_checkpoint(&ring, options).await.expect("prepared");
+        let mut held = disk.hold(&ring, Duration::from_secs(10)).await.expect("held");
+        let checkpoint = held.freeze(&prepared).expect("frozen");
+        drop(held);
+        let buf = IoBuf::new(4096, 4096);
+        let before = COUNT.with(Cell::get);
+        for at in (0..8u64 << 20).step_by(64 << 10) {
+            assert_eq!(disk.write(&ring, at, &buf).await, Ok(4096));
+        }
+        let copies = COUNT.with(Cell::get) - before;
+        assert!(copies <= 128 * 16, "{copies} allocations for 128 copies");
+        assert_eq!(checkpoint.fleeced_bytes(), 8 << 20);
+        // Everything is kept.
+        assert_eq!(allocations(&ring, &disk, 4096).await, 0, "one run");
+        assert_eq!(allocations(&ring, &disk, 1 << 20).await, 0, "a large request");
+        checkpoint.end(&ring, CheckpointEnd::Drop).await.expect("the end");
+        assert_eq!(allocations(&ring, &disk, 4096).await, 0, "afterwards");
+        disk.close(&ring).await.expect("close");
+    });
 }

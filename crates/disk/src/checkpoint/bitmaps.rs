@@ -2,8 +2,8 @@
 //!
 //! The new one is added before the instant and cleared at it, so that it has what is written from
 //! the instant on. The old one is copied at the instant and records on. So it also has everything
-//! when the backup fails, and a crash of the server finds all bitmaps as a crash always does: marked
-//! in use, if anything was written since the image was opened.
+//! when the backup fails, and a crash of the server finds all bitmaps as a crash always does:
+//! marked in use, if anything was written since the image was opened.
 //!
 //! Promises: nothing here changes a bitmap that the caller did not name.
 

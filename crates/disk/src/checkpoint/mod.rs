@@ -5,8 +5,8 @@
 //! ```
 //!
 //! Several disks are first prepared, then all held, then all frozen, then all let go: their frozen
-//! states are of one instant. What takes time is done before the hold ([`Disk::prepare_checkpoint`])
-//! and after it; [`Held::freeze`] does no I/O.
+//! states are of one instant. What takes time is done before the hold
+//! ([`Disk::prepare_checkpoint`]) and after it; [`Held::freeze`] does no I/O.
 //!
 //! Promises:
 //! - The frozen disk ([`Checkpoint::disk`]) gives the bytes of the instant, or errors; never other

@@ -1,7 +1,7 @@
 //! Prepares a checkpoint: everything that takes time, before clients have to wait.
 //!
-//! Promises: a preparation that fails, or that is abandoned, leaves the disk and its bitmaps as they
-//! were.
+//! Promises: a preparation that fails, or that is abandoned, leaves the disk and its bitmaps as
+//! they were.
 
 use std::sync::{Arc, Weak};
 

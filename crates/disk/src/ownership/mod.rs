@@ -86,8 +86,8 @@ impl Disk {
         self.detached(ring, change).await
     }
 
-    /// Checks that no commit, checkpoint or kernel passthrough uses the disk. The caller holds the lock of
-    /// changes.
+    /// Checks that no commit, checkpoint or kernel passthrough uses the disk. The caller holds the
+    /// lock of changes.
     fn check_own(&self) -> Result<(), Error> {
         if self.is_busy.load(std::sync::atomic::Ordering::Acquire) {
             return Err(busy());

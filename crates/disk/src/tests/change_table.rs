@@ -9,6 +9,10 @@
 //! again it succeeds. A change that succeeds is complete. A bitmap that says that it is valid has a
 //! bit wherever the content differs from what it was when the bitmap was made.
 //!
+//! Where a change allows it, some of its cells have a checkpoint running, and its fleecing file is
+//! one of the storages whose operations fail: the frozen state is what it was, or the checkpoint
+//! has failed; no request of a client has.
+//!
 //! Two failures may leave a disk that answers with errors until it is opened again, and a change
 //! that was made although an error was told; never wrong bytes, damaged images, or a bitmap that is
 //! wrong.
@@ -17,6 +21,7 @@
 //! chain, and a larger part for the other disks and for pairs.
 
 mod clients;
+mod frozen;
 mod judge;
 mod world;
 
@@ -62,6 +67,7 @@ fn table_of(change: Change, shape: Shape) {
                 number: u64::MAX,
                 again: None,
                 injected: Injected::Hold,
+                is_frozen: victim == Victim::Fleece,
             };
             let operations = judge::judge(&ring, &fixture, quiet).await.operations;
             assert!(operations < OPERATIONS_MAX, "{change:?} makes {operations} operations");
@@ -93,6 +99,8 @@ fn table_of(change: Change, shape: Shape) {
                     },
                     number: index / requests / 3,
                     again: is_pair.then(|| prng.below(APART)),
+                    is_frozen: victim == Victim::Fleece
+                        || change.can_meet_a_checkpoint() && prng.coin(),
                     ..quiet
                 };
                 reached += u64::from(judge::judge(&ring, &fixture, cell).await.reached);
@@ -173,6 +181,11 @@ fn a_hand_over_that_is_refused_changes_nothing() {
 }
 
 #[test]
+fn a_checkpoint_is_made_or_refused() {
+    table(Change::Checkpoint);
+}
+
+#[test]
 fn a_disk_is_closed_or_goes_on() {
     table(Change::Close);
 }
@@ -192,6 +205,7 @@ fn a_raw_data_file_is_as_long_as_the_disk_wherever_a_growth_fails() {
                 number,
                 again: None,
                 injected: Injected::NoSpace,
+                is_frozen: false,
             };
             if !judge::judge(&ring, &fixture, cell).await.reached {
                 assert!(number > 0, "no operation failed");

@@ -90,7 +90,12 @@ impl Bits {
     /// The same bits once more. `None`: there is no memory for them.
     pub(crate) fn copy(&self) -> Option<Bits> {
         let copy = Bits::new(self.size, self.granularity_bits)?;
-        copy.merge(self);
+        for (to, from) in copy.words.iter().zip(&self.words) {
+            let word = from.load(Ordering::Relaxed);
+            if word != 0 {
+                to.store(word, Ordering::Relaxed);
+            }
+        }
         Some(copy)
     }
 

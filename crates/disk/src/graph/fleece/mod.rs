@@ -73,6 +73,8 @@ pub(crate) struct Fleece {
     /// Nothing is kept any more. Set before a client goes on with a write whose granules are not
     /// kept, and read after each read of the disk.
     is_over: AtomicBool,
+    /// Its space is free, as far as that is up to us.
+    is_closed: AtomicBool,
     shared: Mutex<Shared>,
 }
 
@@ -112,6 +114,7 @@ impl Fleece {
             limit,
             is_started: AtomicBool::new(false),
             is_over: AtomicBool::new(false),
+            is_closed: AtomicBool::new(false),
             shared: Mutex::new(Shared {
                 file: Some(file),
                 state: CheckpointState::Running,
@@ -175,20 +178,20 @@ impl Fleece {
     /// before this returns (on a helper thread, since that can take long), unless a reader or
     /// another writer is in the middle of a request to it.
     async fn finish(&self, ring: &Ring, state: CheckpointState) -> bool {
-        let (file, waiters) = {
+        let file = {
             let mut shared = lock(&self.shared);
             if !self.is_running() {
                 return false;
             }
             shared.state = state;
             self.is_over.store(true, Ordering::SeqCst);
-            (shared.file.take(), std::mem::take(&mut shared.waiters))
+            shared.file.take()
         };
+        self.wake();
         let closed = ring.offload(move || drop(file));
         let _ = ring.within(self.limit, closed).await;
-        for waker in waiters {
-            waker.wake();
-        }
+        self.is_closed.store(true, Ordering::SeqCst);
+        self.wake();
         true
     }
 
@@ -197,7 +200,7 @@ impl Fleece {
         lock(&self.shared).file.clone().ok_or(Errno::IO)
     }
 
-    /// Wakes all that wait for a granule.
+    /// Wakes all that wait.
     fn wake(&self) {
         let waiters = std::mem::take(&mut lock(&self.shared).waiters);
         for waker in waiters {
@@ -260,5 +263,24 @@ impl Graph {
             // Boxed: the future of a plain write stays small.
             Box::pin(fleece.keep(ring, self, offset, len)).await;
         }
+    }
+
+    /// A client's write found no space. The fleecing file may have what it needs: gives that up.
+    /// Returns whether the write is worth another attempt; not a second time.
+    #[cold]
+    pub(crate) async fn make_room(&self, ring: &Ring) -> bool {
+        let Some(fleece) = self.running_fleece().filter(|fleece| fleece.used() > 0) else {
+            return false;
+        };
+        let reason = "a client's write found no space left on the storage of the image; use \
+                      another file system for the fleecing file";
+        Box::pin(async {
+            fleece.fail(ring, reason.to_owned()).await;
+            // Another writer may have been first.
+            let is_closed = fleece.wait(|fleece| fleece.is_closed.load(Ordering::SeqCst));
+            let _ = ring.within(fleece.limit, is_closed).await;
+        })
+        .await;
+        true
     }
 }

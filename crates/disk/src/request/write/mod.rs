@@ -51,10 +51,15 @@ impl Disk {
             self.zero(ring, &graph, offset, len as u64, may_unmap).await?;
             return Ok(len);
         }
-        match &graph.top().node {
-            Node::Qcow2(image) => self.write_qcow2(ring, &graph, image, offset, &buf).await,
-            Node::Raw(raw) => self.write_raw(ring, raw, offset, &buf).await,
-            Node::Null(_) | Node::Frozen(_) => Ok(len),
+        loop {
+            let done = match &graph.top().node {
+                Node::Qcow2(image) => self.write_qcow2(ring, &graph, image, offset, &buf).await,
+                Node::Raw(raw) => self.write_raw(ring, raw, offset, &buf).await,
+                Node::Null(_) | Node::Frozen(_) => Ok(len),
+            };
+            if done != Err(Errno::NOSPC) || !graph.make_room(ring).await {
+                return done;
+            }
         }
     }
 
@@ -201,10 +206,17 @@ impl Disk {
         len: u64,
         may_unmap: bool,
     ) -> Result<(), Errno> {
-        match &graph.top().node {
-            Node::Qcow2(image) => self.zero_qcow2(ring, graph, image, offset, len, may_unmap).await,
-            Node::Raw(raw) => self.zero_raw(ring, raw, offset, len, may_unmap, true).await,
-            Node::Null(_) | Node::Frozen(_) => Ok(()),
+        loop {
+            let done = match &graph.top().node {
+                Node::Qcow2(image) => {
+                    self.zero_qcow2(ring, graph, image, offset, len, may_unmap).await
+                }
+                Node::Raw(raw) => self.zero_raw(ring, raw, offset, len, may_unmap, true).await,
+                Node::Null(_) | Node::Frozen(_) => Ok(()),
+            };
+            if done != Err(Errno::NOSPC) || !graph.make_room(ring).await {
+                return done;
+            }
         }
     }
 }

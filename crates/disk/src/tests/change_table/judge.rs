@@ -11,6 +11,7 @@ use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 
 use super::clients::{Effect, Request, write};
+use super::frozen;
 use super::world::{
     BITMAP, CLUSTER, Cell, Change, Fixture, Injected, OVERLAY, Shape, Victim, World,
 };
@@ -136,7 +137,11 @@ pub(super) async fn judge(ring: &Ring, fixture: &Fixture, cell: Cell) -> Run {
         model.apply(&effect, true);
     }
 
+    let frozen = frozen::Frozen::new(ring, &world, &disk, &model.a, cell).await;
     let (made, run, failed) = meet(ring, fixture, &world, &disk, &mut model, cell).await;
+    if let Some(frozen) = frozen {
+        frozen.judge(ring, &disk, cell, run.reached).await;
+    }
     let is_refused = made.is_err() && !cell.change.is_refused_always();
     if is_refused {
         assert!(failed.is_some(), "{made:?} without a failure, {cell:?}");
@@ -182,7 +187,8 @@ pub(super) async fn judge(ring: &Ring, fixture: &Fixture, cell: Cell) -> Run {
     if is_open {
         model.settle(read_steps(ring, &disk, 1 << 20).await, &cell);
         let closed = disk.close(ring).await;
-        assert!(closed.is_ok() || !is_sound, "{closed:?} {cell:?}");
+        let fault = disk.fault();
+        assert!(closed.is_ok() || !is_sound, "{closed:?} {fault:?} after {made:?}, {cell:?}");
     }
     settle(ring).await;
     // One more with an overlay, one or two less after a commit.
@@ -294,11 +300,14 @@ async fn meet(
     // The disk may be cut between the growth and the write of an append.
     let may_end =
         cell.change.refuses_requests() || cell.request == Request::Append && cell.change.cuts();
-    assert!(first.is_ok() || reached || may_end, "{first:?} {cell:?}");
+    // No failure of the fleecing file is one of a client.
+    let may_fail = reached && cell.victim != Victim::Fleece;
+    assert!(first.is_ok() || may_fail || may_end, "{first:?} {cell:?}");
     account(model, fixture, cell, disk, first.is_ok(), made.is_ok());
     for (effect, result) in later().iter().zip(others) {
         let result = result.take().expect("it has ended");
-        assert!(result.is_ok() || reached || cell.change.refuses_requests(), "{result:?} {cell:?}");
+        let may_fail = may_fail || cell.change.refuses_requests();
+        assert!(result.is_ok() || may_fail, "{result:?} {cell:?}");
         // A client that appends makes a change of the size, so others may come between that and
         // this change.
         let is_after = cell.request != Request::Append || cell.change != Change::Apply;
@@ -377,7 +386,7 @@ async fn look(
     let place = fixture.place.path();
     let is_over = is_made && cell.change == Change::External;
     for (victim, name, sim) in &world.storages {
-        if *victim == Victim::Overlay && !is_over {
+        if *victim == Victim::Overlay && !is_over || *victim == Victim::Fleece {
             continue;
         }
         let image = sim.image();

@@ -15,8 +15,8 @@ use crate::layer::{Layer, Node, Raw};
 use crate::open::qcow2_layer;
 use crate::tests::{directory, qemu_img, qemu_io};
 use crate::{
-    Backing, CommitOptions, Disk, Error, Format, ImageOptions, OverlayOptions, Progress,
-    ResizeOptions, SnapshotChange,
+    Backing, CheckpointEnd, CheckpointOptions, CommitOptions, Disk, Error, Format, ImageOptions,
+    NewBitmap, OverlayOptions, Progress, ResizeOptions, SnapshotChange,
 };
 
 /// Cluster size of the images, bytes.
@@ -53,6 +53,8 @@ pub(super) enum Change {
     CommitThrough,
     /// What lies between goes into the base.
     CommitBelow,
+    /// A checkpoint with a new bitmap is made and ended.
+    Checkpoint,
 }
 
 /// What the disk is made of.
@@ -128,6 +130,8 @@ pub(super) enum Victim {
     Base,
     /// The overlay that is put on top.
     Overlay,
+    /// The fleecing file of a checkpoint.
+    Fleece,
 }
 
 /// What happens to the operation.
@@ -163,6 +167,8 @@ pub(super) struct Cell {
     /// So many operations after it another one fails.
     pub(super) again: Option<u64>,
     pub(super) injected: Injected,
+    /// A checkpoint is running when the change begins.
+    pub(super) is_frozen: bool,
 }
 
 /// The images of all cells of one change.
@@ -206,7 +212,7 @@ impl Fixture {
                         qemu_img(&place, &["bitmap", "--add", "-g", "16k", name, BITMAP]);
                     }
                 }
-                Victim::Top | Victim::Data | Victim::Overlay => {}
+                Victim::Top | Victim::Data | Victim::Overlay | Victim::Fleece => {}
             }
             below = Some(name);
         }
@@ -250,6 +256,9 @@ impl Fixture {
             .collect();
         if change == Change::External {
             storages.push((Victim::Overlay, OVERLAY, SimStorage::new(0, 5)));
+        }
+        if change.can_meet_a_checkpoint() {
+            storages.push((Victim::Fleece, "", SimStorage::new(0, 6)));
         }
         World { storages }
     }
@@ -311,7 +320,7 @@ impl World {
         let place = fixture.place.path();
         let data = self.storages.iter().find(|(victim, ..)| *victim == Victim::Data);
         for (victim, name, sim) in &self.storages {
-            if matches!(victim, Victim::Data | Victim::Overlay) {
+            if matches!(victim, Victim::Data | Victim::Overlay | Victim::Fleece) {
                 continue;
             }
             let writable = *victim == Victim::Top;
@@ -337,6 +346,35 @@ impl World {
         let options =
             ImageOptions { allow_paths: vec![place.to_owned()], ..ImageOptions::default() };
         Disk::build(layers, Parts::new(&options))
+    }
+}
+
+/// Makes a checkpoint, with bitmaps where the image has one, and gives it up. What must be undone
+/// is tried twice, as a caller would.
+async fn checkpoint(ring: &Ring, disk: &Disk) -> Result<(), Error> {
+    let mut options = CheckpointOptions::new(SimStorage::new(0, 7).storage(), 1 << 30);
+    let bitmaps = disk.layers()[0].qcow2().map(|image| image.info().bitmaps.clone());
+    if bitmaps.is_some_and(|bitmaps| bitmaps.iter().any(|one| one.name == BITMAP)) {
+        options.bitmap = Some(NewBitmap { name: "new".to_owned(), granularity_bytes: None });
+        options.since = Some(BITMAP.to_owned());
+    }
+    let prepared = disk.prepare_checkpoint(ring, options).await?;
+    let frozen = match disk.hold(ring, Duration::from_secs(60)).await {
+        Ok(mut held) => held.freeze(&prepared),
+        Err(error) => Err(error),
+    };
+    let checkpoint = match frozen {
+        Ok(checkpoint) => checkpoint,
+        Err(error) => {
+            if prepared.abandon(ring).await.is_err() {
+                prepared.abandon(ring).await?;
+            }
+            return Err(error);
+        }
+    };
+    match checkpoint.end(ring, CheckpointEnd::Merge).await {
+        Ok(()) => Ok(()),
+        Err(_) => checkpoint.end(ring, CheckpointEnd::Merge).await,
     }
 }
 
@@ -397,6 +435,7 @@ impl Change {
                 }
             }
             Change::HandOver => disk.hand_over(ring).await.map(drop),
+            Change::Checkpoint => checkpoint(ring, disk).await,
             Change::Close => {
                 disk.close(ring).await.map_err(|errno| Error::os("cannot close", errno))
             }
@@ -427,12 +466,20 @@ impl Change {
             Change::CommitThrough | Change::CommitBelow => &[Deep],
             Change::Backing => &[Chain, Old, Data],
             Change::HandOver => &[Chain, Raw],
+            Change::Checkpoint => &[Chain, Old, Data, Raw],
         }
     }
 
     /// The former top shows what another image has, or another image shows it.
     pub(super) fn changes_below(self) -> bool {
         self == Change::Backing || self.is_commit()
+    }
+
+    /// Whether it may be made while a checkpoint is running, and is not one.
+    pub(super) fn can_meet_a_checkpoint(self) -> bool {
+        let is_refused =
+            matches!(self, Change::Apply | Change::Shrink | Change::Deactivate | Change::HandOver);
+        !is_refused && self != Change::Checkpoint
     }
 
     pub(super) fn is_commit(self) -> bool {
