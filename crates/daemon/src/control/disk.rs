@@ -468,7 +468,8 @@ impl Commands for DiskControl {
             Command::CheckpointBegin(wanted) => {
                 let _changing = self.change(ring, progress).await?;
                 let disk = self.disk()?;
-                let begun = self.checkpoints.begin(ring, disk, &self.serving, *wanted, given);
+                let begun =
+                    self.checkpoints.begin(ring, disk, &self.serving, *wanted, (given, progress));
                 Ok(begun.await.map_err(|failure| self.explain(failure))?)
             }
             Command::CheckpointEnd(wanted) => Ok(self.checkpoints.end(ring, &wanted).await?),

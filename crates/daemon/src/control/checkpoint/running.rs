@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use ringdisk_disk::{
     Checkpoint, CheckpointEnd, CheckpointOptions, CheckpointState, Disk, NewBitmap, Prepared,
+    Progress,
 };
 use ringdisk_nbd::{CommonOptions, DirtyBitmap, NamedDisk, NbdOptions, RingExport};
 use ringdisk_qcow2::Bitmap;
@@ -22,8 +23,8 @@ use serde_json::{Value, json};
 use super::exports;
 use super::steps::Steps;
 use super::words::{
-    Begin, Bitmaps, DRAIN_MAX, Dirty, End, GIVEN, HOLD_MAX, LISTENERS_MAX, Listed, RANGES_MAX, STEP_MAX,
-    Step, check_name,
+    Begin, Bitmaps, DRAIN_MAX, Dirty, End, GIVEN, HOLD_MAX, LISTENERS_MAX, Listed, RANGES_MAX,
+    STEP_MAX, Step, check_name,
 };
 use crate::control::disk::Serving;
 use crate::control::server::{Ending, First, first};
@@ -120,7 +121,7 @@ impl Checkpoints {
 
     /// Begins one. Returns when it is there, with its size.
     ///
-    /// * `given`: as [`GIVEN`] says.
+    /// * `given`: as [`GIVEN`] says; with what says that the client has gone.
     ///
     /// Errors: why it is not there; nothing of it is left.
     pub(crate) async fn begin(
@@ -129,10 +130,10 @@ impl Checkpoints {
         disk: Arc<Disk>,
         serving: &Arc<dyn Serving>,
         begin: Begin,
-        given: Vec<OwnedFd>,
+        (given, progress): (Vec<OwnedFd>, &Arc<Progress>),
     ) -> Result<Value, Failure> {
         check_name(&begin.name).map_err(|text| Failure::new(Exit::Usage, text))?;
-        let (steps, fleece, listeners) = sort(given, begin.listeners)?;
+        let (steps, fleece, listeners) = sort(given, begin.listeners, progress)?;
         let mut name = self.take(&begin.name)?;
         let accel = userspace(ring, serving).await?;
         let checkpoint = freeze(ring, &disk, &begin, fleece, &steps).await?;
@@ -274,7 +275,11 @@ impl Checkpoints {
 }
 
 /// Tells the descriptors of a request apart.
-fn sort(given: Vec<OwnedFd>, listeners: usize) -> Result<(Steps, OwnedFd, Vec<OwnedFd>), Failure> {
+fn sort(
+    given: Vec<OwnedFd>,
+    listeners: usize,
+    progress: &Arc<Progress>,
+) -> Result<(Steps, OwnedFd, Vec<OwnedFd>), Failure> {
     let wrong = || Failure::new(Exit::Usage, "a checkpoint comes with descriptors of its client");
     if listeners > LISTENERS_MAX || given.len() != GIVEN + listeners {
         return Err(wrong());
@@ -282,7 +287,7 @@ fn sort(given: Vec<OwnedFd>, listeners: usize) -> Result<(Steps, OwnedFd, Vec<Ow
     let mut given = given.into_iter();
     match (given.next(), given.next(), given.next()) {
         (Some(steps), Some(verdict), Some(fleece)) => {
-            Ok((Steps::new(steps, verdict), fleece, given.collect()))
+            Ok((Steps::new(steps, verdict, progress), fleece, given.collect()))
         }
         _ => Err(wrong()),
     }

@@ -5,8 +5,10 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::pin::pin;
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
+use ringdisk_disk::Progress;
 use ringdisk_messages::{Wait, receive};
 use ringdisk_ring::{Fd, Ring};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -17,17 +19,22 @@ use crate::control::lines::POLL_IN;
 use crate::control::server::first;
 use crate::failure::{Exit, Failure};
 
+/// How often a server that ends, or a client that has gone, is looked for.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
+
 /// The server's end, and the verdict of the client.
 #[derive(Debug)]
 pub(super) struct Steps {
     socket: OwnedFd,
     /// An event that is signalled once the checkpoint is there on all disks.
     verdict: OwnedFd,
+    /// Cancelled when the client is gone or the server ends.
+    progress: Arc<Progress>,
 }
 
 impl Steps {
-    pub(super) fn new(socket: OwnedFd, verdict: OwnedFd) -> Steps {
-        Steps { socket, verdict }
+    pub(super) fn new(socket: OwnedFd, verdict: OwnedFd, progress: &Arc<Progress>) -> Steps {
+        Steps { socket, verdict, progress: Arc::clone(progress) }
     }
 
     /// Says a step.
@@ -40,20 +47,30 @@ impl Steps {
 
     /// Waits until the client says this step.
     ///
-    /// Errors: it is gone, says something else, or takes longer than `limit`.
+    /// * `limit`: for that.
+    ///
+    /// Errors: it is gone, says something else, or takes longer; the server ends.
     pub(super) async fn wait(
         &self,
         ring: &Ring,
         step: Step,
         limit: Duration,
     ) -> Result<(), Failure> {
-        match ring.within(limit, self.next(ring)).await {
-            Ok(Some(said)) if said == step => Ok(()),
-            Ok(_) => Err(gone()),
-            Err(_) => Err(Failure::new(
-                Exit::Timeout,
-                format!("the client did not go on with the checkpoint within {limit:?}"),
-            )),
+        let deadline = Instant::now() + limit;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match ring.within(left.min(POLL_INTERVAL), self.next(ring)).await {
+                Ok(Some(said)) if said == step => return Ok(()),
+                Ok(_) => return Err(gone()),
+                Err(_) if self.progress.is_cancelled() => return Err(gone()),
+                Err(_) if left.is_zero() => {
+                    return Err(Failure::new(
+                        Exit::Timeout,
+                        format!("the client did not go on with the checkpoint within {limit:?}"),
+                    ));
+                }
+                Err(_) => {}
+            }
         }
     }
 
@@ -65,12 +82,17 @@ impl Steps {
         (message.len == 1).then(|| Step::read(letter[0])).flatten()
     }
 
-    /// Waits for the verdict: until the client is gone, or `limit` is over. Whether the checkpoint
-    /// stays.
+    /// Waits for the verdict: until the client is gone, `limit` is over, or the server ends. Whether
+    /// the checkpoint stays.
     pub(super) async fn verdict(&self, ring: &Ring, limit: Duration) -> bool {
-        let said = pin!(ring.poll(Fd::of(&self.verdict), POLL_IN));
-        let left = pin!(ring.poll(Fd::of(&self.socket), POLL_IN));
-        let _ = ring.within(limit, first(said, left)).await;
+        let deadline = Instant::now() + limit;
+        while Instant::now() < deadline && !self.progress.is_cancelled() {
+            let said = pin!(ring.poll(Fd::of(&self.verdict), POLL_IN));
+            let left = pin!(ring.poll(Fd::of(&self.socket), POLL_IN));
+            if ring.within(POLL_INTERVAL, first(said, left)).await.is_ok() {
+                break;
+            }
+        }
         self.stays()
     }
 

@@ -202,3 +202,33 @@ fn escaped_path(path: &Path) -> String {
     let parts = path.as_os_str().as_bytes().split(|byte| *byte == b'/');
     parts.map(escaped).collect::<Vec<_>>().join("/")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_names_get_numbers() {
+        let paths = ["/srv/a", "/mnt/a", "/srv/b", "a"].map(Path::new);
+        assert_eq!(names(&paths), ["a", "a-2", "b", "a-3"]);
+    }
+
+    #[test]
+    fn further_processes_have_addresses_of_their_own() {
+        let unix = Address::Unix("/run/r".into());
+        assert_eq!(further(&unix, 0).expect("the first"), unix);
+        assert_eq!(further(&unix, 2).expect("the third"), Address::Unix("/run/r.3".into()));
+        let tcp = |port| Address::Tcp { host: String::from("::1"), port };
+        assert_eq!(further(&tcp(10), 1).expect("the second"), tcp(11));
+        assert!(further(&tcp(65_535), 1).is_err());
+    }
+
+    #[test]
+    fn names_in_uris_are_escaped() {
+        let place = |address| Places { of: vec![(0, true)], addresses: vec![address] };
+        let unix = place(Address::Unix("/run/a b&c".into()));
+        assert_eq!(unix.uri(0, "x/y?"), "nbd+unix:///x%2Fy%3F?socket=/run/a%20b%26c");
+        let tcp = place(Address::Tcp { host: String::from("::1"), port: 9 });
+        assert_eq!(tcp.uri(0, "a"), "nbd://[::1]:9/a");
+    }
+}

@@ -226,7 +226,7 @@ impl Checkpoint {
             let all = listed(&mut disk.client, END_LIMIT).ok()?.0;
             let this = all.into_iter().find(|listed| listed.id == disk.begin.id);
             match this {
-                Some(listed) => listed.failed,
+                Some(listed) => listed.failed.as_deref().map(visible),
                 None => Some(String::from("the checkpoint has ended")),
             }
         })
@@ -269,11 +269,12 @@ fn end(path: &Path, limit: Duration, name: &str, bitmaps: Bitmaps) -> Result<(),
         match end_other(other, limit, (&first, name, bitmaps)) {
             Ok(Some((socket, failed))) => {
                 sockets.extend(socket);
-                tell(&other.display().to_string(), failed);
+                tell(&visible(&other.display().to_string()), failed);
             }
             Ok(None) => {}
             Err(failure) => {
-                terminal::warn(format_args!("{}: {}", other.display(), failure.message()));
+                let other = visible(&other.display().to_string());
+                terminal::warn(format_args!("{other}: {}", failure.message()));
             }
         }
     }
