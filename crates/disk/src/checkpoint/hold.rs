@@ -14,7 +14,7 @@ use super::{Checkpoint, Prepared};
 use crate::disk::{Parts, Policy};
 use crate::graph::{Drained, Fleece, Graph};
 use crate::layer::{Layer, Node};
-use crate::live::checkpointed;
+use crate::live::{checkpointed, not_drained};
 use crate::{Disk, Error, ErrorKind};
 
 /// A disk that is held. Requests of clients wait, so drop it within milliseconds. Bound to its
@@ -44,14 +44,7 @@ impl Disk {
         };
         match ring.within(limit, held).await {
             Ok(drained) => Ok(Held { disk: self, drained: drained? }),
-            Err(_) => Err(Error::new(
-                ErrorKind::Busy,
-                format!(
-                    "requests of clients, or another change of the disk, did not end within {} ms; \
-                     try again when less is going on",
-                    limit.as_millis()
-                ),
-            )),
+            Err(_) => Err(not_drained(limit)),
         }
     }
 }

@@ -5,13 +5,17 @@
 //! they were.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use ringdisk_qcow2::Qcow2;
 use ringdisk_ring::Ring;
 
-use super::{again, check_lasting, close_layer, reopen};
+use super::{again, check_lasting, close_layer, not_drained, reopen};
 use crate::open::of_qcow2;
 use crate::{Disk, Error};
+
+/// Longest wait for requests in flight and for other changes. Requests that come later wait, too.
+const DRAIN_LIMIT: Duration = Duration::from_secs(2);
 
 impl Disk {
     /// Runs changes of bitmaps on the top image, opened for itself.
@@ -20,7 +24,8 @@ impl Disk {
     ///   made; what the image has when it is opened again decides.
     ///
     /// Errors: `PermissionDenied` on a read-only disk; `Unsupported` where the top is no qcow2
-    /// image or a temporary overlay; `Busy` during a commit; those of `change`.
+    /// image or a temporary overlay; `Busy` during a commit, and when requests in flight do not end
+    /// within 2 s; those of `change`.
     pub(crate) async fn change_bitmaps(
         &self,
         ring: &Ring,
@@ -28,8 +33,10 @@ impl Disk {
         is_made: impl Fn(&Qcow2) -> bool + 'static,
     ) -> Result<(), Error> {
         check_lasting(self)?;
+        reopen::check(self.graph().top())?;
         let run = move |disk: Arc<Disk>, ring: Ring| async move {
-            let mut drained = disk.change(&ring).await?;
+            let drained = ring.within(DRAIN_LIMIT, disk.change(&ring)).await;
+            let mut drained = drained.map_err(|_| not_drained(DRAIN_LIMIT))??;
             let graph = Arc::clone(drained.graph());
             let top = graph.top();
             reopen::check(top)?;
