@@ -58,11 +58,11 @@ impl Wanted {
         let Some(NewBitmap { name, granularity_bytes }) = new else {
             return Ok(Wanted { added: None, since });
         };
-        let added = name.clone();
+        let (added, wanted) = (name.clone(), name.clone());
         let add = async move |ring: &Ring, image: &mut Qcow2| {
             bitmap_result(image.bitmap_add(ring, &name, granularity_bytes).await)
         };
-        disk.change_bitmaps(ring, add).await?;
+        disk.change_bitmaps(ring, add, move |image| has(image, &wanted)).await?;
         Ok(Wanted { added: Some(added), since })
     }
 
@@ -172,8 +172,7 @@ async fn find(disk: &Disk, ring: &Ring, name: String) -> Result<Since, Error> {
 /// Errors: `Unsupported`.
 fn check_top(disk: &Disk, name: &str) -> Result<(), Error> {
     let graph = disk.graph();
-    let is_there = |image: &Arc<Qcow2>| image.info().bitmaps.iter().any(|one| one.name == name);
-    if graph.top_image().is_some_and(is_there) {
+    if graph.top_image().is_some_and(|image| has(image, name)) {
         return Ok(());
     }
     Err(Error::new(
@@ -186,20 +185,27 @@ fn check_top(disk: &Disk, name: &str) -> Result<(), Error> {
     ))
 }
 
+fn has(image: &Qcow2, name: &str) -> bool {
+    image.info().bitmaps.iter().any(|bitmap| bitmap.name == name)
+}
+
 async fn remove(disk: &Disk, ring: &Ring, name: String) -> Result<(), Error> {
+    let gone = name.clone();
     let change = async move |ring: &Ring, image: &mut Qcow2| {
         bitmap_result(image.bitmap_remove(ring, &name).await)
     };
-    disk.change_bitmaps(ring, change).await
+    disk.change_bitmaps(ring, change, move |image| !has(image, &gone)).await
 }
 
 /// Adds what the new bitmap has recorded to the old one, and removes the new one.
 async fn merge(disk: &Disk, ring: &Ring, added: String, since: String) -> Result<(), Error> {
+    let gone = added.clone();
     let change = async move |ring: &Ring, image: &mut Qcow2| {
         // What it has recorded was saved when the image was closed.
         let contents = bitmap_result(image.bitmap_contents(ring, &added).await)?;
         bitmap_result(image.bitmap_merge(ring, &since, &contents).await)?;
         bitmap_result(image.bitmap_remove(ring, &added).await)
     };
-    disk.change_bitmaps(ring, change).await
+    // The new one is removed last.
+    disk.change_bitmaps(ring, change, move |image| !has(image, &gone)).await
 }

@@ -12,9 +12,9 @@ use ringdisk_ring::Ring;
 use super::frozen::Source;
 use super::{Checkpoint, Prepared};
 use crate::disk::{Parts, Policy};
-use crate::graph::{Drained, Graph};
+use crate::graph::{Drained, Fleece, Graph};
 use crate::layer::{Layer, Node};
-use crate::live::checkpointed;
+use crate::live::{checkpointed, not_drained};
 use crate::{Disk, Error, ErrorKind};
 
 /// A disk that is held. Requests of clients wait, so drop it within milliseconds. Bound to its
@@ -44,14 +44,7 @@ impl Disk {
         };
         match ring.within(limit, held).await {
             Ok(drained) => Ok(Held { disk: self, drained: drained? }),
-            Err(_) => Err(Error::new(
-                ErrorKind::Busy,
-                format!(
-                    "requests of clients, or another change of the disk, did not end within {} ms; \
-                     try again when less is going on",
-                    limit.as_millis()
-                ),
-            )),
+            Err(_) => Err(not_drained(limit)),
         }
     }
 }
@@ -61,9 +54,9 @@ impl Held<'_> {
     ///
     /// * `prepared`: of this disk; used once.
     ///
-    /// Errors: `Busy` where another checkpoint of the disk is running, and where the disk has
-    /// changed since the preparation (size, chain, bitmaps): prepare it again. The disk is as it
-    /// was.
+    /// Errors: `Busy` where another checkpoint of the disk is running, and where one of the bitmaps
+    /// is not in the top image any more: prepare it again; `Invalid` for a preparation of another
+    /// disk, or one that was used; `Io` where there is no memory. The disk is as it was.
     pub fn freeze(&mut self, prepared: &Prepared) -> Result<Arc<Checkpoint>, Error> {
         let graph = self.drained.graph();
         let live = self.disk.weak();
@@ -73,22 +66,17 @@ impl Held<'_> {
         if graph.running_fleece().is_some() {
             return Err(checkpointed("and a disk has one at a time"));
         }
-        if graph.size() != prepared.fleece.size() {
-            return Err(changed("its size"));
-        }
         let bitmaps = prepared.wanted.at_instant(graph)?;
-        if !prepared.fleece.start() {
-            return Err(Error::new(ErrorKind::Invalid, "this preparation was used before"));
-        }
+        let fleece = prepared.begin(graph)?;
         bitmaps.begin(graph);
-        let frozen = frozen_disk(self.disk, graph, prepared);
+        let frozen = frozen_disk(self.disk, graph, &fleece);
         let mut next = Graph::clone(graph);
-        next.fleece = Some(Arc::clone(&prepared.fleece));
+        next.fleece = Some(Arc::clone(&fleece));
         self.drained.replace(next);
         Ok(Arc::new(Checkpoint {
             live,
             frozen,
-            fleece: Arc::clone(&prepared.fleece),
+            fleece,
             bitmaps,
             are_bitmaps_done: AtomicBool::new(false),
         }))
@@ -96,8 +84,8 @@ impl Held<'_> {
 }
 
 /// The disk that shows the frozen state.
-fn frozen_disk(disk: &Disk, graph: &Graph, prepared: &Prepared) -> Arc<Disk> {
-    let source = Source::new(disk.weak(), Arc::clone(&prepared.fleece), graph.window.start);
+fn frozen_disk(disk: &Disk, graph: &Graph, fleece: &Arc<Fleece>) -> Arc<Disk> {
+    let source = Source::new(disk.weak(), Arc::clone(fleece), graph.window.start);
     let mut layer = Layer::new(Node::Frozen(Arc::new(source)), graph.visible_size());
     graph.top().name().clone_into(&mut layer.name);
     let policy = Policy { read_only: true, cache: disk.cache(), ..Policy::default() };

@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use ringdisk_ring::Ring;
 
@@ -29,18 +30,27 @@ pub(super) async fn end(
     Ok(())
 }
 
-/// Takes the record out of the graph, so that its memory is freed.
+/// Longest wait for requests in flight. Requests that come later wait, too.
+const DRAIN_LIMIT: Duration = Duration::from_secs(2);
+
+/// Takes the record out of the graph, so that its memory is freed. Where requests in flight do not
+/// end in time the record stays, without effect, until the next checkpoint.
 async fn detach(checkpoint: &Checkpoint, live: &Disk, ring: &Ring) -> Result<(), Error> {
     let fleece = Arc::clone(&checkpoint.fleece);
     let run = move |disk: Arc<Disk>, ring: Ring| async move {
         let is_ours = |graph: &Graph| {
             graph.fleece.as_ref().is_some_and(|attached| Arc::ptr_eq(attached, &fleece))
         };
-        let turn = disk.changes().lock().await;
-        if !is_ours(&disk.graph()) {
+        let drained = async {
+            let turn = disk.changes().lock().await;
+            match is_ours(&disk.graph()) {
+                true => Some(disk.gateway().drain(&ring, turn).await),
+                false => None,
+            }
+        };
+        let Ok(Some(mut drained)) = ring.within(DRAIN_LIMIT, drained).await else {
             return Ok(());
-        }
-        let mut drained = disk.gateway().drain(&ring, turn).await;
+        };
         let mut graph = Graph::clone(drained.graph());
         graph.fleece = None;
         drained.replace(graph);

@@ -3,10 +3,11 @@
 //! Promises: a preparation that fails, or that is abandoned, leaves the disk and its bitmaps as
 //! they were.
 
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
 
 use ringdisk_ring::Ring;
-use ringdisk_storage::Kind;
+use ringdisk_storage::{Kind, Storage};
 
 use super::CheckpointOptions;
 use super::bitmaps::Wanted;
@@ -21,8 +22,11 @@ use crate::{Disk, Error, ErrorKind};
 #[derive(Debug)]
 pub struct Prepared {
     pub(super) live: Weak<Disk>,
-    pub(super) fleece: Arc<Fleece>,
     pub(super) wanted: Wanted,
+    /// Taken when it is used, so that the checkpoint alone keeps its space.
+    file: Mutex<Option<Arc<Storage>>>,
+    max: u64,
+    limit: Duration,
 }
 
 impl Disk {
@@ -32,7 +36,7 @@ impl Disk {
     /// Errors: `Unsupported` for a null disk, a frozen one, one that the kernel writes itself, and
     /// for bitmaps of an image that has none (raw, temporary overlay); `PermissionDenied` for a new
     /// bitmap of a disk that is open for reading only; `Busy` while another checkpoint is running,
-    /// and for bitmaps during a commit; `Invalid` for a fleecing file that is not empty, writable
+    /// and for bitmaps during a commit or when requests in flight do not end within 2 s; `Invalid` for a fleecing file that is not empty, writable
     /// and regular, and for a bitmap that is there already, missing or inconsistent; `Io`.
     pub async fn prepare_checkpoint(
         &self,
@@ -49,22 +53,27 @@ impl Disk {
         drop(graph);
         let CheckpointOptions { fleece: file, fleece_max, copy_limit, bitmap, since } = options;
         let wanted = Wanted::prepare(self, ring, bitmap, since).await?;
-        // The size is looked at again when the disk is held.
-        let graph = self.graph();
-        let cluster = graph.top_image().map_or(1, |image| image.info().cluster_size());
-        let fleece = Fleece::new(graph.size(), cluster, file, fleece_max, copy_limit);
-        let fleece = match fleece {
-            Ok(fleece) => Arc::new(fleece),
-            Err(errno) => {
-                wanted.undo(self, ring).await?;
-                return Err(Error::os("there is no memory for a checkpoint", errno));
-            }
-        };
-        Ok(Prepared { live: self.weak(), fleece, wanted })
+        let (max, limit, file) = (fleece_max, copy_limit, Mutex::new(Some(file)));
+        Ok(Prepared { live: self.weak(), wanted, file, max, limit })
     }
 }
 
 impl Prepared {
+    /// The record for a disk as it is now; once. Its memory is zeroed by the kernel as it is used,
+    /// so this is quick.
+    ///
+    /// Errors: `Invalid` the second time; `Io` where there is no memory.
+    pub(super) fn begin(&self, graph: &Graph) -> Result<Arc<Fleece>, Error> {
+        let file = self.file.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(file) = file else {
+            return Err(Error::new(ErrorKind::Invalid, "this preparation was used before"));
+        };
+        let cluster = graph.top_image().map_or(1, |image| image.info().cluster_size());
+        Fleece::new(graph.size(), cluster, file, self.max, self.limit)
+            .map(Arc::new)
+            .map_err(|errno| Error::os("there is no memory for a checkpoint", errno))
+    }
+
     /// Gives the checkpoint up before it was frozen: removes the new bitmap.
     ///
     /// Errors: those of changing the bitmaps; the new one is still there then.

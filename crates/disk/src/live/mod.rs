@@ -28,6 +28,7 @@ mod snapshot;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use ringdisk_qcow2::Qcow2;
 use ringdisk_ring::{Errno, Ring};
@@ -235,6 +236,18 @@ pub(crate) fn busy() -> Error {
         ErrorKind::Busy,
         "a commit, or a change of the backing file, of this disk is under way; wait until it is \
          done, or cancel it",
+    )
+}
+
+/// The error for requests in flight, or another change, that did not end within `limit`.
+pub(crate) fn not_drained(limit: Duration) -> Error {
+    Error::new(
+        ErrorKind::Busy,
+        format!(
+            "requests of clients, or another change of the disk, did not end within {} ms; try \
+             again when less is going on",
+            limit.as_millis()
+        ),
     )
 }
 

@@ -68,8 +68,6 @@ pub(crate) struct Fleece {
     max: u64,
     /// Longest time that one request waits for copies.
     limit: Duration,
-    /// It is attached to a graph, or was.
-    is_started: AtomicBool,
     /// Nothing is kept any more. Set before a client goes on with a write whose granules are not
     /// kept, and read after each read of the disk.
     is_over: AtomicBool,
@@ -112,7 +110,6 @@ impl Fleece {
             used: AtomicU64::new(0),
             max,
             limit,
-            is_started: AtomicBool::new(false),
             is_over: AtomicBool::new(false),
             is_closed: AtomicBool::new(false),
             shared: Mutex::new(Shared {
@@ -136,11 +133,6 @@ impl Fleece {
     /// Most bytes of old data in the file.
     pub(crate) fn max(&self) -> u64 {
         self.max
-    }
-
-    /// Begins its use. Returns whether this is the first call.
-    pub(crate) fn start(&self) -> bool {
-        !self.is_started.swap(true, Ordering::AcqRel)
     }
 
     pub(crate) fn state(&self) -> CheckpointState {

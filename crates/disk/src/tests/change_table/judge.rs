@@ -170,7 +170,9 @@ pub(super) async fn judge(ring: &Ring, fixture: &Fixture, cell: Cell) -> Run {
         model.settle(read_steps(ring, &disk, 1 << 20).await, &cell);
         // It takes writes as before.
         let probe = Effect { range: 15 * CLUSTER..16 * CLUSTER, byte: 0x41 };
-        assert_eq!(write(ring, &disk, Some(probe.clone())).await, Ok(()), "{made:?} {cell:?}");
+        let written = write(ring, &disk, Some(probe.clone())).await;
+        let fault = disk.fault();
+        assert_eq!(written, Ok(()), "{fault:?} after {made:?}, {cell:?}");
         model.apply(&probe, true);
         let flushed = disk.flush(ring).await;
         is_sound = flushed.is_ok();

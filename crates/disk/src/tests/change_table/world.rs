@@ -466,7 +466,7 @@ impl Change {
             Change::CommitThrough | Change::CommitBelow => &[Deep],
             Change::Backing => &[Chain, Old, Data],
             Change::HandOver => &[Chain, Raw],
-            Change::Checkpoint => &[Chain, Old, Data, Raw],
+            Change::Checkpoint => &[Chain, Deep, Data],
         }
     }
 

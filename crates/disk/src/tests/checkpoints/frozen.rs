@@ -221,7 +221,9 @@ fn the_space_of_the_file_is_given_back_at_the_end() {
         let mut options = options();
         options.fleece = fleece();
         let file = Arc::downgrade(&options.fleece);
-        let checkpoint = freeze(&ring, &disk, options).await.expect("a checkpoint");
+        let prepared = disk.prepare_checkpoint(&ring, options).await.expect("prepared");
+        let frozen = disk.hold(&ring, HOLD).await.expect("held").freeze(&prepared);
+        let checkpoint = frozen.expect("a checkpoint");
         assert_eq!(disk.write(&ring, 0, &buffer(&[9; 4096])).await, Ok(4096));
         assert!(file.upgrade().is_some());
         checkpoint.end(&ring, CheckpointEnd::Drop).await.expect("the end");
