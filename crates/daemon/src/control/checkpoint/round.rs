@@ -53,6 +53,8 @@ pub struct Begun {
     pub begin: Begin,
     /// Bytes of the disk.
     pub size: u64,
+    /// Requests of its clients waited so long at most.
+    pub paused: Duration,
     /// A leased checkpoint ends when this is closed.
     pub lease: OwnedFd,
 }
@@ -133,8 +135,9 @@ pub fn begin(parts: Vec<Part>, progress: &Progress) -> Result<Vec<Begun>, Failur
         // It stays whatever the user says meanwhile.
         let answer = client.answer(&Progress::new(), Timeout::Answer(ANSWER));
         let value = answer.map_err(|failure| failure.context(format!("'{target}'")))?;
-        let size = value.get("size").and_then(Value::as_u64).unwrap_or_default();
-        begun.push(Begun { client, begin, size, lease: steps });
+        let number = |key| value.get(key).and_then(Value::as_u64).unwrap_or_default();
+        let (size, paused) = (number("size"), Duration::from_micros(number("paused-us")));
+        begun.push(Begun { client, begin, size, paused, lease: steps });
     }
     Ok(begun)
 }

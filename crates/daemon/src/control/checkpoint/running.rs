@@ -136,7 +136,7 @@ impl Checkpoints {
         let (steps, fleece, listeners) = sort(given, begin.listeners, progress)?;
         let mut name = self.take(&begin.name)?;
         let accel = userspace(ring, serving).await?;
-        let checkpoint = freeze(ring, &disk, &begin, fleece, &steps).await?;
+        let (checkpoint, paused) = freeze(ring, &disk, &begin, fleece, &steps).await?;
         let export = match serve(ring, &begin, &checkpoint, listeners, &steps).await {
             Ok(export) => export,
             Err(failure) => return Err(undo(ring, &checkpoint, failure).await),
@@ -156,7 +156,7 @@ impl Checkpoints {
             place.running = Some(Arc::clone(&running));
         }
         ring.spawn(attend(ring.clone(), Arc::clone(self), running, export, lease));
-        Ok(json!({ "size": size }))
+        Ok(json!({ "size": size, "paused-us": paused.as_micros() }))
     }
 
     /// Errors: there is one of this name.
@@ -318,7 +318,7 @@ async fn freeze(
     begin: &Begin,
     fleece: OwnedFd,
     steps: &Steps,
-) -> Result<Arc<Checkpoint>, Failure> {
+) -> Result<(Arc<Checkpoint>, Duration), Failure> {
     let options = OpenOptions { lock: Lock::None, no_flush: true, ..OpenOptions::default() };
     let fleece = Arc::new(Storage::from_fd(fleece, "the fleecing file", &options)?);
     let bitmap = begin.bitmap.clone();
@@ -330,7 +330,7 @@ async fn freeze(
     let prepared = disk.prepare_checkpoint(ring, options).await?;
     let frozen = freeze_in_step(ring, disk, &prepared, steps).await;
     match frozen {
-        Ok(checkpoint) => Ok(checkpoint),
+        Ok(frozen) => Ok(frozen),
         Err(failure) => {
             if let Err(error) = prepared.abandon(ring).await {
                 tracing::warn!("a bitmap of a checkpoint that was given up stays: {error}");
@@ -340,7 +340,7 @@ async fn freeze(
     }
 }
 
-/// The steps during which requests of clients wait.
+/// The steps during which requests of clients wait. Gives how long they waited at most, too.
 ///
 /// Errors: as those of a step; the state is not kept then.
 async fn freeze_in_step(
@@ -348,9 +348,10 @@ async fn freeze_in_step(
     disk: &Disk,
     prepared: &Prepared,
     steps: &Steps,
-) -> Result<Arc<Checkpoint>, Failure> {
+) -> Result<(Arc<Checkpoint>, Duration), Failure> {
     steps.say(Step::Prepared)?;
     steps.wait(ring, Step::Hold, STEP_MAX).await?;
+    let begun = Instant::now();
     let mut held = disk.hold(ring, DRAIN_MAX).await?;
     let deadline = Instant::now() + HOLD_MAX;
     let left = || deadline.saturating_duration_since(Instant::now());
@@ -362,8 +363,9 @@ async fn freeze_in_step(
         Err(failure) => Err(failure),
     };
     drop(held);
+    let paused = begun.elapsed();
     match all_are {
-        Ok(()) => Ok(checkpoint),
+        Ok(()) => Ok((checkpoint, paused)),
         Err(failure) => Err(undo(ring, &checkpoint, failure).await),
     }
 }

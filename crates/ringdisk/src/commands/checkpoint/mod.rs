@@ -97,6 +97,7 @@ pub(crate) fn run(path: &Path, limit: Duration, args: &CheckpointArgs) -> Result
                 "export": disk.begin.export,
                 "uri": disk.begin.uri,
                 "size": disk.size,
+                "paused-us": disk.paused.as_micros(),
                 "bitmap": disk.begin.bitmap,
                 "since": disk.begin.since,
             })
