@@ -10,6 +10,7 @@ use std::ffi::OsString;
 use std::fmt;
 use std::io::{self, BufWriter, IsTerminal, StdoutLock, Write};
 use std::os::fd::AsFd;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 pub use ringdisk_disk::name::shell_word;
@@ -19,6 +20,19 @@ use crate::failure::{Exit, Failure, words};
 
 /// The name in front of each message.
 pub const NAME: &str = "ringdisk";
+
+/// The name in front of warnings, where the program was called by another one.
+static CALLED: OnceLock<&str> = OnceLock::new();
+
+/// Puts another name in front of warnings and notes, before the first of them.
+pub fn call(name: &'static str) {
+    // A second name would be a mistake of the caller and changes nothing.
+    let _ = CALLED.set(name);
+}
+
+fn name() -> &'static str {
+    CALLED.get().copied().unwrap_or(NAME)
+}
 
 /// Writes one line to standard output; a failure is ignored.
 pub fn say(text: impl fmt::Display) {
@@ -86,12 +100,12 @@ fn takes_a_piece(out: &impl AsFd) -> bool {
 
 /// Something worth knowing that stops nothing.
 pub fn note(text: impl fmt::Display) {
-    say_error(format_args!("{NAME}: {} {text}", paint("note:", "1;36")));
+    say_error(format_args!("{}: {} {text}", name(), paint("note:", "1;36")));
 }
 
 /// Something that the user should see to.
 pub fn warn(text: impl fmt::Display) {
-    say_error(format_args!("{NAME}: {} {text}", paint_warning("warning:")));
+    say_error(format_args!("{}: {} {text}", name(), paint_warning("warning:")));
 }
 
 /// Why the command failed, and what to do.

@@ -6,10 +6,11 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use ringdisk_qcow2::HostOffset;
 use ringdisk_storage::Storage;
+use ringdisk_throttle::Member;
 
 use crate::graph::{Drained, Gateway, Graph, Pass, State, Window};
 use crate::layer::{Layer, Node, Raw, SectorGuard};
@@ -46,6 +47,8 @@ pub struct Disk {
     pub(crate) length_check: TaskMutex,
     watchers: Arc<Watchers>,
     chain_watch: ChainWatch,
+    /// The limits of its clients, once there were any.
+    pub(crate) limit: OnceLock<Arc<Member>>,
     /// A write-back was asked for, and the ring of its task was closed: the next request starts
     /// another one.
     pub(crate) is_write_back_orphaned: AtomicBool,
@@ -136,6 +139,7 @@ impl Disk {
             length_check: TaskMutex::default(),
             watchers: Arc::default(),
             chain_watch: ChainWatch::default(),
+            limit: OnceLock::new(),
             is_write_back_orphaned: AtomicBool::new(false),
             this: Weak::clone(this),
         })

@@ -92,7 +92,8 @@ pub use live::{
 };
 pub use open::{guess, note_file};
 pub use options::{
-    AllowedHost, Cache, DetectZeroes, Discard, Format, ImageOptions, NullOptions, Source,
+    AllowedHost, Cache, DetectZeroes, Discard, Format, ImageOptions, NullOptions, SnapshotChoice,
+    Source,
 };
 pub use ownership::HandOver;
 pub use plain::Plain;

@@ -173,6 +173,8 @@ impl Export {
 
     /// Answers what is in flight and sends clients away. `false`: some did not end in time.
     fn drain(&self) -> bool {
+        let disks = self.shared.exports.0.iter();
+        let _lifted: Vec<_> = disks.map(|export| export.disk.lift_limits()).collect();
         let hold = async |queue: Rc<Queue>| queue.drain(LAST_REPLIES).await;
         ask_all(&self.threads, END_LIMIT, hold).is_ok()
     }

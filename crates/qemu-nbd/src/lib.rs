@@ -20,11 +20,9 @@
 
 mod getopt;
 mod help;
-mod image_options;
 mod options;
 mod values;
 
 pub use help::{help, version};
-pub use image_options::image_options;
 pub use options::{Address, Images, Invocation, List, Listen, Serve, TlsWords, UsageError, parse};
 pub use values::{Aio, SnapshotName};

@@ -93,6 +93,7 @@ pub use custom::{CustomStorage, LocalFuture};
 pub use endpoint::NbdEndpoint;
 pub use error::{Error, ErrorKind};
 pub use failure::Failure;
+pub use ffi::local_offset;
 pub use kinds::{Allocation, Kind, Limits, Lock, Preallocation};
 pub use names::NameLost;
 pub use nbd::{BadAddress, NBD_PORT, NBD_RECONNECT_DEFAULT, NbdAddress, NbdOptions, NbdServer};

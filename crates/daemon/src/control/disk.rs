@@ -11,23 +11,25 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use ringdisk_disk::{
-    Backing, CommitOptions, Disk, Format, Layer, NewSize as WantedSize, OverlayOptions, Progress,
-    ResizeOptions, SnapshotChange,
+    Backing, CommitOptions, Disk, Error, ErrorKind, Format, Layer, NewSize as WantedSize,
+    OverlayOptions, Progress, ResizeOptions, SnapshotChange,
 };
 use ringdisk_qcow2::Preallocation;
 use ringdisk_ring::Ring;
 use ringdisk_storage::Storage;
+use ringdisk_throttle::Limits;
 use serde_json::{Value, json};
 
 use crate::confine::{self, HeldForDisk};
 use crate::control::checkpoint::Checkpoints;
 use crate::control::protocol::{
-    self, Command, Commit, NewBacking, NewSize, Refusal, Request, Resize, Snapshot,
+    self, Command, Commit, Limit, NewBacking, NewSize, Refusal, Request, Resize, Snapshot,
 };
 use crate::control::server::Commands;
 use crate::failure::{Exit, Failure};
 use crate::helper::Named;
 use crate::new_file::check_new_name;
+use crate::size::human_time;
 use crate::stats::{Report, layer_json};
 use crate::stopping::{Stage, Stopping};
 use crate::terminal::visible;
@@ -51,6 +53,14 @@ pub trait Serving: Send + Sync {
     /// Errors: why it stays as it is.
     fn switch_accel(&self, _on: bool) -> Result<bool, String> {
         Err(String::from("only disks of virtual machines can be accelerated (`ringdisk serve`)"))
+    }
+
+    /// Has the queue threads serve the disk, where the host kernel might, so that limits hold.
+    /// Waits until that is so.
+    ///
+    /// Errors: why the kernel goes on.
+    fn serve_here(&self) -> Result<(), String> {
+        Ok(())
     }
 }
 
@@ -264,12 +274,25 @@ impl DiskControl {
             object.insert(String::from("window"), json!(window));
             object.insert(String::from("read-only"), json!(disk.is_read_only()));
             object.insert(String::from("fault"), json!(disk.fault()));
+            let (limits, waits) = (disk.limits(), disk.limit_waits());
+            object.insert(String::from("limits"), json!(limits.to_string()));
+            let waited = json!({
+                "requests": waits.requests, "seconds": waits.time.as_secs_f64(), "now": waits.now
+            });
+            object.insert(String::from("waited-for-limits"), waited);
             object.insert(String::from("sandbox"), json!(self.sandbox.get()));
             object.insert(
                 String::from("layers"),
                 layers.iter().map(|layer| layer_json(layer, report.reads_and_writes())).collect(),
             );
             let mut text = report.with_layers(&layers, disk.fault().as_deref());
+            if !limits.are_none() || waits.requests > 0 {
+                text.push_str(&format!(
+                    "\n  limits: {limits}; {} requests waited for them, {} in all",
+                    waits.requests,
+                    human_time(waits.time)
+                ));
+            }
             if let Some(sandbox) = self.sandbox.get() {
                 text.push_str(&format!("\n  sandbox: {sandbox}"));
             }
@@ -283,6 +306,13 @@ impl DiskControl {
     }
 
     async fn accel(&self, ring: &Ring, on: bool) -> Result<Value, Failure> {
+        if on && !self.disk()?.limits().are_none() {
+            return Err(Failure::new(
+                Exit::Unsupported,
+                "the disk has limits, which the host kernel does not know",
+            )
+            .hint("`ringdisk ctl TARGET limit none` removes them"));
+        }
         let serving = Arc::clone(&self.serving);
         // Requests that the kernel has are waited for.
         let switched = ring.offload(move || serving.switch_accel(on)).await;
@@ -290,6 +320,37 @@ impl DiskControl {
             Ok(serves) => Ok(json!({ "on": on, "kernel-serves": serves })),
             Err(why) => Err(Failure::new(Exit::Usage, why)),
         }
+    }
+
+    /// Shows the limits of the disk, or changes them.
+    async fn limit(&self, ring: &Ring, wanted: &Limit) -> Result<Value, Failure> {
+        let disk = self.disk()?;
+        let usage = |text: String| Failure::new(Exit::Usage, text);
+        let limits = match &wanted.change {
+            None => disk.limits(),
+            Some(text) => {
+                let wanted = disk.limits().changed(text).map_err(|why| usage(why.to_string()))?;
+                if !wanted.are_none() {
+                    let serving = Arc::clone(&self.serving);
+                    // Requests that the kernel has are waited for.
+                    let is_ours = ring.offload(move || serving.serve_here()).await;
+                    is_ours.map_err(usage)?;
+                }
+                // Again: another command may have changed others meanwhile.
+                let change = |current: &Limits| {
+                    let changed = current.changed(text);
+                    changed.map_err(|why| Error::new(ErrorKind::Invalid, why.to_string()))
+                };
+                disk.change_limits(change)?
+            }
+        };
+        let waits = disk.limit_waits();
+        Ok(json!({
+            "limits": limits.to_string(),
+            "waiting": waits.now,
+            "waited": waits.requests,
+            "waited-seconds": waits.time.as_secs_f64(),
+        }))
     }
 
     async fn resize(
@@ -475,6 +536,7 @@ impl Commands for DiskControl {
             Command::CheckpointEnd(wanted) => Ok(self.checkpoints.end(ring, &wanted).await?),
             Command::CheckpointList => Ok(self.checkpoints.list(&*self.disk()?)),
             Command::CheckpointDirty(wanted) => Ok(self.checkpoints.dirty(&wanted)?),
+            Command::Limit(wanted) => Ok(self.limit(ring, &wanted).await?),
             Command::Stop(wanted) => {
                 self.cancel();
                 (self.stop)(wanted.force);

@@ -116,6 +116,15 @@ pub struct Stop {
     pub force: bool,
 }
 
+/// Arguments of `limit`.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Limit {
+    /// What changes, as `NAME=VALUE,…`, or `none`; left out: nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub change: Option<String>,
+}
+
 /// What a client asks of a mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Command {
@@ -141,6 +150,8 @@ pub enum Command {
     CheckpointList,
     /// What the bitmap of a checkpoint has marked.
     CheckpointDirty(Dirty),
+    /// Limits of its clients.
+    Limit(Limit),
     /// The end.
     Stop(Stop),
 }
@@ -160,6 +171,7 @@ impl Command {
             Command::CheckpointEnd(arguments) => ("checkpoint-end", json!(arguments)),
             Command::CheckpointList => ("checkpoint-list", json!({})),
             Command::CheckpointDirty(arguments) => ("checkpoint-dirty", json!(arguments)),
+            Command::Limit(arguments) => ("limit", json!(arguments)),
             Command::Stop(arguments) => ("stop", json!(arguments)),
         }
     }
@@ -208,12 +220,13 @@ impl Command {
             "checkpoint-end" => of(request).map(Command::CheckpointEnd),
             "checkpoint-list" => of::<Nothing>(request).map(|_| Command::CheckpointList),
             "checkpoint-dirty" => of(request).map(Command::CheckpointDirty),
+            "limit" => of(request).map(Command::Limit),
             "stop" => of(request).map(Command::Stop),
             other => Err(Refusal {
                 class: "CommandNotFound",
                 ..Refusal::usage(format!(
                     "no such command: '{}'; known: stats, topology, resize, snapshot, commit, \
-                     backing, accel, checkpoint-begin, checkpoint-end, checkpoint-list, \
+                     backing, accel, limit, checkpoint-begin, checkpoint-end, checkpoint-list, \
                      checkpoint-dirty, stop",
                     other.escape_debug()
                 ))

@@ -10,6 +10,7 @@ use ringdisk_disk::Mapping;
 use ringdisk_nbd_protocol::numbers::{command, command_flags as flags, errno};
 use ringdisk_nbd_protocol::request::{Request, Style};
 use ringdisk_ring::Errno;
+use ringdisk_throttle::Kind;
 
 use super::answer::HOLE_ROOM_BYTES;
 use super::judge::Refusal;
@@ -85,6 +86,8 @@ pub(super) fn failed(error: Errno) -> Refusal {
 
 /// Reads, and answers.
 async fn read(session: &Session, slot: &Slot, request: &Request, len: usize) -> Result<(), Errno> {
+    // Once, whatever it consists of.
+    session.export.disk.pass_limits(session.ring(), Kind::Read, request.len).await;
     let may_have_holes =
         session.style != Style::Simple && len >= HOLES_FROM_BYTES && request.flags & flags::DF == 0;
     if may_have_holes {
@@ -114,7 +117,7 @@ async fn read_part(session: &Session, slot: &Slot, offset: u64, run: Run) -> Res
     }
     let part = slot.data(run.at + run.len).slice(run.at..run.at + run.len);
     let disk = &session.export.disk;
-    let count = disk.read(session.ring(), offset + run.at as u64, &part).await?;
+    let count = disk.read_part(session.ring(), offset + run.at as u64, &part).await?;
     // Short where the disk has become smaller meanwhile.
     if count < run.len {
         part.slice(count..run.len).fill(0);

@@ -25,6 +25,7 @@ Examples:
   ringdisk ctl /srv/a checkpoint c1 --with /srv/b --bitmap new --since old
                                                    both as they are now, for backup programs
   ringdisk ctl /srv/a checkpoint --end c1
+  ringdisk ctl /srv/disk limit iops=5000,bps-write=50M
   ringdisk ctl /srv/disk stop                      when nobody uses it any more; --force: now
   ringdisk ctl /run/vm1.sock resize +10G           a disk of `ringdisk serve`: its guest sees the \
   new size";
@@ -132,6 +133,19 @@ pub(crate) enum CtlCommand {
     /// away first. Readers see that instant, read-only, until the checkpoint ends: with --end, or
     /// with the server of the disk. `ringdisk backup` does the whole round.
     Checkpoint(Box<CheckpointArgs>),
+    /// Show the limits of the disk, or change some
+    ///
+    /// Those that LIMITS does not name stay as they are; a rate of 0 is no limit, `none` removes
+    /// all. Disks of one group (`--limit group=NAME`) have them together. A disk that the host
+    /// kernel serves (--accel) is served by the queue threads then.
+    Limit {
+        /// As with `--limit`: iops=5000,bps=0
+        #[arg(value_name = "LIMITS")]
+        change: Option<String>,
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
     /// End the mount, as Ctrl-C does; of several disks of one process this one only
     ///
     /// A mount in use loses its name, and is served until its last user has closed it; the command

@@ -6,8 +6,12 @@ use std::time::Duration;
 
 use clap::{Args, ValueHint};
 use ringdisk_daemon::size::{parse_size, parse_time};
+use ringdisk_disk::name::FileName;
 use ringdisk_disk::{AllowedHost, Cache, DetectZeroes, Discard, Format};
+use ringdisk_disk::{ImageOptions, SnapshotChoice};
 
+use crate::cli::limit::{LimitWords, parse_limits};
+use crate::cli::names::parse_choice;
 use crate::cli::words::{
     CacheSize, DETECT_ZEROES, DISCARD, one_of, parse_cache_size, parse_host, parse_switch,
 };
@@ -18,7 +22,7 @@ use crate::cli::{cache_parser, format_parser, is_named_qcow2};
 pub(crate) struct ImageArgs {
     /// Serve a disk of SIZE bytes that keeps nothing, instead of an image
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options",
-          conflicts_with_all = ["create", "format", "cache", "direct", "allow_path",
+          conflicts_with_all = ["create", "image_opts", "load_snapshot", "format", "cache", "direct", "allow_path",
                                 "allow_host", "reconnect", "force_share", "offset", "size",
                                 "partition", "snapshot", "overlay", "discard", "discard_no_unref",
                                 "detect_zeroes", "lazy_refcounts",
@@ -90,6 +94,25 @@ pub(crate) struct ImageArgs {
     #[arg(long, conflicts_with = "cache", help_heading = "Image options")]
     pub(crate) direct: bool,
 
+    /// Serve an internal snapshot of IMAGE, a qcow2: an id or a name, or
+    /// snapshot.id=ID,snapshot.name=NAME; needs --read-only
+    ///
+    /// The disk has the size of that time. It cannot be handed over (--upgrade).
+    #[arg(long, value_name = "SNAPSHOT", value_parser = parse_choice, requires = "read_only",
+          help_heading = "Image options")]
+    pub(crate) load_snapshot: Option<SnapshotChoice>,
+
+    /// Read the name of IMAGE as options, such as driver=qcow2,file.filename=disk.qcow2
+    ///
+    /// A comma inside a value is written twice. The same can be written as JSON in place of any
+    /// name: 'json:{"driver":"qcow2","file":{"filename":"disk.qcow2"}}'.
+    #[arg(long, conflicts_with_all = ["format", "create"], help_heading = "Image options")]
+    pub(crate) image_opts: bool,
+
+    /// The name of IMAGE says that its backing file does not count.
+    #[arg(skip)]
+    pub(crate) without_backing: bool,
+
     /// Serve the disk of IMAGE from this byte on (of any format: a place on its disk, not in its
     /// file)
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options")]
@@ -159,6 +182,16 @@ pub(crate) struct ImageArgs {
           help_heading = "Image options")]
     pub(crate) detect_zeroes: DetectZeroes,
 
+    /// Limit requests and bytes per second: iops=1000,bps-write=50M,iops-max=5000
+    ///
+    /// {iops,bps}, for all requests, or {iops,bps}-{read,write}; each with -max, the rate of a
+    /// burst, and -max-length, how many seconds one may last [default: a burst is as much at once];
+    /// iops-size: a longer request counts as several. They mean what they mean in QEMU.
+    /// group=NAME: the disks of this process with that NAME share the limits, and take turns. May
+    /// be given several times. `ringdisk ctl TARGET limit` changes them.
+    #[arg(long, value_name = "LIMITS", value_parser = parse_limits, help_heading = "Image options")]
+    pub(crate) limit: Vec<LimitWords>,
+
     /// Write reference counts of a qcow2 late, or not [default: as the image says]
     ///
     /// Allocating becomes faster; after a crash the next one who writes has to rebuild the counts.
@@ -174,6 +207,51 @@ pub(crate) struct ImageArgs {
 }
 
 impl ImageArgs {
+    /// Takes in what the name of an image says beside its path ([`FileName`]).
+    ///
+    /// * `image`: becomes the path, or the URI of an NBD export.
+    ///
+    /// Errors: a description that is wrong, of what we do not have, or that contradicts options.
+    pub(crate) fn take_name(&mut self, image: &mut PathBuf) -> Result<(), String> {
+        let name = match self.image_opts {
+            true => FileName::of_options(&image.to_string_lossy()),
+            false => FileName::of_user(image),
+        };
+        let name = name.map_err(|error| error.to_string())?;
+        if name.nbd.is_none() && name.path == *image {
+            return Ok(());
+        }
+        self.read_only |= name.node.read_only == Some(true);
+        let mut options = ImageOptions {
+            format: self.format,
+            read_only: self.read_only,
+            cache: self.cache_mode(),
+            window_offset: self.offset.unwrap_or(0),
+            window_size: self.size,
+            partition: self.partition,
+            force_share: self.force_share,
+            discard: self.discard,
+            discard_no_unref: self.discard_no_unref,
+            detect_zeroes: self.detect_zeroes,
+            lazy_refcounts: self.lazy_refcounts,
+            ..ImageOptions::default()
+        };
+        name.add_to(&mut options).map_err(|error| error.to_string())?;
+        self.format = options.format;
+        (self.cache, self.direct) = (options.cache, false);
+        self.offset = Some(options.window_offset).filter(|offset| *offset != 0).or(self.offset);
+        self.size = options.window_size;
+        self.force_share = options.force_share;
+        self.discard = options.discard;
+        self.discard_no_unref = options.discard_no_unref;
+        self.detect_zeroes = options.detect_zeroes;
+        self.lazy_refcounts = options.lazy_refcounts;
+        self.without_backing = options.without_backing;
+        self.image_opts = false;
+        *image = name.plain_path();
+        Ok(())
+    }
+
     /// The cache mode with `--direct` taken in.
     pub(crate) fn cache_mode(&self) -> Cache {
         if self.direct { Cache::None } else { self.cache }

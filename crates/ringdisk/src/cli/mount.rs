@@ -8,7 +8,7 @@ use ringdisk_daemon::size::parse_time;
 use ringdisk_fuse::{Stay, ZeroCopy};
 
 use crate::cli::words::{STAY, SandboxArgs, ZERO_COPY, one_of};
-use crate::cli::{ImageArgs, PlacementArgs, UserArgs, refuse};
+use crate::cli::{ConfigArgs, ImageArgs, PlacementArgs, UserArgs, refuse};
 
 const MOUNT_LONG: &str = "\
 Serves the disk inside IMAGE as the file MOUNTPOINT until it is unmounted or stopped by Ctrl-C \
@@ -68,6 +68,9 @@ pub(crate) struct MountArgs {
     #[command(flatten)]
     pub(crate) disk: ImageArgs,
 
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
+
     /// Let clients make the disk larger: by a write past the end, truncate or fallocate
     ///
     /// Otherwise its size is fixed: a truncation to another size fails (EPERM), and opening the
@@ -115,7 +118,7 @@ pub(crate) struct MountArgs {
     /// --growable, and reads and writes are not in the statistics. Other growth needs fallocate of
     /// the image's file system, which never cuts what the kernel has appended meanwhile.
     #[arg(long, help_heading = "Serving options", conflicts_with_all = ["null", "kernel_cache",
-          "snapshot", "overlay", "zero_copy"])]
+          "snapshot", "overlay", "zero_copy", "limit"])]
     pub(crate) passthrough: bool,
 
     /// Each entry of a ring has a payload of its own, as before Linux 7.3: to compare
@@ -255,6 +258,17 @@ pub(crate) struct MountPaths {
 }
 
 impl MountArgs {
+    /// Takes in what the name of the image says beside its path.
+    ///
+    /// Errors: as [`ImageArgs::take_name`].
+    pub(crate) fn take_name(&mut self) -> Result<(), clap::Error> {
+        if self.disk.null.is_some() {
+            return Ok(());
+        }
+        let taken = self.disk.take_name(&mut self.image);
+        taken.map_err(|text| refuse("mount", clap::error::ErrorKind::ValueValidation, text))
+    }
+
     /// Sorts the paths out.
     ///
     /// Errors: one path too few or too many.

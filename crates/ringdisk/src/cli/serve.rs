@@ -16,7 +16,7 @@ use ringdisk_vhost::export::{
 };
 
 use crate::cli::words::{ENGINE, NUMA, ON_ERROR, PACKED, SECOND, one_of};
-use crate::cli::{DiskWords, ImageArgs, SandboxArgs, UserArgs, refuse};
+use crate::cli::{ConfigArgs, DiskWords, ImageArgs, SandboxArgs, UserArgs, refuse};
 pub(crate) use nbd::{Address, NbdArgs, NbdDiskArgs, parse_address};
 
 const SERVE_LONG: &str = "\
@@ -98,6 +98,9 @@ pub(crate) struct ServeArgs {
 
     #[command(flatten)]
     pub(crate) nbd: NbdArgs,
+
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
 
     /// Take over, with everything that is connected, from the process that serves the same disks
     /// now
@@ -408,7 +411,7 @@ impl ServeArgs {
     ///
     /// Errors: words that make no sense together.
     pub(crate) fn disks(&self) -> Result<Vec<ServedDisk>, clap::Error> {
-        let disks = match self.disk.as_slice() {
+        let mut disks = match self.disk.as_slice() {
             [] => vec![ServedDisk { image: self.image.clone(), args: self.one.clone() }],
             specs => {
                 let mut disks = Vec::new();
@@ -422,6 +425,12 @@ impl ServeArgs {
                 disks
             }
         };
+        for disk in &mut disks {
+            if let Some(image) = &mut disk.image {
+                let taken = disk.args.source.take_name(image);
+                taken.map_err(|text| refuse("serve", ErrorKind::ValueValidation, text))?;
+            }
+        }
         let is_missing =
             |disk: &ServedDisk| disk.image.is_none() && disk.args.source.null.is_none();
         if let Some(number) = disks.iter().position(is_missing) {
@@ -445,6 +454,11 @@ impl ServeArgs {
                 return Err(refuse("serve", ErrorKind::ValueValidation, text));
             }
             device.check_accel().map_err(|(kind, text)| refuse("serve", kind, text))?;
+            if device.accel == AccelWord::Require && !disk.args.source.limit.is_empty() {
+                let text = "--accel require and --limit contradict each other: the kernel knows no \
+                            limits";
+                return Err(refuse("serve", ErrorKind::ArgumentConflict, text));
+            }
         }
         disks.iter().try_for_each(|disk| self.check_kept(&disk.args))?;
         let check_nbd = |disk: &ServedDisk| self.nbd.check(&disk.args);

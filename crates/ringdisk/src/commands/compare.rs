@@ -8,11 +8,12 @@ use std::sync::Arc;
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::terminal;
 use ringdisk_disk::jobs::{CompareOptions, Comparison, Difference, compare};
-use ringdisk_disk::{Disk, Format, ImageOptions, Source};
+use ringdisk_disk::{Disk, Format, ImageOptions};
 use ringdisk_ring::Runtime;
 
 use crate::cli::CompareArgs;
 use crate::commands::look;
+use crate::commands::named::{Named, of_pool};
 use crate::commands::operation::Operation;
 
 /// qemu-img's codes.
@@ -80,11 +81,8 @@ fn open(
         format,
         read_only: true,
         cache: args.cache,
-        allow_paths: args.pool.allow_path.clone(),
-        allow_hosts: args.pool.allow_host.clone(),
         force_share: args.force_share,
-        ..ImageOptions::default()
+        ..of_pool(&args.pool)
     };
-    let ring = runtime.ring().clone();
-    Ok(runtime.block_on(Disk::open(&ring, Source::Path(image.to_owned()), &options))?)
+    Named::of(args.name, image)?.open(runtime, options)
 }

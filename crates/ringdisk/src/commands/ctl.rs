@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use ringdisk_daemon::control::client::{ANSWER, Client, Timeout};
 use ringdisk_daemon::control::protocol::{
-    Accel, Command, Commit, NewBacking, NewSize, Resize, Snapshot, Stop,
+    Accel, Command, Commit, Limit, NewBacking, NewSize, Resize, Snapshot, Stop,
 };
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::mount_lock;
@@ -69,7 +69,7 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
             "the server was asked to stop, which nobody waits for any longer",
         ),
         // These are answered at once.
-        CtlCommand::Stats { .. } => {
+        CtlCommand::Stats { .. } | CtlCommand::Limit { change: None, .. } => {
             (client.call(&command, &progress, Timeout::Answer(limit)), "nothing was changed")
         }
         CtlCommand::Snapshot(_) | CtlCommand::Accel { .. } => (
@@ -81,7 +81,10 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
             "the server was asked to give it up; the image is sound",
         ),
     };
-    let changes = !matches!(args.command, CtlCommand::Stats { .. } | CtlCommand::Stop { .. });
+    let changes = !matches!(
+        args.command,
+        CtlCommand::Stats { .. } | CtlCommand::Limit { change: None, .. } | CtlCommand::Stop { .. }
+    );
     let result = result.map_err(|failure| match failure.code() == Exit::Timeout.code() {
         true if changes => failure.outcome(left),
         _ => failure,
@@ -112,6 +115,15 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
             });
         }
         CtlCommand::Accel { on: false } => terminal::say("The queue threads serve the disk now."),
+        CtlCommand::Limit { json: true, .. } => terminal::say(json_text(&value)),
+        CtlCommand::Limit { .. } => {
+            let limits = value.get("limits").and_then(Value::as_str).unwrap_or_default();
+            let waiting = value.get("waiting").and_then(Value::as_u64).unwrap_or(0);
+            terminal::say(match waiting {
+                0 => visible(limits),
+                _ => format!("{} ({waiting} requests wait)", visible(limits)),
+            });
+        }
         CtlCommand::Stop { .. } | CtlCommand::Checkpoint(_) => {}
     }
     Ok(())
@@ -197,6 +209,7 @@ fn command_of(command: &CtlCommand) -> Result<Command, Failure> {
     Ok(match command {
         CtlCommand::Stats { .. } => Command::Stats,
         CtlCommand::Checkpoint(_) => Command::CheckpointList,
+        CtlCommand::Limit { change, .. } => Command::Limit(Limit { change: change.clone() }),
         CtlCommand::Stop { force } => Command::Stop(Stop { force: *force }),
         CtlCommand::Accel { on } => Command::Accel(Accel { on: *on }),
         CtlCommand::Resize { size, shrink, preallocation } => Command::Resize(Resize {

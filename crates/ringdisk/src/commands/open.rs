@@ -16,7 +16,7 @@ use ringdisk_disk::name::is_export;
 use ringdisk_disk::{Cache, Disk, Error, ErrorKind, Format, ImageOptions, NullOptions, Source};
 
 use crate::cli::ImageArgs;
-use crate::commands::look;
+use crate::commands::{limits, look};
 use crate::new_image::{Described, NewImage};
 
 /// What is to be served.
@@ -92,6 +92,8 @@ impl<'a> ImagePlan<'a> {
             allow_hosts: args.allow_host.clone(),
             reconnect: args.reconnect,
             force_share: args.force_share,
+            internal_snapshot: args.load_snapshot.clone(),
+            without_backing: args.without_backing,
             metadata_cache_bytes: args.metadata_cache.bytes(),
             discard: args.discard,
             discard_no_unref: args.discard_no_unref,
@@ -128,7 +130,9 @@ impl<'a> ImagePlan<'a> {
                 read_zeroes: args.read_zeroes,
                 latency: args.latency.unwrap_or_default(),
             };
-            return Ok(Disk::null(&options));
+            let disk = Disk::null(&options);
+            limits::apply(&args.limit, &disk)?;
+            return Ok(disk);
         };
         let mut format = args.format.or(self.made_format);
         if let Some((new, size)) = new {
@@ -173,6 +177,7 @@ impl<'a> ImagePlan<'a> {
         }
         let disk = result.map_err(|error| self.explain(error))?;
         self.check_read_only(&disk)?;
+        limits::apply(&args.limit, &disk)?;
         Ok(disk)
     }
 

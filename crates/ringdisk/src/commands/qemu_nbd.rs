@@ -104,6 +104,9 @@ fn text(asked: &Serve, failure: &Failure) -> String {
     let opened = |why: String| format!("Failed to blk_new_open '{file}': {why}");
     match failure.exit {
         _ if message.starts_with("Bitmap '") => message.to_owned(),
+        _ if message.contains("Failed to load snapshot:") => {
+            String::from("Failed to load snapshot: Can't find snapshot")
+        }
         _ if let Listen::Unix(path) = &asked.listen
             && path.parent().is_some_and(|parent| !parent.exists()) =>
         {

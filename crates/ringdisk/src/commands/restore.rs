@@ -87,9 +87,18 @@ fn open(runtime: &mut Runtime, args: &RestoreArgs, backup: &Path) -> Result<Arc<
         true => Some(Format::Qcow2),
         false => None,
     };
-    let context = format!("the backup '{}'", backup.display());
-    look::open_for_reading(runtime, backup, format, false, &args.pool)
-        .map_err(|failure| failure.context(context))
+    let options = ImageOptions {
+        format,
+        read_only: true,
+        allow_paths: args.pool.allow_path.clone(),
+        allow_hosts: args.pool.allow_host.clone(),
+        ..ImageOptions::default()
+    };
+    let ring = runtime.ring().clone();
+    let opened = Disk::open(&ring, Source::Path(backup.to_owned()), &options);
+    let context =
+        |error| Failure::from(error).context(format!("the backup '{}'", backup.display()));
+    runtime.block_on(opened).map_err(context)
 }
 
 /// Looks whether the metadata of all images of the chain is sound.
@@ -141,7 +150,7 @@ fn copy(
     let opened = Disk::open(&ring, Source::Path(part.clone()), &options);
     let target = runtime.block_on(opened)?;
     let options = ConvertOptions { target_is_zero: true, ..ConvertOptions::default() };
-    let copying = jobs::convert(&ring, from, &target, &options, progress);
+    let copying = jobs::convert(&ring, std::slice::from_ref(from), &target, &options, progress);
     let copied = runtime.block_on(copying).map_err(Failure::from);
     look::close(runtime, &target, &part, copied)?;
     if args.force {

@@ -6,6 +6,7 @@ mod checkpoint;
 mod common;
 mod keep;
 mod keep_setup;
+mod limits;
 mod migrate;
 mod nbd;
 mod qemu_nbd;

@@ -7,8 +7,11 @@ mod change;
 mod cli;
 #[path = "../common/mod.rs"]
 mod common;
+mod config;
 mod copy;
 mod create;
 mod mount;
+mod names;
 mod nbd;
+mod qemu_img;
 mod readme;

@@ -239,7 +239,13 @@ impl Work<'_> {
             ..ConvertOptions::default()
         };
         self.progress.set_done(0);
-        let copying = jobs::convert(&ring, &reader.disk, &target, &options, self.progress);
+        let copying = jobs::convert(
+            &ring,
+            std::slice::from_ref(&reader.disk),
+            &target,
+            &options,
+            self.progress,
+        );
         let copied = runtime.block_on(copying).map_err(Failure::from);
         look::close(runtime, &target, &place.part, copied)
     }

@@ -4,11 +4,12 @@
 
 use serde_json::{Map, Value};
 
-/// The JSON object that says the same. Values are text, as `qemu-nbd` takes them.
+/// The JSON object that says the same. Values are text, as QEMU's programs take them; a `backing`
+/// without a value is `null`.
 ///
 /// * `text`: `KEY=VALUE` between commas; a comma inside a value is written twice.
 ///
-/// Errors: a word without `=` or without a key.
+/// Errors: a word without `=` or without a key; in the words of QEMU, since scripts look for them.
 pub fn image_options(text: &str) -> Result<String, String> {
     let mut members = Map::new();
     for word in words(text) {
@@ -17,8 +18,10 @@ pub fn image_options(text: &str) -> Result<String, String> {
         };
         let value = match value.parse::<u64>() {
             Ok(number) if ["offset", "size"].contains(&key) => Value::from(number),
+            _ if key == "backing" && value.is_empty() => Value::Null,
             _ => Value::from(value),
         };
+        // The last one counts, as with options of a command line.
         members.insert(key.to_owned(), value);
     }
     Ok(Value::Object(members).to_string())
@@ -50,6 +53,7 @@ mod tests {
     fn words_become_members() {
         let json = image_options("driver=raw,offset=512,file.filename=a,,b\"c");
         assert_eq!(json.unwrap(), r#"{"driver":"raw","offset":512,"file.filename":"a,b\"c"}"#);
+        assert_eq!(image_options("backing=,a=1,a=2").unwrap(), r#"{"backing":null,"a":"2"}"#);
         for wrong in ["", "disk.raw", "driver=raw,", "=a"] {
             assert!(image_options(wrong).is_err(), "{wrong}");
         }
