@@ -35,7 +35,7 @@ enum Subject {
     /// Another process serves it.
     Served(Client),
     /// Nobody does.
-    Image(Offline),
+    Image(Box<Offline>),
 }
 
 /// What became of one disk.
@@ -129,7 +129,7 @@ impl Work<'_> {
             Err(failure) if failure.exit == Exit::Mountpoint && source::may_be_image(path) => {
                 let offline = Offline::look(runtime, path, &self.args.pool)?;
                 let image = offline.image.clone();
-                Ok((Subject::Image(offline), image))
+                Ok((Subject::Image(Box::new(offline)), image))
             }
             Err(failure) => Err(failure),
         }
