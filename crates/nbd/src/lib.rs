@@ -23,7 +23,8 @@
 //!
 //! Modules use one another in one direction only: [`options`] ◄ `exported` ◄ `ending`, `idle` ◄
 //! `queue` (what a queue thread has) ◄ `input` ◄ `handshake` ◄ `session` (requests) ◄ `connection`
-//! ◄ `accept` ◄ `export` (control thread), `on_ring` (a ring of the caller). The wire is in `ringdisk-nbd-protocol`.
+//! ◄ `accept` ◄ `export` (control thread), `on_ring` (a ring of the caller). The wire is in
+//! `ringdisk-nbd-protocol`.
 
 #![forbid(unsafe_code)]
 

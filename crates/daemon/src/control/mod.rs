@@ -5,8 +5,8 @@
 //! that a client sends ends the server; only the owner of the server and root are answered.
 //!
 //! [`protocol`] is what both sides say, [`registry`] where they meet, [`server`] runs any set of
-//! [`server::Commands`] (those of a disk are in [`disk`]), [`client`] is the other end; [`checkpoint`]
-//! is what several of them do together.
+//! [`server::Commands`] (those of a disk are in [`disk`]), [`client`] is the other end;
+//! [`checkpoint`] is what several of them do together.
 
 pub mod checkpoint;
 pub mod client;

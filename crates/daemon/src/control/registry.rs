@@ -321,8 +321,8 @@ pub fn listen(name: &str) -> io::Result<Listening> {
     }
 }
 
-/// The path of a socket for readers of a checkpoint, in the first directory of ours that there is or
-/// can be made; sockets there that nobody listens to go.
+/// The path of a socket for readers of a checkpoint, in the first directory of ours that there is
+/// or can be made; sockets there that nobody listens to go.
 ///
 /// * `name`: of the checkpoint, at most 48 bytes.
 /// * `number`: makes it unique.

@@ -1,7 +1,7 @@
 //! Frozen disks of one process on their way to one NBD address.
 //!
-//! Each disk has a control thread of its own; the one that has the listening sockets of a checkpoint
-//! serves the disks of the others, too.
+//! Each disk has a control thread of its own; the one that has the listening sockets of a
+//! checkpoint serves the disks of the others, too.
 //!
 //! Promises: a disk that waits here is taken once, by the checkpoint that it belongs to, or goes
 //! when its own control thread gives the checkpoint up. Any thread.

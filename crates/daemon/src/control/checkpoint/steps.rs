@@ -82,8 +82,8 @@ impl Steps {
         (message.len == 1).then(|| Step::read(letter[0])).flatten()
     }
 
-    /// Waits for the verdict: until the client is gone, `limit` is over, or the server ends. Whether
-    /// the checkpoint stays.
+    /// Waits for the verdict: until the client is gone, `limit` is over, or the server ends.
+    /// Whether the checkpoint stays.
     pub(super) async fn verdict(&self, ring: &Ring, limit: Duration) -> bool {
         let deadline = Instant::now() + limit;
         while Instant::now() < deadline && !self.progress.is_cancelled() {

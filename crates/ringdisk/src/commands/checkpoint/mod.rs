@@ -192,8 +192,7 @@ impl Checkpoint {
         result
     }
 
-    /// What the bitmap of a disk has marked: first byte, and the byte after the last one. `None`: no
-    /// bitmap was asked for.
+    /// What the bitmap of a disk has marked. `None`: no bitmap was asked for.
     ///
     /// * `number`: of the disk.
     ///
