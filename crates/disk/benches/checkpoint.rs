@@ -17,7 +17,7 @@ use ringdisk_ring::{Config, IoBuf, Ring, Runtime};
 use ringdisk_storage::{OpenOptions, Storage};
 
 /// Disks of one instant.
-const DISKS: usize = 8;
+const DISKS: u32 = 8;
 /// Requests in flight on each disk while it is frozen; half of them are writes.
 const DEPTH: u64 = 16;
 /// Size of a disk that is only frozen, and of one that is read, bytes.
@@ -122,10 +122,7 @@ async fn pauses(
             prepared.push(disk.prepare_checkpoint(ring, options).await.expect("prepared"));
         }
         if round == ROUNDS - 1 {
-            println!(
-                "preparing one disk, bitmaps: {bitmaps}: {:?}",
-                begun.elapsed() / DISKS as u32
-            );
+            println!("preparing one disk, bitmaps: {bitmaps}: {:?}", begun.elapsed() / DISKS);
         }
         ring.sleep(Duration::from_millis(50)).await;
         let begun = Instant::now();
