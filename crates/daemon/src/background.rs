@@ -16,6 +16,7 @@ use rustix::fs::{FileType, fstat};
 
 use crate::failure::{Exit, Failure, words};
 use crate::helper::start::{Role, take_socket};
+use crate::log_target;
 
 /// What the child writes when it serves.
 const READY: u8 = b'R';
@@ -81,6 +82,7 @@ impl Background {
 
 /// Lets go of what ties us to where we were started.
 pub fn let_go() {
+    log_target::begin();
     let let_go = || -> io::Result<()> {
         let null = null()?;
         if !is_regular(rustix::stdio::stdout()) {

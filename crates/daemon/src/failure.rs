@@ -211,6 +211,11 @@ impl Failure {
         self.code.unwrap_or(self.exit.code())
     }
 
+    /// The code that the command has of its own, where it has qemu-img's.
+    pub fn own_code(&self) -> Option<u8> {
+        self.code
+    }
+
     /// The signal that ended the command, if one did.
     pub fn signal(&self) -> Option<i32> {
         self.signal

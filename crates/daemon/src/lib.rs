@@ -6,16 +6,19 @@
 //! environment or another process ends in a panic.
 //!
 //! Modules use those above them in this list, never those below:
-//! - [`failure`], [`size`], [`terminal`]: errors with exit codes, numbers and text for people;
+//! - [`failure`], [`size`], [`when`], [`log_target`], [`terminal`]: errors with exit codes,
+//!   numbers, times and text for people, and where messages go;
 //! - [`limits`], [`io_flusher`], [`signals`], [`stopping`], [`directory_lock`], [`mount_lock`],
 //!   [`mount_users`]: one system facility each;
-//! - [`stats`], [`topology`]: counters and places of threads, as text and JSON;
+//! - [`stats`], [`metrics`], [`topology`]: counters and places of threads, as text, JSON and for
+//!   Prometheus;
 //! - [`notify`]: what service managers are told;
 //! - [`helper`]: the process that acts for a confined one, and how this program is started anew;
 //!   [`background`] starts it so for `--daemonize`;
 //! - [`confine`]: the sandbox; [`new_file`], [`pidfile`], [`mountpoint`]: names that go at the end;
 //! - [`control`]: control sockets, and the registry in which they are found; [`sockets`]: those of
 //!   front ends; [`run_as`]: the user that a process serves as;
+//! - [`processes`], [`rates`]: all disks that are served on this machine, and what they do;
 //! - [`keep`] and [`upgrade`]: how a successor goes on with what a process served.
 
 #![forbid(unsafe_code)]
@@ -29,6 +32,8 @@ pub mod helper;
 pub mod io_flusher;
 pub mod keep;
 pub mod limits;
+pub mod log_target;
+pub mod metrics;
 pub mod mount_lock;
 pub mod mount_users;
 pub mod mountpoint;
@@ -36,6 +41,8 @@ pub mod new_file;
 pub mod notify;
 mod pid_text;
 pub mod pidfile;
+pub mod processes;
+pub mod rates;
 pub mod run_as;
 pub mod signals;
 pub mod size;
@@ -45,3 +52,4 @@ pub mod stopping;
 pub mod terminal;
 pub mod topology;
 pub mod upgrade;
+pub mod when;

@@ -115,6 +115,12 @@ impl Users {
         }
     }
 
+    /// Each in words.
+    pub fn names(&self) -> Vec<String> {
+        let is_empty = self.devices.is_empty() && self.processes.is_empty() && self.more == 0;
+        if is_empty { Vec::new() } else { vec![self.text(None)] }
+    }
+
     /// Without what may be long.
     pub fn shortened(mut self) -> Users {
         self.devices.truncate(1);
@@ -145,12 +151,17 @@ impl Device {
 
 /// Looks now; takes [`LIMIT`] at most.
 pub fn look(place: &Place) -> Users {
-    let found = Arc::new(Mutex::new(Users::default()));
-    let (theirs, place) = (Arc::clone(&found), place.clone());
+    look_at_all(vec![place.clone()]).pop().unwrap_or_default()
+}
+
+/// The same for several mounts, in their order, with one look at each process.
+pub fn look_at_all(places: Vec<Place>) -> Vec<Users> {
+    let found = Arc::new(Mutex::new(vec![Users::default(); places.len()]));
+    let theirs = Arc::clone(&found);
     let (working, done) = channel::<()>();
     let thread = std::thread::Builder::new().name(String::from("users")).stack_size(256 << 10);
     let started = thread.spawn(move || {
-        search(&place, &theirs);
+        search(&places, &theirs);
         drop(working);
     });
     if started.is_ok() {
@@ -161,37 +172,53 @@ pub fn look(place: &Place) -> Users {
 }
 
 /// What was found; a panic elsewhere leaves it valid, so poison is ignored.
-fn lock(found: &Mutex<Users>) -> MutexGuard<'_, Users> {
+fn lock(found: &Mutex<Vec<Users>>) -> MutexGuard<'_, Vec<Users>> {
     found.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn search(place: &Place, found: &Mutex<Users>) {
+fn search(places: &[Place], found: &Mutex<Vec<Users>>) {
     let own = std::process::id();
     let processes: Vec<u32> = names("/proc").filter_map(|name| name.parse().ok()).collect();
     let tables = tables(&processes);
-    let ids: HashSet<u64> = tables
+    let ids: Vec<HashSet<u64>> = places
         .iter()
-        .flatten()
-        .filter(|entry| entry.device == place.device)
-        .map(|entry| entry.id)
-        .chain(place.id)
+        .map(|place| {
+            let of_place = |entry: &&MountEntry| entry.device == place.device;
+            let entries = tables.iter().flatten().filter(of_place);
+            entries.map(|entry| entry.id).chain(place.id).collect()
+        })
         .collect();
-    let devices = devices(place, &tables);
-    lock(found).devices = devices;
+    let all_ids: HashSet<u64> = ids.iter().flatten().copied().collect();
+    for (index, place) in places.iter().enumerate() {
+        let devices = devices(place, &tables);
+        lock(found)[index].devices = devices;
+    }
     let mut others = Vec::new();
     // Each is told at once: on a busy machine the time may not do for all of them.
     for pid in processes.into_iter().filter(|pid| *pid != own) {
-        if has_open(pid, &ids, place.device) {
-            lock(found).add(pid);
-        } else {
+        let files = open_files(pid, &all_ids);
+        let is_open = |index: usize| {
+            let place = &places[index];
+            files.iter().any(|(id, device)| {
+                ids[index].contains(id) && device.is_none_or(|device| device == place.device)
+            })
+        };
+        let mut is_user = false;
+        for index in (0..places.len()).filter(|index| is_open(*index)) {
+            lock(found)[index].add(pid);
+            is_user = true;
+        }
+        if !is_user {
             others.push(pid);
         }
     }
     // Last: what may have to wait.
     for pid in others {
         let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
-        if maps.lines().any(|line| is_of_device(line, place.device)) {
-            lock(found).add(pid);
+        for (index, place) in places.iter().enumerate() {
+            if maps.lines().any(|line| is_of_device(line, place.device)) {
+                lock(found)[index].add(pid);
+            }
         }
     }
 }
@@ -216,15 +243,19 @@ fn tables(processes: &[u32]) -> Vec<Vec<MountEntry>> {
         .collect()
 }
 
-fn has_open(pid: u32, ids: &HashSet<u64>, device: (u32, u32)) -> bool {
+/// The mounts that open files of a process are on: the number of each, and the device number of its
+/// file system. The kernel gives the number of a mount that is gone, as ours may be while a copy of
+/// it is used, to the next one.
+///
+/// * `ids`: the mounts that are of interest.
+fn open_files(pid: u32, ids: &HashSet<u64>) -> Vec<(u64, Option<(u32, u32)>)> {
     let process = PathBuf::from(format!("/proc/{pid}"));
-    names(process.join("fdinfo")).any(|name| {
+    let of_file = |name: String| {
         let info = fs::read_to_string(process.join("fdinfo").join(&name)).unwrap_or_default();
-        // The kernel gives the number of a mount that is gone, as ours may be while a copy of it is
-        // used, to the next one.
-        mount_id(&info).is_some_and(|id| ids.contains(&id))
-            && device_of(&process.join("fd").join(&name)).is_none_or(|of| of == device)
-    })
+        let id = mount_id(&info).filter(|id| ids.contains(id))?;
+        Some((id, device_of(&process.join("fd").join(&name))))
+    };
+    names(process.join("fdinfo")).filter_map(of_file).collect()
 }
 
 /// The file system that an open file is on, as the kernel knows it: nothing is asked of that file

@@ -40,6 +40,9 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
     if text.starts_with('-') {
         return Err(format!("a size cannot be negative; {HOW}"));
     }
+    if let Some(digits) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+        return hexadecimal(digits);
+    }
     let at = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(at);
     let mut letters = unit.chars();
@@ -71,6 +74,18 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
             (below / 512 + 1) * 512
         )),
     }
+}
+
+/// Bytes in hexadecimal digits; there is no unit, since some letters are both.
+fn hexadecimal(digits: &str) -> Result<u64, String> {
+    let is_number = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_hexdigit());
+    if !is_number {
+        return Err(String::from("after 0x come hexadecimal digits, and no unit"));
+    }
+    u64::from_str_radix(digits, 16)
+        .ok()
+        .filter(|bytes| *bytes <= SIZE_MAX)
+        .ok_or_else(|| String::from("too large; the largest size is 8E less one byte"))
 }
 
 /// A new size, or how much a size grows or shrinks, bytes.

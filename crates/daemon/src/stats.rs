@@ -3,6 +3,8 @@
 //! Promises: pure formatting; nothing is divided by zero, so a mount that served nothing has
 //! numbers too.
 
+mod summary;
+
 use std::fmt::{self, Write as _};
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,6 +16,8 @@ use serde_json::{Value, json};
 
 use crate::size::{human_size, human_time};
 use crate::terminal::visible;
+
+pub use summary::summary;
 
 /// What a mount did since it was ready.
 #[derive(Clone, Debug, Default)]
@@ -74,7 +78,7 @@ impl Report {
 
     /// All that was served, here and by the host kernel. Latencies, CPU time and what guests were
     /// told are those of queue threads.
-    fn total(&self) -> QueueStats {
+    pub fn total(&self) -> QueueStats {
         let mut total = self.stats.total();
         for queue in self.accel.iter().flat_map(|accel| &accel.queues) {
             let stats = &queue.stats;
@@ -95,7 +99,7 @@ impl Report {
     }
 
     /// Requests that the guest got an I/O error for, from us or from the host kernel.
-    fn io_errors(&self, device: &Health) -> u64 {
+    pub fn io_errors(&self, device: &Health) -> u64 {
         let queues = self.accel.iter().flat_map(|accel| &accel.queues);
         device.io_errors + queues.map(|queue| queue.stats.errors).sum::<u64>()
     }
@@ -332,7 +336,7 @@ fn write_device(
     io_errors: u64,
     total: &QueueStats,
 ) -> fmt::Result {
-    let Health { io_errors: _, image_errors, refused, breaks, broken_reason } = device;
+    let Health { image_errors, refused, breaks, broken_reason, .. } = device;
     writeln!(f, "  guest    {} kicks, {} calls", total.kicks, total.calls)?;
     writeln!(
         f,

@@ -10,15 +10,30 @@ use std::ffi::OsString;
 use std::fmt;
 use std::io::{self, BufWriter, IsTerminal, StdoutLock, Write};
 use std::os::fd::AsFd;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 pub use ringdisk_disk::name::shell_word;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::failure::{Exit, Failure, words};
+use crate::log_target;
 
 /// The name in front of each message.
 pub const NAME: &str = "ringdisk";
+
+/// The name in front of warnings, where the program was called by another one.
+static CALLED: OnceLock<&str> = OnceLock::new();
+
+/// Puts another name in front of warnings and notes, before the first of them.
+pub fn call(name: &'static str) {
+    // A second name would be a mistake of the caller and changes nothing.
+    let _ = CALLED.set(name);
+}
+
+fn name() -> &'static str {
+    CALLED.get().copied().unwrap_or(NAME)
+}
 
 /// Writes one line to standard output; a failure is ignored.
 pub fn say(text: impl fmt::Display) {
@@ -52,6 +67,9 @@ pub fn serves() {
 
 /// Writes to standard error; a failure is ignored. Any thread.
 pub fn write_error(bytes: &[u8]) {
+    if log_target::send(bytes) {
+        return;
+    }
     let mut out = io::stderr().lock();
     if !SERVES.load(Ordering::Relaxed) {
         let _ = out.write_all(bytes);
@@ -86,12 +104,12 @@ fn takes_a_piece(out: &impl AsFd) -> bool {
 
 /// Something worth knowing that stops nothing.
 pub fn note(text: impl fmt::Display) {
-    say_error(format_args!("{NAME}: {} {text}", paint("note:", "1;36")));
+    say_error(format_args!("{}: {} {text}", name(), paint("note:", "1;36")));
 }
 
 /// Something that the user should see to.
 pub fn warn(text: impl fmt::Display) {
-    say_error(format_args!("{NAME}: {} {text}", paint_warning("warning:")));
+    say_error(format_args!("{}: {} {text}", name(), paint_warning("warning:")));
 }
 
 /// Why the command failed, and what to do.

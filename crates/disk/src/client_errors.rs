@@ -16,6 +16,8 @@ use std::time::{Duration, Instant};
 use ringdisk_ring::Errno;
 use ringdisk_storage::Failure;
 
+use crate::events::Events;
+
 /// Most kinds that are counted separately: six operations with the usual errno values of storage.
 /// Further kinds are counted together.
 const KINDS_MAX: usize = 32;
@@ -76,13 +78,22 @@ impl ClientErrors {
     /// Starts the thread; without one nothing is written.
     ///
     /// * `name`: of the disk, in front of each line.
+    /// * `events`: get each line, too.
     #[must_use]
-    pub fn start(name: &str) -> ClientErrors {
+    pub fn start(name: &str, events: Arc<Events>) -> ClientErrors {
         let name = name.to_owned();
-        ClientErrors::start_with(WINDOW, move |text| tracing::error!("{name}: {text}"))
+        ClientErrors::start_with(WINDOW, move |errno, text| {
+            tracing::error!("{name}: {text}");
+            let is_full = matches!(errno, Some(Errno::NOSPC | Errno::DQUOT));
+            events.tell(if is_full { "disk-full" } else { "io-error" }, text);
+        })
     }
 
-    fn start_with(window: Duration, write: impl Fn(&str) + Send + 'static) -> ClientErrors {
+    /// * `write`: gets each line, with the error where it is about one.
+    fn start_with(
+        window: Duration,
+        write: impl Fn(Option<Errno>, &str) + Send + 'static,
+    ) -> ClientErrors {
         let shared = Arc::new(Shared {
             kinds: Mutex::new([None; KINDS_MAX]),
             others: AtomicU64::new(0),
@@ -165,7 +176,7 @@ impl Shared {
         self.kinds.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn run(&self, write: &dyn Fn(&str)) {
+    fn run(&self, write: &dyn Fn(Option<Errno>, &str)) {
         let mut window_ends = None;
         loop {
             let is_ending = self.is_ending.load(Ordering::Acquire);
@@ -190,7 +201,7 @@ impl Shared {
     }
 
     /// Logs the first error of each new kind.
-    fn log_new(&self, write: &dyn Fn(&str)) {
+    fn log_new(&self, write: &dyn Fn(Option<Errno>, &str)) {
         for place in 0..KINDS_MAX {
             let new = match &mut self.lock()[place] {
                 Some(kind) if !kind.is_logged => {
@@ -207,13 +218,13 @@ impl Shared {
                 format!(" of {len} bytes at {offset}")
             };
             let why = why.map_or_else(String::new, |why| format!(" ({why})"));
-            write(&format!("{operation}{at} failed for a client: {errno}{why}"));
+            write(Some(errno), &format!("{operation}{at} failed for a client: {errno}{why}"));
         }
     }
 
     /// Logs the counts since the last line. Returns whether there were none; a kind without any is
     /// removed, so it is new when it occurs again.
-    fn log_counts(&self, write: &dyn Fn(&str)) -> bool {
+    fn log_counts(&self, write: &dyn Fn(Option<Errno>, &str)) -> bool {
         let seconds = self.window.as_secs();
         let mut is_quiet = true;
         for place in 0..KINDS_MAX {
@@ -230,16 +241,18 @@ impl Shared {
             };
             is_quiet = false;
             let Kind { operation, errno, more, .. } = more;
-            write(&format!(
+            let text = format!(
                 "{operation} failed for clients {more} more times in the last {seconds} s: {errno}"
-            ));
+            );
+            write(Some(errno), &text);
         }
         let others = self.others.swap(0, Ordering::Relaxed);
         if others > 0 {
             is_quiet = false;
-            write(&format!(
+            let text = format!(
                 "{others} requests of other kinds failed for clients in the last {seconds} s"
-            ));
+            );
+            write(None, &text);
         }
         is_quiet
     }
@@ -252,7 +265,7 @@ mod tests {
     /// A log that writes its lines to a channel.
     fn logged(window: Duration) -> (ClientErrors, Receiver<String>) {
         let (sender, lines) = channel();
-        let errors = ClientErrors::start_with(window, move |text| {
+        let errors = ClientErrors::start_with(window, move |_, text| {
             let _ = sender.send(text.to_owned());
         });
         (errors, lines)
@@ -306,7 +319,7 @@ mod tests {
     fn a_log_that_is_not_read_does_not_hold_up_queues() {
         let (open, gate) = channel::<()>();
         let (sender, lines) = channel();
-        let errors = ClientErrors::start_with(LONG, move |_| {
+        let errors = ClientErrors::start_with(LONG, move |_, _| {
             let _ = sender.send(());
             let _ = gate.recv();
         });

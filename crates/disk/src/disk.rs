@@ -6,11 +6,13 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use ringdisk_qcow2::HostOffset;
 use ringdisk_storage::Storage;
+use ringdisk_throttle::Member;
 
+use crate::events::Events;
 use crate::graph::{Drained, Gateway, Graph, Pass, State, Window};
 use crate::layer::{Layer, Node, Raw, SectorGuard};
 use crate::options::{DetectZeroes, Discard};
@@ -45,7 +47,10 @@ pub struct Disk {
     /// Held while the length of a file that the kernel writes is asked and stored.
     pub(crate) length_check: TaskMutex,
     watchers: Arc<Watchers>,
+    events: Arc<Events>,
     chain_watch: ChainWatch,
+    /// The limits of its clients, once there were any.
+    pub(crate) limit: OnceLock<Arc<Member>>,
     /// A write-back was asked for, and the ring of its task was closed: the next request starts
     /// another one.
     pub(crate) is_write_back_orphaned: AtomicBool,
@@ -135,7 +140,9 @@ impl Disk {
             shown_on: AtomicU64::new(0),
             length_check: TaskMutex::default(),
             watchers: Arc::default(),
+            events: Arc::default(),
             chain_watch: ChainWatch::default(),
+            limit: OnceLock::new(),
             is_write_back_orphaned: AtomicBool::new(false),
             this: Weak::clone(this),
         })
@@ -169,6 +176,11 @@ impl Disk {
     /// [`ImageOptions::protect_raw`] for a process that opens the disk again by its names.
     pub fn protects_raw(&self) -> bool {
         self.graph().bottom_guard().is_some()
+    }
+
+    /// What happens to the disk and its clients.
+    pub fn events(&self) -> &Arc<Events> {
+        &self.events
     }
 
     /// Why a writable image has stopped taking writes: its metadata was found damaged, or could not

@@ -52,6 +52,7 @@ mod client_errors;
 pub mod describe;
 mod disk;
 mod error;
+mod events;
 mod format_note;
 mod graph;
 pub mod jobs;
@@ -85,6 +86,7 @@ pub use checkpoint::{
 pub use client_errors::ClientErrors;
 pub use disk::Disk;
 pub use error::{Error, ErrorKind};
+pub use events::{Batch, Event, Events, QUEUE_MAX as EVENTS_MAX};
 pub use layer::Layer;
 pub use limits::BlockLimits;
 pub use live::{
@@ -92,7 +94,8 @@ pub use live::{
 };
 pub use open::{guess, note_file};
 pub use options::{
-    AllowedHost, Cache, DetectZeroes, Discard, Format, ImageOptions, NullOptions, Source,
+    AllowedHost, Cache, DetectZeroes, Discard, Format, ImageOptions, NullOptions, SnapshotChoice,
+    Source,
 };
 pub use ownership::HandOver;
 pub use plain::Plain;

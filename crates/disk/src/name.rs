@@ -5,14 +5,21 @@
 //! name; nothing is guessed and nothing is opened here. Source: QEMU's documentation of image file
 //! names ("json:" and "file:" pseudo-protocols).
 
+mod json;
+mod node;
+mod quotes;
+mod words;
+
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
-use ringdisk_storage::{NBD_PORT, NbdAddress, NbdServer};
-use serde_json::{Map, Value};
+use ringdisk_storage::NbdAddress;
 
 use crate::{Error, ErrorKind, Format};
+
+pub use node::NodeOptions;
+pub use words::{image_options, option_words};
 
 /// Longest name that is looked at, bytes. The qcow2 header allows 1023; a data file name sits in an
 /// extension of at most one cluster, and no path is longer than `PATH_MAX`.
@@ -35,6 +42,9 @@ pub struct FileName {
     /// The name says that the file is to be used without its own backing file
     /// (`"backing": null`).
     pub without_backing: bool,
+    /// How the image is to be opened (`json:` only). Counts for an image of a command line
+    /// ([`FileName::add_to`]), not for one that another image names.
+    pub node: NodeOptions,
 }
 
 impl FileName {
@@ -47,6 +57,7 @@ impl FileName {
             raw_offset: 0,
             raw_size: None,
             without_backing: false,
+            node: NodeOptions::default(),
         }
     }
 
@@ -54,6 +65,16 @@ impl FileName {
     fn export(address: NbdAddress) -> FileName {
         let uri = address.to_string();
         FileName { nbd: Some(address), ..FileName::plain(uri.as_bytes()) }
+    }
+
+    /// The path in a form that every command takes for a path, also where it begins like something
+    /// else; the URI of an NBD export.
+    pub fn plain_path(&self) -> PathBuf {
+        let name = self.path.as_os_str().as_bytes();
+        match self.nbd {
+            None if protocol_of(name).is_some() => Path::new(".").join(&self.path),
+            _ => self.path.clone(),
+        }
     }
 
     /// The path, seen from a directory; the URI of an NBD export is the same everywhere.
@@ -77,6 +98,28 @@ impl FileName {
         Ok(parsed.and_then(Result::ok).filter(|parsed| parsed.nbd.is_some()))
     }
 
+    /// The name of an image on a command line: as [`FileName::parse`], except that a word before a
+    /// colon which is no protocol of ours belongs to the path, and that a path has no limit.
+    ///
+    /// Errors: as [`FileName::parse`], of a name that begins as `json:`, `file:` or that of an
+    /// export.
+    pub fn of_user(path: &Path) -> Result<FileName, Error> {
+        let name = path.as_os_str().as_bytes();
+        let is_special = [&b"json:"[..], b"file:"].iter().any(|prefix| name.starts_with(prefix));
+        if is_special || NbdAddress::is_meant(name) {
+            return FileName::parse(name);
+        }
+        Ok(FileName::plain(name))
+    }
+
+    /// The image that options (`--image-opts`) describe.
+    ///
+    /// Errors: as [`image_options`] and [`FileName::parse`].
+    pub fn of_options(text: &str) -> Result<FileName, Error> {
+        let json = image_options(text).map_err(invalid)?;
+        json::parse(json.as_bytes())
+    }
+
     /// Parses a name.
     ///
     /// * `name`: the bytes in the image, without a terminating zero.
@@ -97,10 +140,12 @@ impl FileName {
             return Err(invalid("the name contains a zero byte"));
         }
         if let Some(text) = name.strip_prefix(b"json:") {
-            return parse_json(text);
+            return json::parse(text);
         }
         if NbdAddress::is_meant(name) {
-            return NbdAddress::parse(name).map(FileName::export).map_err(|why| of_address(&why));
+            return NbdAddress::parse(name)
+                .map(FileName::export)
+                .map_err(|why| json::of_address(&why));
         }
         let path = name.strip_prefix(b"file:").unwrap_or(name);
         if path.is_empty() {
@@ -180,218 +225,6 @@ pub(crate) fn printable_path(path: &Path) -> String {
 
 fn invalid(message: impl Into<String>) -> Error {
     Error::new(ErrorKind::Invalid, message)
-}
-
-/// `json:` names: an object that names a file, or a format over a file.
-fn parse_json(text: &[u8]) -> Result<FileName, Error> {
-    let value: Value = serde_json::from_slice(text)
-        .map_err(|error| invalid("the `json:` name is not valid JSON").with_source(error))?;
-    let Value::Object(object) = value else {
-        return Err(invalid("the `json:` name is not a JSON object"));
-    };
-    let object = undotted(object)?;
-    let driver = text_of(&object, "driver")?;
-    match driver.as_deref() {
-        Some("raw") => format_node(&object, Some(Format::Raw)),
-        Some("qcow2") => format_node(&object, Some(Format::Qcow2)),
-        Some("file" | "host_device") => file_node(&object),
-        Some("nbd") => nbd_node(&object),
-        Some(other) => Err(unsupported_driver(other)),
-        // Without a driver, an object with a file inside is a format to be found elsewhere.
-        None if object.contains_key("file") => format_node(&object, None),
-        None => file_node(&object),
-    }
-}
-
-fn unsupported_driver(driver: &str) -> Error {
-    Error::new(
-        ErrorKind::Unsupported,
-        format!(
-            "the driver '{}' of the `json:` name is not supported; supported: raw, qcow2 over \
-             file, host_device, nbd",
-            driver.escape_debug()
-        ),
-    )
-}
-
-/// Options that change how QEMU does the work, not which bytes are read.
-const HARMLESS: [&str; 15] = [
-    "node-name",
-    "read-only",
-    "auto-read-only",
-    "discard",
-    "detect-zeroes",
-    "cache",
-    "force-share",
-    "locking",
-    "aio",
-    "aio-max-batch",
-    "l2-cache-size",
-    "l2-cache-entry-size",
-    "refcount-cache-size",
-    "cache-size",
-    "cache-clean-interval",
-];
-
-/// Turns `"file.filename": "x"` into `"file": {"filename": "x"}`, as QEMU does.
-fn undotted(object: Map<String, Value>) -> Result<Map<String, Value>, Error> {
-    let mut result = Map::new();
-    for (key, value) in object {
-        let mut keys = key.splitn(2, '.');
-        let (first, rest) = (keys.next().unwrap_or_default(), keys.next());
-        let entry = match rest {
-            None => {
-                if result.insert(first.to_owned(), value).is_some() {
-                    return Err(twice(first));
-                }
-                continue;
-            }
-            Some(rest) => (rest.to_owned(), value),
-        };
-        let inner = result.entry(first.to_owned()).or_insert_with(|| Value::Object(Map::new()));
-        let Value::Object(inner) = inner else {
-            return Err(twice(first));
-        };
-        if inner.insert(entry.0, entry.1).is_some() {
-            return Err(twice(&key));
-        }
-    }
-    Ok(result)
-}
-
-fn twice(key: &str) -> Error {
-    invalid(format!("the key '{}' of the `json:` name is given twice", key.escape_debug()))
-}
-
-/// A node with driver raw or qcow2 (or none), whose "file" is a plain file.
-fn format_node(object: &Map<String, Value>, format: Option<Format>) -> Result<FileName, Error> {
-    let mut name = match object.get("file") {
-        Some(Value::Object(file)) => {
-            let file = undotted(file.clone())?;
-            match text_of(&file, "driver")?.as_deref() {
-                None | Some("file" | "host_device") => file_node(&file)?,
-                Some("nbd") => nbd_node(&file)?,
-                Some(other) => return Err(unsupported_driver(other)),
-            }
-        }
-        Some(Value::String(node)) => {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!(
-                    "the `json:` name refers to the node '{}'; name the file itself",
-                    node.escape_debug()
-                ),
-            ));
-        }
-        Some(_) => return Err(invalid("'file' of the `json:` name is not an object")),
-        None => return Err(invalid("the `json:` name has no 'file'")),
-    };
-    name.format = format;
-    for (key, value) in object {
-        match (key.as_str(), format) {
-            ("driver" | "file", _) => {}
-            ("offset", Some(Format::Raw)) => name.raw_offset = number_of(key, value)?,
-            ("size", Some(Format::Raw)) => name.raw_size = Some(number_of(key, value)?),
-            ("backing", Some(Format::Qcow2)) if value.is_null() => name.without_backing = true,
-            (key, _) if HARMLESS.contains(&key) => {}
-            (key, _) => return Err(unknown_key(key)),
-        }
-    }
-    Ok(name)
-}
-
-/// A node with driver file: `{"filename": "x"}`.
-fn file_node(object: &Map<String, Value>) -> Result<FileName, Error> {
-    for key in object.keys() {
-        if key != "driver" && key != "filename" && !HARMLESS.contains(&key.as_str()) {
-            return Err(unknown_key(key));
-        }
-    }
-    let Some(path) = text_of(object, "filename")? else {
-        return Err(invalid("the `json:` name has no 'filename'"));
-    };
-    if path.is_empty() || path.contains('\0') {
-        return Err(invalid("'filename' of the `json:` name is empty or broken"));
-    }
-    // QEMU strips "file:" here too.
-    let path = path.strip_prefix("file:").unwrap_or(&path);
-    Ok(FileName::plain(path.as_bytes()))
-}
-
-/// A node with driver nbd: `{"server": {"type": "unix", "path": "x"}, "export": "y"}`, or `host`,
-/// `port` and `path` without a server.
-fn nbd_node(object: &Map<String, Value>) -> Result<FileName, Error> {
-    let own = ["driver", "server", "export", "host", "port", "path"];
-    // How long requests wait is said on the command line.
-    let harmless = ["reconnect-delay", "open-timeout"];
-    for key in object.keys().map(String::as_str) {
-        match key {
-            "tls-creds" | "tls-hostname" => {
-                return Err(Error::new(
-                    ErrorKind::Unsupported,
-                    format!("'{key}' of the `json:` name: TLS is not supported in this version"),
-                ));
-            }
-            key if own.contains(&key) || harmless.contains(&key) || HARMLESS.contains(&key) => {}
-            key => return Err(unknown_key(key)),
-        }
-    }
-    let server = match object.get("server") {
-        None => object.clone(),
-        Some(Value::Object(server)) => undotted(server.clone())?,
-        Some(_) => return Err(invalid("'server' of the `json:` name is not an object")),
-    };
-    let kind = text_of(&server, "type")?;
-    let (path, host) = (text_of(&server, "path")?, text_of(&server, "host")?);
-    let export = text_of(object, "export")?.unwrap_or_default().into_bytes();
-    let address = match (kind.as_deref(), path, host) {
-        (None | Some("unix"), Some(path), None) => NbdAddress::unix(path.into_bytes(), export),
-        (None | Some("inet"), None, Some(host)) => {
-            let port = match server.get("port") {
-                None => u64::from(NBD_PORT),
-                Some(port) => number_of("port", port)?,
-            };
-            let port = u16::try_from(port).ok().filter(|port| *port != 0);
-            let port = port.ok_or_else(|| invalid("'port' of the `json:` name is no port"))?;
-            NbdAddress::new(NbdServer::Tcp(host, port), export)
-        }
-        _ => {
-            return Err(invalid(
-                "the server of the `json:` name is neither type unix with a path nor type inet \
-                 with a host",
-            ));
-        }
-    };
-    address.map(FileName::export).map_err(|why| of_address(&why))
-}
-
-fn of_address(why: &ringdisk_storage::BadAddress) -> Error {
-    Error::new(ErrorKind::Invalid, format!("the address of the NBD export: {why}"))
-}
-
-fn unknown_key(key: &str) -> Error {
-    Error::new(
-        ErrorKind::Unsupported,
-        format!("the key '{}' of the `json:` name is not supported", key.escape_debug()),
-    )
-}
-
-fn text_of(object: &Map<String, Value>, key: &str) -> Result<Option<String>, Error> {
-    match object.get(key) {
-        None => Ok(None),
-        Some(Value::String(text)) => Ok(Some(text.clone())),
-        Some(_) => Err(invalid(format!("'{key}' of the `json:` name is not text"))),
-    }
-}
-
-/// QEMU writes numbers as numbers or as decimal text.
-fn number_of(key: &str, value: &Value) -> Result<u64, Error> {
-    let number = match value {
-        Value::Number(number) => number.as_u64(),
-        Value::String(text) => text.parse().ok(),
-        _ => None,
-    };
-    number.ok_or_else(|| invalid(format!("'{key}' of the `json:` name is not a size in bytes")))
 }
 
 /// The full name as QEMU shows it: `name` beside the image that names it.

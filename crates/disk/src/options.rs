@@ -13,7 +13,7 @@ use ringdisk_storage::{NbdServer, Opener};
 
 use crate::{Error, ErrorKind};
 
-pub use ringdisk_qcow2::Discard;
+pub use ringdisk_qcow2::{Discard, SnapshotChoice};
 
 /// An image format that can be opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -268,6 +268,8 @@ pub struct ImageOptions {
     pub metadata_cache_bytes: Option<u64>,
     /// Take no locks (QEMU's `force-share`); only with `read_only`.
     pub force_share: bool,
+    /// Take no locks on the images below the one on top, all of which are only read.
+    pub share_backing: bool,
     /// What a discard does. [`Disk::punch`](crate::Disk::punch) works in every mode.
     pub discard: Discard,
     /// A discard in a qcow2 image keeps the reference on its cluster (QEMU's `discard-no-unref`):
@@ -294,6 +296,9 @@ pub struct ImageOptions {
     pub wait_for_locks: Option<Duration>,
     /// Open the top image only, whatever backing file it names: unallocated ranges read as zeroes.
     pub without_backing: bool,
+    /// Show the disk as this internal snapshot of the top image, a qcow2, has it; only with
+    /// `read_only`.
+    pub internal_snapshot: Option<SnapshotChoice>,
     /// Opens files and creates overlays where this process may not do it itself.
     pub opener: Option<Arc<dyn Opener>>,
 }

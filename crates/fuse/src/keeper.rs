@@ -225,7 +225,9 @@ impl Keeper {
                 let longest = limit * CHANGE_LIMITS;
                 let is_late =
                     |age| age > limit && held.is_none_or(|(since, _)| since.elapsed() > longest);
-                if self.oldest().is_some_and(is_late) {
+                // Nor have those that wait for the limits of the disk.
+                let is_limited = self.disk.limit_waits().now > 0;
+                if !is_limited && self.oldest().is_some_and(is_late) {
                     return End::Halted(HaltReason::Timeout(limit));
                 }
             }
@@ -472,6 +474,7 @@ impl Keeper {
 
     /// Waits for the requests in flight. Errors: how many did not end.
     fn drain(&self, limit: Duration) -> Result<(), usize> {
+        let _lifted = self.disk.lift_limits();
         wait_drained(|| self.in_flight(), limit)
     }
 

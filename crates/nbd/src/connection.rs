@@ -4,15 +4,25 @@
 //! nothing else. Task of a queue thread.
 
 use std::os::fd::OwnedFd;
+use std::pin::pin;
 use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use ringdisk_ring::Fd;
 use rustix::net::{Shutdown, shutdown};
 
+use crate::end::End;
 use crate::handshake::handshake;
-use crate::input::{End, Input};
+use crate::input::Input;
 use crate::queue::{Place, Queue};
 use crate::session;
+use crate::transport::Transport;
+
+/// While a client waits for room, a handshake may take so long: those who say nothing take no place
+/// from those who would. A handshake with TLS takes nine round trips at most.
+const HURRIED: Duration = Duration::from_secs(2);
+/// At the end of an encrypted connection its client may take so long to read that.
+const CLOSE_LIMIT: Duration = Duration::from_secs(1);
 
 /// Serves a client, as a task of this thread.
 pub(crate) fn serve(queue: &Rc<Queue>, socket: OwnedFd, place: Place) {
@@ -23,38 +33,76 @@ pub(crate) fn serve(queue: &Rc<Queue>, socket: OwnedFd, place: Place) {
     queue.sockets.borrow_mut().push(Rc::clone(&socket));
     let ring = queue.ring.clone();
     ring.spawn(async move {
-        converse(&queue, &socket).await;
+        converse(&queue, &socket, place.address.clone()).await;
         queue.sockets.borrow_mut().retain(|other| !Rc::ptr_eq(other, &socket));
         drop(place);
     });
 }
 
 /// Serves a client until one of the two ends it.
-async fn converse(queue: &Rc<Queue>, socket: &Rc<OwnedFd>) {
+///
+/// * `address`: of a client over TCP.
+async fn converse(queue: &Rc<Queue>, socket: &Rc<OwnedFd>, address: Option<String>) {
     // A handshake suspends for long and its state is large: apart from the task's own.
-    let served = Box::pin(speak(queue, socket)).await;
+    let transport = Transport::new(&queue.ring, socket);
+    let served = Box::pin(speak(queue, (&transport, socket), address)).await;
+    if transport.is_encrypted() {
+        let closed = Box::pin(transport.close());
+        let _ = queue.ring.within(CLOSE_LIMIT, closed).await;
+    }
     let _ = shutdown(&**socket, Shutdown::Both);
     if let Err(end) = served
         && let Some(why) = end.text()
     {
-        tracing::info!("a client is disconnected: {why}");
+        match end {
+            // Whoever lets clients in by certificates wants to know whom that keeps out.
+            End::Tls(_) => tracing::warn!("a client is sent away: {why}"),
+            _ => tracing::info!("a client is disconnected: {why}"),
+        }
     }
 }
 
-async fn speak(queue: &Rc<Queue>, socket: &Rc<OwnedFd>) -> Result<(), End> {
-    let mut input = Input::new(&queue.ring, Fd::of(&**socket));
+async fn speak(
+    queue: &Rc<Queue>,
+    (transport, socket): (&Rc<Transport>, &Rc<OwnedFd>),
+    address: Option<String>,
+) -> Result<(), End> {
+    let mut input = Input::new(transport);
     let agreed = {
-        let handshake = handshake(queue, &mut input);
+        let handshake = handshake(queue, transport, &mut input);
         match queue.shared.handshake_limit {
-            Some(limit) => {
-                queue.ring.within(limit, handshake).await.map_err(|_| End::TooSlow)??
-            }
+            Some(limit) => in_time(queue, limit, handshake).await?,
             None => handshake.await?,
         }
     };
-    let Some(agreed) = agreed else { return Ok(()) };
-    queue.shared.idle.begin();
-    let served = session::run(queue, socket, agreed, input).await;
-    queue.client_has_gone();
+    let Some((agreed, in_use)) = agreed else { return Ok(()) };
+    let listed = queue.shared.peers.enter(
+        &agreed.export.name,
+        address,
+        &**socket,
+        Arc::clone(agreed.export.disk.events()),
+    );
+    let served = session::run(queue, transport, agreed, input).await;
+    drop(listed);
+    drop(in_use);
     served
+}
+
+/// Awaits a handshake for so long, and less while a client waits for room.
+async fn in_time<T>(
+    queue: &Queue,
+    limit: Duration,
+    handshake: impl Future<Output = Result<T, End>>,
+) -> Result<T, End> {
+    let mut handshake = pin!(handshake);
+    let begun = Instant::now();
+    loop {
+        let left = limit.saturating_sub(begun.elapsed());
+        let ended = queue.ring.within(left.min(HURRIED), handshake.as_mut()).await;
+        match ended {
+            Ok(result) => return result,
+            Err(_) if left <= HURRIED || queue.shared.is_crowded() => return Err(End::TooSlow),
+            Err(_) => {}
+        }
+    }
 }

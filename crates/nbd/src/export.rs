@@ -15,18 +15,23 @@ use ringdisk_export::{
     place_threads, stop_threads,
 };
 use ringdisk_ring::{Config, SpinPolicy, Topology};
+use rustix::net::listen;
 use rustix::net::sockopt::{set_socket_keepalive, set_tcp_nodelay};
 
 use crate::accept;
 use crate::ending::{Ending, StopHandle, Why};
 use crate::exported::{Exported, Exports};
 use crate::options::{NamedDisk, NbdOptions, check};
+use crate::peers::Peer;
 use crate::queue::{Queue, Shared, Work};
 
 /// At the end, requests in flight and the last flush have so long.
 const END_LIMIT: Duration = Duration::from_secs(10);
 /// At the end, clients have so long to take the last replies.
 const LAST_REPLIES: Duration = Duration::from_secs(2);
+/// Clients that wait to be accepted; further ones are refused by the kernel, which may hold fewer
+/// (`net.core.somaxconn`).
+const BACKLOG: i32 = 4096;
 /// Submission entries of a ring.
 const ENTRIES: u32 = 256;
 /// Operations in flight on a ring; further ones wait for a slot.
@@ -63,6 +68,8 @@ impl Export {
         for listener in &listeners {
             // Between its poll and its accept a client may go away.
             rustix::io::ioctl_fionbio(listener, true).map_err(of_socket)?;
+            // Those who listen first do not know how many clients come at once.
+            let _ = listen(listener, BACKLOG);
             // The connections have these, too. Unix sockets know neither.
             let _ = set_tcp_nodelay(listener, true);
             let _ = set_socket_keepalive(listener, true);
@@ -135,6 +142,12 @@ impl Export {
         Box::new(move || Stats::of(&views))
     }
 
+    /// Lists the clients later and from elsewhere.
+    pub fn peers_reader(&self) -> Box<dyn Fn() -> Vec<Peer> + Send + Sync> {
+        let peers = Arc::clone(&self.shared.peers);
+        Box::new(move || peers.list())
+    }
+
     /// Reads the number of connections later and from elsewhere.
     pub fn connections_reader(&self) -> Box<dyn Fn() -> usize + Send + Sync> {
         let shared = Arc::clone(&self.shared);
@@ -173,6 +186,8 @@ impl Export {
 
     /// Answers what is in flight and sends clients away. `false`: some did not end in time.
     fn drain(&self) -> bool {
+        let disks = self.shared.exports.0.iter();
+        let _lifted: Vec<_> = disks.map(|export| export.disk.lift_limits()).collect();
         let hold = async |queue: Rc<Queue>| queue.drain(LAST_REPLIES).await;
         ask_all(&self.threads, END_LIMIT, hold).is_ok()
     }

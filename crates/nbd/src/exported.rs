@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use ringdisk_disk::Disk;
+use ringdisk_disk::{ClientErrors, Disk};
 use ringdisk_nbd_protocol::numbers::{context, export_flags};
 use ringdisk_nbd_protocol::request::Style;
 
@@ -42,12 +42,15 @@ pub(crate) struct Exported {
     pub(crate) contexts: Vec<Context>,
     /// Request size that suits the storage, bytes; a power of two.
     pub(crate) preferred_block: u32,
+    /// Writes errors that clients get down.
+    pub(crate) errors: ClientErrors,
 }
 
 impl Exported {
     /// * `read_only`: asked for all disks.
     pub(crate) fn new(named: NamedDisk, read_only: bool) -> Exported {
         let NamedDisk { name, description, disk, bitmaps, allocation_depth, .. } = named;
+        let shown = format!("NBD export '{}'", name.escape_debug());
         let mut contexts = vec![Context::Allocation];
         if allocation_depth {
             contexts.push(Context::Depth);
@@ -59,6 +62,7 @@ impl Exported {
             is_read_only: read_only || named.read_only || disk.is_read_only(),
             contexts,
             preferred_block: preferred_block(disk.block_limits().physical_block),
+            errors: ClientErrors::start(&shown, Arc::clone(disk.events())),
             disk,
         }
     }

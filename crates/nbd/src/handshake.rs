@@ -17,9 +17,11 @@ use ringdisk_nbd_protocol::options::{
 };
 use ringdisk_nbd_protocol::request::Style;
 
+use crate::end::{End, within_a_message};
 use crate::exported::Exported;
-use crate::input::{End, Input, send, within_a_message};
-use crate::queue::Queue;
+use crate::input::Input;
+use crate::queue::{InUse, Queue};
+use crate::transport::Transport;
 
 /// Longest data of an option that is looked at, bytes: some names of 4096 bytes each.
 const OPTION_BYTES_MAX: u32 = 64 << 10;
@@ -44,6 +46,9 @@ struct Handshake<'a> {
     contexts: Option<(Arc<Exported>, Vec<usize>)>,
     /// No zeroes follow the reply to `EXPORT_NAME`.
     no_zeroes: bool,
+    /// Nothing but STARTTLS is answered: the client has to encrypt first.
+    needs_tls: bool,
+    is_encrypted: bool,
     /// Replies that were not sent yet.
     out: Vec<u8>,
 }
@@ -51,6 +56,8 @@ struct Handshake<'a> {
 /// What comes after an option.
 enum Next {
     Option,
+    /// The client shakes hands by TLS, and begins again.
+    Tls,
     Transmission(Arc<Exported>),
     Ended,
 }
@@ -59,14 +66,26 @@ enum Next {
 type Refusal = (u32, String);
 
 /// Speaks with a client until transmission begins. `None`: the client has ended the handshake.
-pub(crate) async fn handshake(queue: &Rc<Queue>, input: &mut Input) -> Result<Option<Agreed>, End> {
+pub(crate) async fn handshake(
+    queue: &Rc<Queue>,
+    transport: &Transport,
+    input: &mut Input,
+) -> Result<Option<(Agreed, InUse)>, End> {
     let flags = handshake_flags::FIXED_NEWSTYLE | handshake_flags::NO_ZEROES;
-    send(&queue.ring, input.socket(), &greeting(flags)).await?;
+    transport.send(&greeting(flags)).await?;
     let client = parse_client_flags(input.take().await?)?;
     let no_zeroes = client & handshake_flags::NO_ZEROES != 0;
     let is_fixed = client & handshake_flags::FIXED_NEWSTYLE != 0;
-    let style = Style::Simple;
-    let mut state = Handshake { queue, style, contexts: None, no_zeroes, out: Vec::new() };
+    let tls = queue.shared.tls.as_ref();
+    let mut state = Handshake {
+        queue,
+        style: Style::Simple,
+        contexts: None,
+        no_zeroes,
+        needs_tls: tls.is_some_and(|tls| tls.required),
+        is_encrypted: false,
+        out: Vec::new(),
+    };
     loop {
         let head = OptionHead::parse(&input.take().await?)?;
         if !is_fixed && head.option != option::EXPORT_NAME {
@@ -88,11 +107,25 @@ pub(crate) async fn handshake(queue: &Rc<Queue>, input: &mut Input) -> Result<Op
             input.skip(data.len());
             state.take(head.option, &data)?
         };
-        send(&queue.ring, input.socket(), &std::mem::take(&mut state.out)).await?;
+        if matches!(next, Next::Tls) && input.len() > 0 {
+            // A third party may have put them there: they are not the client's words.
+            return Err(End::Protocol("bytes behind STARTTLS that are not encrypted"));
+        }
+        // Before the client hears of it: another client may go meanwhile, and be the last one.
+        let in_use = matches!(next, Next::Transmission(_)).then(|| InUse::begin(queue));
+        transport.send(&std::mem::take(&mut state.out)).await?;
         match next {
             Next::Option => {}
+            Next::Tls => {
+                if let Some(tls) = tls {
+                    transport.encrypt(&tls.server).await?;
+                }
+                state.begin_again();
+            }
             Next::Ended => return Ok(None),
-            Next::Transmission(export) => return Ok(Some(state.agree(export))),
+            Next::Transmission(export) => {
+                return Ok(in_use.map(|in_use| (state.agree(export), in_use)));
+            }
         }
     }
 }
@@ -104,10 +137,19 @@ impl Handshake<'_> {
         Agreed { export, style: self.style, contexts }
     }
 
+    /// The connection is encrypted now: what was said before counts no more.
+    fn begin_again(&mut self) {
+        (self.style, self.contexts) = (Style::Simple, None);
+        (self.needs_tls, self.is_encrypted) = (false, true);
+    }
+
     /// Answers one option.
     ///
     /// Errors: `EXPORT_NAME` cannot be answered with an error.
     fn take(&mut self, option: u32, data: &[u8]) -> Result<Next, End> {
+        if self.needs_tls && option != option::STARTTLS {
+            return self.refuse_plain(option);
+        }
         let answered = match option {
             option::EXPORT_NAME => return self.export_name(data),
             option::ABORT => {
@@ -115,8 +157,10 @@ impl Handshake<'_> {
                 return Ok(Next::Ended);
             }
             option::LIST => self.list(data),
-            option::STARTTLS => nothing("starttls", data)
-                .and_then(|()| Err((reply::POLICY, String::from("TLS not configured")))),
+            option::STARTTLS => match self.start_tls(data) {
+                Ok(()) => return Ok(Next::Tls),
+                refused => refused,
+            },
             option::STRUCTURED_REPLY => self.structured_reply(data),
             option::EXTENDED_HEADERS => self.extended_headers(data),
             option::INFO | option::GO => match self.info(option, data) {
@@ -133,6 +177,29 @@ impl Handshake<'_> {
             self.error(option, kind, &text);
         }
         Ok(Next::Option)
+    }
+
+    /// An option that is taken over an encrypted connection only. ABORT ends the connection all the
+    /// same.
+    fn refuse_plain(&mut self, option: u32) -> Result<Next, End> {
+        if option == option::EXPORT_NAME {
+            return Err(End::Protocol("it does not encrypt, which is required"));
+        }
+        let text = format!("Option {option:#x} not permitted before TLS");
+        self.error(option, reply::TLS_REQUIRED, &text);
+        Ok(if option == option::ABORT { Next::Ended } else { Next::Option })
+    }
+
+    fn start_tls(&mut self, data: &[u8]) -> Result<(), Refusal> {
+        nothing("starttls", data)?;
+        if self.queue.shared.tls.is_none() {
+            return Err((reply::POLICY, String::from("TLS not configured")));
+        }
+        if self.is_encrypted {
+            return Err((reply::INVALID, String::from("TLS already enabled")));
+        }
+        self.reply(option::STARTTLS, reply::ACK, &[]);
+        Ok(())
     }
 
     fn reply(&mut self, option: u32, kind: u32, data: &[u8]) {

@@ -1,10 +1,14 @@
-//! The bytes that a client has sent and that were not used yet, and why a connection ends.
+//! The bytes that a client has sent and that were not used yet.
 //!
 //! Promises: one buffer for each connection, made at its start; a read takes all that is there and
 //! fits. Only the task that owns it reads the socket.
 
-use ringdisk_nbd_protocol::Malformed;
-use ringdisk_ring::{Errno, Fd, IoBuf, Ring};
+use std::rc::Rc;
+
+use ringdisk_ring::IoBuf;
+
+use crate::end::{End, within_a_message};
+use crate::transport::Transport;
 
 /// Bytes of the buffer: many small requests, or the start of a large one, by one system call.
 pub(crate) const INPUT_BYTES: usize = 256 << 10;
@@ -14,51 +18,10 @@ const MOVED_BYTES: usize = 4 << 10;
 /// More are moved where less room than this is left for a read, bytes.
 const ROOM_BYTES: usize = INPUT_BYTES / 2;
 
-/// Why a connection ends.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum End {
-    /// The client said so, or closed its socket between two requests.
-    Clean,
-    /// The client closed its socket in the middle of something.
-    Truncated,
-    /// The socket failed.
-    Socket(Errno),
-    /// The client broke the protocol.
-    Protocol(&'static str),
-    /// The handshake took too long.
-    TooSlow,
-}
-
-impl End {
-    /// For people; `None`: nothing to tell.
-    pub(crate) fn text(&self) -> Option<String> {
-        match self {
-            End::Clean => None,
-            End::Truncated => Some(String::from("it closed the connection within a message")),
-            End::Socket(errno) => Some(errno.to_string()),
-            End::Protocol(what) => Some(String::from(*what)),
-            End::TooSlow => Some(String::from("its handshake took too long")),
-        }
-    }
-}
-
-impl From<Malformed> for End {
-    fn from(malformed: Malformed) -> End {
-        End::Protocol(malformed.0)
-    }
-}
-
-impl From<Errno> for End {
-    fn from(errno: Errno) -> End {
-        End::Socket(errno)
-    }
-}
-
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct Input {
-    ring: Ring,
-    socket: Fd,
+    transport: Rc<Transport>,
     memory: IoBuf,
     /// Where the unused bytes begin and end.
     start: usize,
@@ -66,14 +29,9 @@ pub(crate) struct Input {
 }
 
 impl Input {
-    pub(crate) fn new(ring: &Ring, socket: Fd) -> Input {
+    pub(crate) fn new(transport: &Rc<Transport>) -> Input {
         let memory = IoBuf::new(INPUT_BYTES, 4096);
-        Input { ring: ring.clone(), socket, memory, start: 0, end: 0 }
-    }
-
-    /// The socket.
-    pub(crate) fn socket(&self) -> Fd {
-        self.socket
+        Input { transport: Rc::clone(transport), memory, start: 0, end: 0 }
     }
 
     /// Unused bytes that are there.
@@ -115,17 +73,13 @@ impl Input {
             self.move_to_front();
         }
         assert!(self.end < INPUT_BYTES, "unused bytes fill the buffer");
-        loop {
-            let room = self.memory.slice(self.end..INPUT_BYTES);
-            match self.ring.read(self.socket, 0, &room).await {
-                Ok(0) if self.len() == 0 => return Err(End::Clean),
-                Ok(0) => return Err(End::Truncated),
-                Ok(count) => {
-                    self.end += count as usize;
-                    return Ok(());
-                }
-                Err(Errno::INTR) => {}
-                Err(errno) => return Err(errno.into()),
+        let room = self.memory.slice(self.end..INPUT_BYTES);
+        match self.transport.read(&room).await? {
+            0 if self.len() == 0 => Err(End::Clean),
+            0 => Err(End::Truncated),
+            count => {
+                self.end += count;
+                Ok(())
             }
         }
     }
@@ -183,34 +137,11 @@ impl Input {
     pub(crate) async fn read_into(&mut self, to: &IoBuf, done: usize) -> Result<(), End> {
         let mut done = done;
         while done < to.len() {
-            match self.ring.read(self.socket, 0, &to.slice(done..to.len())).await {
-                Ok(0) => return Err(End::Truncated),
-                Ok(count) => done += count as usize,
-                Err(Errno::INTR) => {}
-                Err(errno) => return Err(errno.into()),
+            match self.transport.read(&to.slice(done..to.len())).await? {
+                0 => return Err(End::Truncated),
+                count => done += count,
             }
         }
         Ok(())
     }
-}
-
-/// An end within a message is never a clean one.
-pub(crate) fn within_a_message(end: End) -> End {
-    if end == End::Clean { End::Truncated } else { end }
-}
-
-/// Sends all bytes. For the handshake: allocates.
-pub(crate) async fn send(ring: &Ring, socket: Fd, bytes: &[u8]) -> Result<(), End> {
-    let buf = IoBuf::new(bytes.len(), 16);
-    buf.copy_from_slice(0, bytes);
-    let mut done = 0;
-    while done < bytes.len() {
-        match ring.write(socket, 0, &buf.slice(done..bytes.len())).await {
-            Ok(0) => return Err(End::Socket(Errno::PIPE)),
-            Ok(count) => done += count as usize,
-            Err(Errno::INTR) => {}
-            Err(errno) => return Err(errno.into()),
-        }
-    }
-    Ok(())
 }

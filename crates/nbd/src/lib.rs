@@ -21,14 +21,16 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Modules use one another in one direction only: [`options`] ◄ `exported` ◄ `ending`, `idle` ◄
-//! `queue` (what a queue thread has) ◄ `input` ◄ `handshake` ◄ `session` (requests) ◄ `connection`
-//! ◄ `accept` ◄ `export` (control thread). The wire is in `ringdisk-nbd-protocol`.
+//! Modules use one another in one direction only: [`options`] ◄ `exported` ◄ `ending`, `idle`,
+//! `peers` ◄ `queue` (what a queue thread has) ◄ `end` ◄ `transport` ◄ `input` ◄ `handshake` ◄
+//! `session` (requests) ◄ `connection` ◄ `accept` ◄ `export` (control thread). The wire is in
+//! `ringdisk-nbd-protocol`.
 
 #![forbid(unsafe_code)]
 
 mod accept;
 mod connection;
+mod end;
 mod ending;
 mod export;
 mod exported;
@@ -36,11 +38,17 @@ mod handshake;
 mod idle;
 mod input;
 pub mod options;
+mod peers;
 mod queue;
 mod session;
+mod transport;
 
 pub use ending::StopHandle;
 pub use export::Export;
-pub use options::{DirtyBitmap, NamedDisk, NbdOptions};
+pub use options::{AllowedUsers, DirtyBitmap, NamedDisk, NbdOptions, TlsOptions};
+pub use peers::Peer;
 pub use ringdisk_export::{CommonOptions, Error, ErrorKind};
+pub use ringdisk_tls::{
+    AllowList, Match, Rule, STREAM_BYTES_MAX, ServerTls, Source as TlsSource, VerifyPeer,
+};
 pub use session::CONNECTION_BYTES_MAX;

@@ -8,6 +8,7 @@ use std::time::Duration;
 use ringdisk_disk::Disk;
 use ringdisk_export::{CommonOptions, Error, ErrorKind};
 use ringdisk_nbd_protocol::numbers::NAME_BYTES_MAX;
+use ringdisk_tls::ServerTls;
 
 /// Connections at once, unless another number is asked for.
 pub const CONNECTIONS_DEFAULT: usize = 64;
@@ -59,6 +60,32 @@ impl NamedDisk {
     }
 }
 
+/// How connections are encrypted.
+#[derive(Clone, Debug)]
+pub struct TlsOptions {
+    /// The server's certificate, and which clients it lets in.
+    pub server: ServerTls,
+    /// Clients that do not encrypt are refused.
+    pub required: bool,
+}
+
+/// Users whose processes may connect to Unix sockets. Those of root always may.
+#[derive(Clone, Debug, Default)]
+pub struct AllowedUsers {
+    /// Numbers of users.
+    pub users: Vec<u32>,
+    /// Numbers of groups: a process may connect whose group is one of them.
+    pub groups: Vec<u32>,
+}
+
+impl AllowedUsers {
+    /// Whether a process may connect.
+    #[must_use]
+    pub fn allows(&self, user: u32, group: u32) -> bool {
+        user == 0 || self.users.contains(&user) || self.groups.contains(&group)
+    }
+}
+
 /// How to serve disks over NBD.
 #[derive(Clone, Debug)]
 pub struct NbdOptions {
@@ -74,6 +101,10 @@ pub struct NbdOptions {
     /// No word of a client is read before [`Export::release`](crate::Export::release): those that
     /// come wait.
     pub held: bool,
+    /// TLS; `None`: STARTTLS is refused.
+    pub tls: Option<TlsOptions>,
+    /// Who may connect to Unix sockets; `None`: everybody who can reach them.
+    pub allowed_users: Option<AllowedUsers>,
 }
 
 impl Default for NbdOptions {
@@ -84,6 +115,8 @@ impl Default for NbdOptions {
             handshake_limit: Some(HANDSHAKE_DEFAULT),
             idle_exit: None,
             held: false,
+            tls: None,
+            allowed_users: None,
         }
     }
 }

@@ -8,7 +8,7 @@ use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use ringdisk_export::stats::QueueCells;
@@ -19,7 +19,8 @@ use rustix::net::{Shutdown, shutdown};
 use crate::ending::Ending;
 use crate::exported::Exports;
 use crate::idle::Idle;
-use crate::options::NbdOptions;
+use crate::options::{AllowedUsers, NbdOptions, TlsOptions};
+use crate::peers::Peers;
 
 /// How often the end of an export looks whether the last replies have left.
 const DRAIN_POLL: Duration = Duration::from_millis(2);
@@ -30,7 +31,12 @@ pub(crate) struct Shared {
     pub(crate) exports: Arc<Exports>,
     pub(crate) handshake_limit: Option<Duration>,
     pub(crate) idle: Idle,
+    pub(crate) peers: Arc<Peers>,
+    pub(crate) tls: Option<TlsOptions>,
+    pub(crate) allowed_users: Option<AllowedUsers>,
     max_connections: usize,
+    /// A client waits for room.
+    is_crowded: AtomicBool,
     /// Connections of each thread.
     counts: Vec<AtomicUsize>,
     /// The thread that accepts.
@@ -43,7 +49,11 @@ impl Shared {
             exports,
             handshake_limit: options.handshake_limit,
             idle: Idle::new(options.idle_exit),
+            peers: Arc::default(),
+            tls: options.tls.clone(),
+            allowed_users: options.allowed_users.clone(),
             max_connections: options.max_connections,
+            is_crowded: AtomicBool::new(false),
             counts: (0..threads).map(|_| AtomicUsize::new(0)).collect(),
             first: OnceLock::new(),
         }
@@ -63,6 +73,15 @@ impl Shared {
         self.connections() >= self.max_connections
     }
 
+    /// Whether a client waits for room: handshakes have to hurry then.
+    pub(crate) fn is_crowded(&self) -> bool {
+        self.is_crowded.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn set_crowded(&self, is_crowded: bool) {
+        self.is_crowded.store(is_crowded, Ordering::Release);
+    }
+
     /// The thread with the fewest connections.
     pub(crate) fn emptiest(&self) -> usize {
         let counts = self.counts.iter().map(|count| count.load(Ordering::Acquire));
@@ -75,12 +94,15 @@ impl Shared {
 pub(crate) struct Place {
     shared: Arc<Shared>,
     thread: usize,
+    /// Of a client over TCP.
+    pub(crate) address: Option<String>,
 }
 
 impl Place {
-    pub(crate) fn take(shared: &Arc<Shared>, thread: usize) -> Place {
+    /// * `address`: of a client over TCP.
+    pub(crate) fn take(shared: &Arc<Shared>, thread: usize, address: Option<String>) -> Place {
         shared.counts[thread].fetch_add(1, Ordering::AcqRel);
-        Place { shared: Arc::clone(shared), thread }
+        Place { shared: Arc::clone(shared), thread, address }
     }
 }
 
@@ -90,6 +112,27 @@ impl Drop for Place {
         self.shared.counts[self.thread].fetch_sub(1, Ordering::AcqRel);
         if was_full && let Some(first) = self.shared.first.get() {
             first.send(|queue| queue.has_room());
+        }
+    }
+}
+
+/// A client counts as one that uses the export as long as this lives: from before it hears that its
+/// transmission phase begins.
+#[derive(Debug)]
+pub(crate) struct InUse(Rc<Queue>);
+
+impl InUse {
+    pub(crate) fn begin(queue: &Rc<Queue>) -> InUse {
+        queue.shared.idle.begin();
+        InUse(Rc::clone(queue))
+    }
+}
+
+impl Drop for InUse {
+    fn drop(&mut self) {
+        // At the end of the thread no task begins any more.
+        if !self.0.is_ending.get() && !std::thread::panicking() {
+            self.0.client_has_gone();
         }
     }
 }
@@ -164,7 +207,7 @@ impl Queue {
 
     /// A client that had come to its first request has gone: if it was the last one, the export
     /// ends unless another one comes in time.
-    pub(crate) fn client_has_gone(self: &Rc<Queue>) {
+    fn client_has_gone(self: &Rc<Queue>) {
         if self.shared.idle.end() {
             self.end_if_idle();
         }

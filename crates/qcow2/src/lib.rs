@@ -119,4 +119,5 @@ pub use info::{Info, Snapshot, UnknownExtension};
 pub use measure::{Measure, Measurement, measure_raw};
 pub use ops::{BitmapContents, ResizeOptions, SnapshotMap, SnapshotNeed};
 pub use run::{Extent, ExtentKind};
+pub use snapshots::SnapshotChoice;
 pub use units::{GuestCluster, GuestOffset, HostCluster, HostOffset};

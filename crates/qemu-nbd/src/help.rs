@@ -49,7 +49,7 @@ What of the image:
 
 General:
   -L, --list                print what a server exports
-      --object TYPE,id=ID,… define an object: tls-creds-x509, authz-simple, authz-list, secret
+      --object TYPE,id=ID,… define an object: tls-creds-x509, authz-simple, authz-list
       --tls-creds=ID        TLS with this object; other connections are refused
       --tls-authz=ID        who may connect
       --tls-hostname=NAME   with -L: name in the certificate of the server

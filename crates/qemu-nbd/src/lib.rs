@@ -20,11 +20,11 @@
 
 mod getopt;
 mod help;
-mod image_options;
+mod objects;
 mod options;
 mod values;
 
 pub use help::{help, version};
-pub use image_options::image_options;
+pub use objects::{Endpoint, Tls, tls};
 pub use options::{Address, Images, Invocation, List, Listen, Serve, TlsWords, UsageError, parse};
 pub use values::{Aio, SnapshotName};

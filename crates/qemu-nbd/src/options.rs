@@ -50,6 +50,9 @@ pub struct Serve {
     pub images: Images,
     /// Where clients find it.
     pub listen: Listen,
+    /// What of the above was said, in words that deny it: it does not go with a socket that the
+    /// process is started with.
+    pub said_place: Option<&'static str>,
     /// Connect it to this device (`-c`).
     pub device: Option<PathBuf>,
     /// Clients at once (`-e`); 0: any number. Others wait.
@@ -430,7 +433,19 @@ impl Reading {
     }
 
     fn serve(self, file: OsString) -> Serve {
+        let said_place = [
+            (self.device.is_some(), "NBD device can't be set when using socket activation"),
+            (self.socket.is_some(), "Unix socket can't be set when using socket activation"),
+            (self.host.is_some(), "The interface can't be set when using socket activation"),
+            (self.port.is_some(), "TCP port number can't be set when using socket activation"),
+            (
+                self.selinux_label.is_some(),
+                "SELinux label can't be set when using socket activation",
+            ),
+        ];
+        let said_place = said_place.into_iter().find(|(is_said, _)| *is_said);
         Serve {
+            said_place: said_place.map(|(_, text)| text),
             images: Images {
                 file,
                 are_options: self.image_opts,

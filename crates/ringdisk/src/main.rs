@@ -15,6 +15,8 @@ mod new_image;
 mod serve;
 mod vhost;
 
+use std::ffi::{OsStr, OsString};
+use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -29,7 +31,7 @@ fn main() -> ExitCode {
 }
 
 /// Why a command did not do what it was told.
-enum End {
+pub(crate) enum End {
     /// The words make no sense together.
     Usage(clap::Error),
     Failed(Failure),
@@ -57,10 +59,32 @@ fn run() -> u8 {
     if commands::qemu_nbd::is_named_so(&program) {
         return commands::qemu_nbd::run(&program.to_string_lossy(), words);
     }
-    let cli = match Cli::try_parse() {
-        Ok(cli) => cli,
-        Err(error) => return usage(&error),
+    if commands::qemu_img::is_named_so(&program) {
+        return commands::qemu_img::run(&program.to_string_lossy(), words);
+    }
+    let given = match given_words(&program, words) {
+        Ok(Some(given)) => given,
+        // mount(8) only asks whether it would work.
+        Ok(None) => return Exit::Clean.code(),
+        Err(code) => return code,
     };
+    let file = cli::config::with_file(&given);
+    let parsed = cli::config::expand(given).and_then(Cli::try_parse_from);
+    let mut cli = match parsed {
+        Ok(cli) => cli,
+        Err(error) => {
+            let code = usage(&cli::with_suggestion(error));
+            if let Some(text) = file.filter(|_| code != Exit::Clean.code()) {
+                terminal::note(text);
+            }
+            return code;
+        }
+    };
+    if let Command::Mount(args) = &mut cli.command
+        && let Err(error) = args.take_name()
+    {
+        return usage(&error);
+    }
     let serves = matches!(cli.command, Command::Mount(_) | Command::Serve(_));
     log::start(cli.verbose, serves);
     limits::raise();
@@ -68,6 +92,7 @@ fn run() -> u8 {
         Ok(code) => code,
         Err(End::Usage(error)) => usage(&error),
         Err(End::Failed(failure)) => {
+            let failure = commands::lock_advice::add(&cli.command, failure);
             terminal::complain(&failure);
             if let Some(signal) = failure.signal() {
                 commands::operation::end_by_signal(signal);
@@ -77,12 +102,51 @@ fn run() -> u8 {
     }
 }
 
-fn command(command: &Command) -> Result<u8, End> {
+/// The words of the command line; those of mount(8) become ours. `None`: there is nothing to do.
+///
+/// Errors: an exit code; what is wrong has been said.
+fn given_words(
+    program: &OsStr,
+    words: impl Iterator<Item = OsString>,
+) -> Result<Option<Vec<OsString>>, u8> {
+    if !commands::fstab::is_named_so(program) {
+        return Ok(Some([program.to_owned()].into_iter().chain(words).collect()));
+    }
+    match commands::fstab::words(words) {
+        Ok(words) => Ok(Some(words).filter(|words| !words.is_empty())),
+        Err(text) => {
+            let name = Path::new(program).file_name().unwrap_or(program).to_string_lossy();
+            terminal::say_error(format_args!("{name}: {text}"));
+            Err(Exit::General.code())
+        }
+    }
+}
+
+/// Does what a command says, and gives the exit code.
+pub(crate) fn command(command: &Command) -> Result<u8, End> {
     match command {
-        Command::Mount(args) => return Ok(commands::mount::run(args, args.paths()?)?),
-        Command::Serve(args) => return Ok(commands::serve::run(args, args.disks()?)?),
+        Command::Mount(args) => {
+            let paths = args.paths()?;
+            return if args.config.check_config {
+                good(&args.config)
+            } else {
+                Ok(commands::mount::run(args, paths)?)
+            };
+        }
+        Command::Serve(args) => {
+            let disks = args.disks()?;
+            return if args.config.check_config {
+                good(&args.config)
+            } else {
+                Ok(commands::serve::run(args, disks)?)
+            };
+        }
         Command::Umount(args) => return Ok(commands::umount::run(args)?),
+        Command::Ps(args) => commands::ps::run(args),
+        Command::Top(args) => commands::top::run(args),
         Command::Ctl(args) => commands::ctl::run(args),
+        Command::Metrics(_) => commands::metrics::run(),
+        Command::Report(args) => commands::report::run(args),
         Command::Topology(args) => commands::topology::run(args),
         Command::Create(args) => commands::create::run(args),
         Command::Info(args) => commands::info::run(args),
@@ -102,6 +166,15 @@ fn command(command: &Command) -> Result<u8, End> {
             return Ok(commands::qemu_nbd::run(commands::qemu_nbd::NAME, args.words.clone()));
         }
     }?;
+    Ok(Exit::Clean.code())
+}
+
+/// The words were understood (`--check-config`).
+fn good(config: &cli::ConfigArgs) -> Result<u8, End> {
+    match &config.config {
+        Some(file) => terminal::say(format_args!("'{}' is good.", file.display())),
+        None => terminal::say("The words are good."),
+    }
     Ok(Exit::Clean.code())
 }
 

@@ -8,13 +8,13 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
-use ringdisk_daemon::control::disk::Serving;
+use ringdisk_daemon::control::disk::{Serving, SocketClient};
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::stats::Report;
 use ringdisk_daemon::topology;
 use ringdisk_disk::Layer;
 use ringdisk_export::stats::Stats;
-use ringdisk_nbd::{Export, NamedDisk, NbdOptions, StopHandle};
+use ringdisk_nbd::{Export, NamedDisk, NbdOptions, Peer, StopHandle};
 use ringdisk_ring::Topology;
 use serde_json::Value;
 
@@ -31,6 +31,7 @@ pub(crate) struct Served {
 pub(crate) struct Handle {
     stop: StopHandle,
     stats: Arc<dyn Fn() -> Stats + Send + Sync>,
+    peers: Arc<dyn Fn() -> Vec<Peer> + Send + Sync>,
     name: String,
     since: Instant,
 }
@@ -64,6 +65,7 @@ impl Served {
         Handle {
             stop: self.export.stop_handle(),
             stats: Arc::from(self.export.stats_reader()),
+            peers: Arc::from(self.export.peers_reader()),
             name: self.name.clone(),
             since: self.since,
         }
@@ -101,6 +103,12 @@ impl Serving for Handle {
             device: None,
             accel: None,
         }
+    }
+
+    fn clients(&self) -> Vec<SocketClient> {
+        let client =
+            |Peer { export, address, pid }| SocketClient { pid, address, export: Some(export) };
+        (self.peers)().into_iter().map(client).collect()
     }
 
     fn topology(&self) -> Value {

@@ -21,11 +21,15 @@ use ringdisk_ring::Ring;
 use ringdisk_storage::{NbdOptions, OpenOptions, Storage};
 
 /// Options of qcow2 in the order of qemu-img's lines, with what they mean.
-const QCOW2: [(&str, &str); 12] = [
+const QCOW2: [(&str, &str); 14] = [
     ("cluster_size", "<size>   - bytes of a cluster, a power of two from 512 to 2M"),
     ("extended_l2", "<on|off> - subclusters: less is copied when little is written"),
     ("preallocation", "<mode>   - off, metadata, falloc or full"),
     ("compression_type", "<type>   - how compressed clusters are compressed: zlib or zstd"),
+    (
+        "keep_data_file",
+        "<on|off> - the data file has the contents of the disk already, and keeps them",
+    ),
     ("size", "<size>   - size of the disk"),
     ("compat", "<level>  - 0.10 (or v2) for very old programs, 1.1 (or v3)"),
     ("backing_file", "<file>   - the image that this one is an overlay of"),
@@ -34,14 +38,18 @@ const QCOW2: [(&str, &str); 12] = [
     ("data_file_raw", "<on|off> - that file shall always be a valid raw image"),
     ("lazy_refcounts", "<on|off> - write reference counts late"),
     ("refcount_bits", "<number> - width of a reference count: 1, 2, 4, 8, 16, 32 or 64"),
+    ("extent_size_hint", "<size>   - how much space the file system takes at once for the file"),
 ];
 
 /// Options of raw.
-const RAW: [(&str, &str); 2] =
-    [("size", "<size>   - size of the disk"), ("preallocation", "<mode>   - off, falloc or full")];
+const RAW: [(&str, &str); 3] = [
+    ("size", "<size>   - size of the disk"),
+    ("preallocation", "<mode>   - off, falloc or full"),
+    ("extent_size_hint", "<size>   - how much space the file system takes at once for the file"),
+];
 
 /// Options that qemu-img has and this program has not.
-const FOREIGN: [&str; 4] = ["encryption", "keep_data_file", "nocow", "extent_size_hint"];
+const FOREIGN: [&str; 2] = ["encryption", "nocow"];
 
 fn known(format: Format) -> &'static [(&'static str, &'static str)] {
     match format {
@@ -147,6 +155,18 @@ impl NewImage {
         }
     }
 
+    /// In which pieces the file system shall make space, bytes; 0: as it likes.
+    ///
+    /// Errors: no size, or one of 4 GiB and more.
+    fn extent_size_hint(&self) -> Result<u32, Failure> {
+        let Some(text) = self.get("extent_size_hint") else { return Ok(0) };
+        match parse_size(text).map(u32::try_from) {
+            Ok(Ok(bytes)) => Ok(bytes),
+            Ok(Err(_)) => refuse(format!("extent_size_hint={}: too large", visible(text))),
+            Err(why) => refuse(format!("extent_size_hint={}: {why}", visible(text))),
+        }
+    }
+
     /// What is prepared.
     ///
     /// Errors: a mode that this format has not.
@@ -178,6 +198,7 @@ impl NewImage {
             size,
             extended_l2: self.switch("extended_l2")?,
             data_file_raw: self.switch("data_file_raw")?,
+            keep_data_file: self.switch("keep_data_file")?,
             lazy_refcounts: self.switch("lazy_refcounts")?,
             preallocation: self.preallocation()?,
             ..CreateOptions::default()
@@ -244,6 +265,7 @@ impl NewImage {
             let shown = match (*name, self.get(name), self.format) {
                 ("size", ..) => Some(size.to_string()),
                 ("cluster_size", given, _) => Some(given.map_or(String::from("65536"), bytes)),
+                ("extent_size_hint", given, _) => given.map(bytes),
                 (_, Some(given), _) => Some(visible(given)),
                 ("extended_l2" | "lazy_refcounts", None, _) => Some(String::from("off")),
                 ("compression_type", None, _) => Some(String::from("zlib")),
@@ -290,13 +312,22 @@ impl NewImage {
         let size = ringdisk_qcow2::check_options(&file.to_string_lossy(), &options)?;
         let data_name = self.get("data_file").map(|name| data_path(file, name)).transpose()?;
         let storage = open_new(file, fresh)?;
-        let data = data_name.as_deref().map(|name| open_new(name, fresh)).transpose()?;
+        let is_kept = options.keep_data_file;
+        let data = data_name
+            .as_deref()
+            .map(|name| match is_kept {
+                true => Ok(Arc::new(Storage::open(name, &OpenOptions::default())?)),
+                false => open_new(name, fresh),
+            })
+            .transpose()?;
         if data.as_ref().is_some_and(|data| data.identity() == storage.identity()) {
             return refuse("the data file is the image itself");
         }
         let options = CreateOptions { size, ..options };
+        let hint = self.extent_size_hint()?;
         begin(fresh, file)?;
-        if let Some(name) = &data_name {
+        storage.hint_extent_size(hint);
+        if let Some(name) = data_name.as_ref().filter(|_| !is_kept) {
             begin(fresh, name)?;
         }
         ringdisk_qcow2::create(ring, &storage, data.as_ref(), &options).await?;
@@ -341,8 +372,10 @@ impl NewImage {
                 Ok(())
             };
         }
+        let hint = self.extent_size_hint()?;
         begin(fresh, file)?;
         storage.set_len(ring, 0).await.map_err(cannot)?;
+        storage.hint_extent_size(hint);
         if size > 0 {
             storage.preallocate(ring, 0, size, mode).await.map_err(cannot)?;
         }

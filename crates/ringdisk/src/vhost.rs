@@ -7,7 +7,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
-use ringdisk_daemon::control::disk::Serving;
+use ringdisk_daemon::control::disk::{Serving, SocketClient};
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::helper;
 use ringdisk_daemon::stats::Report;
@@ -23,7 +23,7 @@ use ringdisk_vhost::export::{
 use ringdisk_vhost::{Export, ExportOptions, Listen, StopHandle};
 use serde_json::Value;
 
-use crate::cli::{AccelWord, DeviceArgs, DiskArgs};
+use crate::cli::{AccelWord, DiskArgs};
 
 /// Virtqueues of a disk with these options.
 pub(crate) fn queues(args: &DiskArgs) -> u16 {
@@ -59,7 +59,7 @@ pub(crate) fn options(
         // Where each write is durable when it is answered there is no cache to speak of.
         write_cache: !args.source.cache_mode().sync(),
         packed: device.packed,
-        accel: accel(device),
+        accel: accel(args),
         pin_guest_memory: device.pin_guest_memory,
         on_error: device.on_error,
         connector: Connector::new(helper::connect),
@@ -67,10 +67,13 @@ pub(crate) fn options(
     }
 }
 
-/// What the host kernel is to do: nothing where the user insists on packed virtqueues.
-fn accel(device: &DeviceArgs) -> Option<AccelOptions> {
+/// What the host kernel is to do: nothing where the user insists on packed virtqueues, or wants
+/// limits.
+fn accel(args: &DiskArgs) -> Option<AccelOptions> {
+    let device = &args.device;
+    let has_limits = !args.source.limit.is_empty();
     if device.accel == AccelWord::Off
-        || device.accel == AccelWord::Auto && device.packed == Packed::On
+        || device.accel == AccelWord::Auto && (device.packed == Packed::On || has_limits)
     {
         return None;
     }
@@ -186,8 +189,27 @@ impl Serving for Handle {
         topology::machine_to_json(&Topology::read())
     }
 
+    fn clients(&self) -> Vec<SocketClient> {
+        let pid = (self.health)().front_end_pid;
+        pid.map(|pid| SocketClient { pid: Some(pid), ..SocketClient::default() })
+            .into_iter()
+            .collect()
+    }
+
     fn switch_accel(&self, on: bool) -> Result<bool, String> {
         self.switch.switch(on)
+    }
+
+    fn serve_here(&self) -> Result<(), String> {
+        let Some(accel) = &self.accel else { return Ok(()) };
+        if accel().required {
+            return Err(String::from(
+                "the disk is served with `--accel require`, and the host kernel knows no limits",
+            ));
+        }
+        self.switch.switch(false).map(|_| {
+            tracing::info!("{}: the queue threads serve the disk, since it has limits", self.name);
+        })
     }
 }
 

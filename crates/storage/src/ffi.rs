@@ -1,8 +1,10 @@
-//! The few system calls that rustix does not wrap: OFD byte locks and two ioctls of block devices.
+//! The few system calls that rustix does not wrap: OFD byte locks, two ioctls of block devices and
+//! two of files; and the local time of the C library.
 //!
-//! Promises: the only unsafe code of this crate; each function is one system call on a borrowed
-//! descriptor, with memory that lives on this stack. The lock calls never wait (`F_OFD_SETLK`, not
-//! `SETLKW`); [`discard`] can take long, so ring threads call it through `Ring::offload` only.
+//! Promises: the only unsafe code of this crate; each function is one call, of the system on a
+//! borrowed descriptor or of the C library, with memory that lives on this stack. The lock calls
+//! never wait (`F_OFD_SETLK`, not `SETLKW`); [`discard`] can take long, so ring threads call it
+//! through `Ring::offload` only.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
@@ -83,4 +85,59 @@ pub(crate) fn is_read_only_device(fd: BorrowedFd<'_>) -> Result<bool, Errno> {
     // SAFETY: BLKROGET writes one int, which lives across the call; the descriptor is borrowed.
     let result = unsafe { libc::ioctl(fd.as_raw_fd(), BLKROGET, &raw mut value) };
     if result == 0 { Ok(value != 0) } else { Err(last_error()) }
+}
+
+/// `struct fsxattr`, 28 bytes. Source: include/uapi/linux/fs.h.
+#[repr(C)]
+#[derive(Default)]
+struct Fsxattr {
+    flags: u32,
+    extent_size: u32,
+    extents: u32,
+    project: u32,
+    cow_extent_size: u32,
+    padding: [u8; 8],
+}
+
+/// `FS_IOC_FSGETXATTR`: `_IOR('X', 31, struct fsxattr)`.
+const FS_IOC_FSGETXATTR: libc::Ioctl = 0x801c_581f;
+/// `FS_IOC_FSSETXATTR`: `_IOW('X', 32, struct fsxattr)`.
+const FS_IOC_FSSETXATTR: libc::Ioctl = 0x401c_5820;
+/// `FS_XFLAG_EXTSIZE`: the extent size counts.
+const FS_XFLAG_EXTSIZE: u32 = 0x800;
+
+/// Asks the file system to make space for a file in extents of this size; a hint.
+///
+/// * `bytes`: a multiple of the block size of the file system.
+///
+/// Errors: `EOPNOTSUPP`, `ENOTTY` and `EINVAL` where the file system has no such hint, or not for
+/// this file.
+pub(crate) fn set_extent_size(fd: BorrowedFd<'_>, bytes: u32) -> Result<(), Errno> {
+    let mut attributes = Fsxattr::default();
+    // SAFETY: FS_IOC_FSGETXATTR writes one `fsxattr`, which lives across the call; the descriptor
+    // is borrowed.
+    let result = unsafe { libc::ioctl(fd.as_raw_fd(), FS_IOC_FSGETXATTR, &raw mut attributes) };
+    if result != 0 {
+        return Err(last_error());
+    }
+    attributes.flags |= FS_XFLAG_EXTSIZE;
+    attributes.extent_size = bytes;
+    // SAFETY: FS_IOC_FSSETXATTR reads one `fsxattr`, which lives across the call; the descriptor is
+    // borrowed.
+    let result = unsafe { libc::ioctl(fd.as_raw_fd(), FS_IOC_FSSETXATTR, &raw const attributes) };
+    if result == 0 { Ok(()) } else { Err(last_error()) }
+}
+
+/// How many seconds the local time (`TZ`, or `/etc/localtime`) was ahead of UTC.
+///
+/// * `at`: seconds since 1970.
+pub fn local_offset(at: i64) -> i64 {
+    let time: libc::time_t = at;
+    // SAFETY: `tm` is plain integers and a pointer that may be null, for which all zero bits is a
+    // value.
+    let mut local: libc::tm = unsafe { std::mem::zeroed() };
+    // SAFETY: localtime_r reads one `time_t` and writes one `tm`; both live across the call. It is
+    // safe beside other threads as long as none changes the environment, which none does.
+    let result = unsafe { libc::localtime_r(&raw const time, &raw mut local) };
+    if result.is_null() { 0 } else { local.tm_gmtoff }
 }

@@ -93,9 +93,13 @@ pub use custom::{CustomStorage, LocalFuture};
 pub use endpoint::NbdEndpoint;
 pub use error::{Error, ErrorKind};
 pub use failure::Failure;
+pub use ffi::local_offset;
 pub use kinds::{Allocation, Kind, Limits, Lock, Preallocation};
+pub use lock::{IN_USE_FOR_WRITING, NOT_FOR_OTHERS_TO_WRITE};
 pub use names::NameLost;
-pub use nbd::{BadAddress, NBD_PORT, NBD_RECONNECT_DEFAULT, NbdAddress, NbdOptions, NbdServer};
+pub use nbd::{
+    BadAddress, NBD_PORT, NBD_RECONNECT_DEFAULT, NbdAddress, NbdOptions, NbdServer, NbdTls,
+};
 pub use opener::Opener;
 pub use options::OpenOptions;
 pub use ringdisk_ring::Errno;

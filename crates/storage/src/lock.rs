@@ -126,13 +126,13 @@ fn acquire_beside(
         Ok(Some(conflict)) => {
             // Asked before our own bytes are given back, so that the answer is the one that
             // was refused.
-            let error = refusal(fd, name, read_only, conflict);
+            let error = refusal(fd, name, conflict);
             give_back_all_but(fd, wanted, old);
             Err(error)
         }
         Err(Errno::AGAIN | Errno::ACCESS) => {
             give_back_all_but(fd, wanted, old);
-            Err(refusal(fd, name, read_only, Conflict { byte: None, used_by_other: false }))
+            Err(refusal(fd, name, Conflict { byte: None, used_by_other: false }))
         }
         Err(errno) => {
             give_back_all_but(fd, wanted, old);
@@ -183,7 +183,7 @@ pub(crate) fn adopt(
         return Ok(Held::default());
     }
     match conflict(fd, used, unshared) {
-        Ok(Some(conflict)) => Err(refusal(fd, name, read_only, conflict)),
+        Ok(Some(conflict)) => Err(refusal(fd, name, conflict)),
         Ok(None) | Err(_) => Ok(Held { used, unshared }),
     }
 }
@@ -219,7 +219,6 @@ pub(crate) fn take_over(
 pub(crate) fn take_back(
     fd: BorrowedFd<'_>,
     name: &str,
-    read_only: bool,
     held: Held,
     from: (BorrowedFd<'_>, Held),
 ) -> Result<(), Error> {
@@ -229,7 +228,7 @@ pub(crate) fn take_back(
     }
     from_held.release(from_fd);
     match conflict(fd, held.used, held.unshared) {
-        Ok(Some(conflict)) => Err(refusal(fd, name, read_only, conflict)),
+        Ok(Some(conflict)) => Err(refusal(fd, name, conflict)),
         Ok(None) | Err(_) => Ok(()),
     }
 }
@@ -291,21 +290,20 @@ fn conflict(
     Ok(None)
 }
 
-fn refusal(fd: BorrowedFd<'_>, name: &str, read_only: bool, conflict: Conflict) -> Error {
+/// In the message of a conflict: another program writes, so reading shows bytes that change. A
+/// command that can do that all the same says with which of its options.
+pub const IN_USE_FOR_WRITING: &str = "is in use for writing by";
+/// In the message of a conflict: reading is possible, writing is not.
+pub const NOT_FOR_OTHERS_TO_WRITE: &str = "which does not let others write to it";
+
+fn refusal(fd: BorrowedFd<'_>, name: &str, conflict: Conflict) -> Error {
     let who = holders::describe(fd, conflict.byte);
     let context = if conflict.used_by_other {
-        let share = if read_only { "--force-share" } else { "--read-only --force-share" };
-        format!(
-            "'{name}' is in use for writing by {who}. Stop that first. To read it nevertheless \
-             (its content may change meanwhile): {share}"
-        )
+        format!("'{name}' {IN_USE_FOR_WRITING} {who}. Stop that first")
     } else if conflict.byte == Some(ConsistentRead.unshared_byte()) || conflict.byte.is_none() {
         format!("'{name}' is in use by {who}, which shares it with nobody. Stop that first")
     } else {
-        format!(
-            "'{name}' is in use by {who}, which does not let others write to it. Stop that first, \
-             or use --read-only"
-        )
+        format!("'{name}' is in use by {who}, {NOT_FOR_OTHERS_TO_WRITE}. Stop that first")
     };
     Error::new(ErrorKind::Locked, context)
 }

@@ -60,7 +60,7 @@ pub(crate) fn reopen(old: &File, options: &OpenOptions) -> Result<File, Error> {
 pub(crate) fn reclaim(file: &File, from: &File) -> Result<(), Error> {
     from.unlock_twin();
     let from = (from.borrow(), from.held());
-    let result = lock::take_back(file.borrow(), &file.name, file.read_only, file.held(), from);
+    let result = lock::take_back(file.borrow(), &file.name, file.held(), from);
     file.lock_twin();
     result
 }

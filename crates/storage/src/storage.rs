@@ -246,6 +246,20 @@ impl Storage {
         }
     }
 
+    /// Asks the file system to make space for the file in extents of this size. Only a hint: where
+    /// the file system has none, nothing happens.
+    ///
+    /// * `bytes`: a multiple of the block size of the file system; 0: no hint.
+    pub fn hint_extent_size(&self, bytes: u32) {
+        if let Inner::File(file) = &self.0
+            && file.kind == Kind::Regular
+            && bytes > 0
+            && let Err(errno) = crate::ffi::set_extent_size(file.borrow(), bytes)
+        {
+            tracing::debug!("'{}' gets no hint about the size of extents: {errno}", self.name());
+        }
+    }
+
     /// Device and inode number of a file, (device number, 0) of a block device, a number made of
     /// the address of an NBD export: equal for two storages on the same bytes. `None`: another
     /// kind.

@@ -7,6 +7,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod certificates;
 pub mod connection;
 pub mod cpuset;
 pub mod fio;

@@ -1,10 +1,10 @@
 //! What all threads of one device share.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use ringdisk_disk::ClientErrors;
+use ringdisk_disk::{ClientErrors, Events};
 use ringdisk_ring::Errno;
 
 use crate::blk::SERIAL_BYTES;
@@ -37,8 +37,12 @@ pub(crate) struct Device {
     reason: Mutex<Option<String>>,
     gives_up: AtomicBool,
     counts: Counts,
+    /// Process of the front end that is connected; 0: none is, or it is not known.
+    front_end_pid: AtomicU32,
     /// Writes errors of the image down.
     errors: ClientErrors,
+    /// Of the disk.
+    events: Arc<Events>,
     signals: Arc<Signals>,
 }
 
@@ -92,7 +96,7 @@ fn told(counter: &AtomicU64) -> Option<u64> {
 impl Device {
     /// * `serial`: cut to what a guest can read.
     pub(crate) fn new(
-        name: &str,
+        (name, events): (&str, Arc<Events>),
         serial: &str,
         logical_block: u32,
         read_only: bool,
@@ -115,7 +119,9 @@ impl Device {
             reason: Mutex::new(None),
             gives_up: AtomicBool::new(false),
             counts: Counts::default(),
-            errors: ClientErrors::start(name),
+            front_end_pid: AtomicU32::new(0),
+            errors: ClientErrors::start(name, Arc::clone(&events)),
+            events,
             signals,
         }
     }
@@ -151,6 +157,7 @@ impl Device {
             if let Some(count) = told(&self.counts.breaks) {
                 let name = &self.name;
                 tracing::error!("{name}: the device needs a reset (time {count}): {reason}");
+                self.events.tell("needs-reset", reason.as_str());
             }
             *kept = Some(reason);
         }
@@ -233,6 +240,22 @@ impl Device {
         self.counts.io_errors.fetch_add(1, Ordering::Relaxed);
     }
 
+    /// A front end has connected, or has gone.
+    ///
+    /// * `pid`: its process; 0: it has gone, or its process is not known.
+    pub(crate) fn set_front_end(&self, pid: u32) {
+        let before = self.front_end_pid.swap(pid, Ordering::Relaxed);
+        match (before, pid) {
+            (0, 0) => {}
+            (_, 0) => self
+                .events
+                .tell("client-gone", format!("the front end (process {before}) has gone")),
+            _ => self
+                .events
+                .tell("client-came", format!("a front end (process {pid}) has connected")),
+        }
+    }
+
     /// How it is, for people.
     pub(crate) fn health(&self) -> Health {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -242,6 +265,7 @@ impl Device {
             refused: get(&self.counts.refused),
             breaks: get(&self.counts.breaks),
             broken_reason: self.broken_reason(),
+            front_end_pid: Some(self.front_end_pid.load(Ordering::Relaxed)).filter(|pid| *pid != 0),
         }
     }
 }
@@ -261,6 +285,9 @@ pub struct Health {
     pub breaks: u64,
     /// Why it needs one now; `None` when it does not.
     pub broken_reason: Option<String>,
+    /// Process of the front end that is connected, as seen from the serving process. `None`: none
+    /// is connected, or its process is not known.
+    pub front_end_pid: Option<u32>,
 }
 
 #[cfg(test)]

@@ -23,6 +23,7 @@ targets! {
     fuse_frames
     nbd_messages
     nbd_server
+    nbd_replies
     vhost_messages
     split_ring
     packed_ring

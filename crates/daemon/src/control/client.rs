@@ -13,7 +13,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use ringdisk_disk::Progress;
 use ringdisk_fuse::mount::table::MountEntry;
@@ -32,6 +32,8 @@ use crate::control::registry::{
 };
 use crate::failure::{Exit, Failure};
 use crate::helper::approval::{self, Allows};
+use crate::terminal::shell_word;
+use crate::when::utc_time;
 
 /// How often a signal is looked for while the server says nothing.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
@@ -119,8 +121,13 @@ impl Client {
                 }
             },
         };
+        let is_dead = || mount.is_some() && mountpoint.as_deref().is_ok_and(mountpoint::is_dead);
         let stream = open(&name, owner, deadline).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused if is_dead() => {
+                dead(path, started(&name, owner))
+            }
             io::ErrorKind::WouldBlock => late(&shown.to_string(), limit, None),
+            io::ErrorKind::NotFound if !is_mount && is_left(path) => stale(path),
             io::ErrorKind::NotFound => Failure::new(
                 Exit::Mountpoint,
                 format!(
@@ -128,9 +135,7 @@ impl Client {
                 ),
             )
             .hint("it may have been started with another XDG_RUNTIME_DIR, or by an older version"),
-            io::ErrorKind::ConnectionRefused if !is_mount => {
-                Failure::new(Exit::Mountpoint, format!("the server of '{shown}' is gone"))
-            }
+            io::ErrorKind::ConnectionRefused if !is_mount => stale(path),
             _ => Failure::system(
                 format!("cannot reach the server of '{shown}'"),
                 &error,
@@ -227,7 +232,7 @@ impl Client {
                     return Err(failure.with_code(self.code_of(exit)));
                 }
                 // The end of the connection follows.
-                Some(Reply::Greeting { .. } | Reply::Ended { .. }) => {}
+                Some(Reply::Greeting { .. } | Reply::Ended { .. } | Reply::Event(_)) => {}
                 None => return Err(rubbish()),
             }
             if progress.is_cancelled() {
@@ -235,6 +240,39 @@ impl Client {
             }
             if is_late() {
                 return Err(self.late(limit));
+            }
+        }
+    }
+
+    /// Follows the events of the disk until the server ends, or `progress` is cancelled.
+    ///
+    /// * `tell`: gets each; `false`: it wants no more.
+    ///
+    /// Errors: the server refuses; it is gone without a word.
+    pub fn follow(
+        &mut self,
+        progress: &Progress,
+        mut tell: impl FnMut(&Value) -> bool,
+    ) -> Result<(), Failure> {
+        let line = format!("{}\n", Command::Events.line());
+        self.send(&line, None).map_err(|error| gone(&error))?;
+        loop {
+            let line = match self.line(|| progress.is_cancelled()) {
+                Err(_) if progress.is_cancelled() => return Ok(()),
+                line => line?,
+            };
+            match Reply::read(&line) {
+                Some(Reply::Event(event)) if !tell(&event) => return Ok(()),
+                Some(Reply::Refused { text, .. }) => {
+                    let failure = Failure::new(Exit::General, text);
+                    return Err(failure.hint("the server may be of an older version"));
+                }
+                Some(Reply::Ended { .. }) => return Ok(()),
+                Some(_) => {}
+                None => return Err(rubbish()),
+            }
+            if progress.is_cancelled() {
+                return Ok(());
             }
         }
     }
@@ -371,6 +409,40 @@ impl Client {
             }
         }
     }
+}
+
+/// When a server made its control socket, if that is still there.
+fn started(name: &str, owner: u32) -> Option<SystemTime> {
+    let modified = |path: PathBuf| fs::symlink_metadata(path).and_then(|meta| meta.modified()).ok();
+    places(name, owner).into_iter().find_map(modified)
+}
+
+/// The server of a mount that is there still was killed.
+///
+/// * `since`: when it was started.
+fn dead(path: &Path, since: Option<SystemTime>) -> Failure {
+    let shown = path.display().to_string();
+    let since = since.map(|since| format!(" (started {})", utc_time(since)));
+    let text = format!(
+        "the server of '{shown}' is dead{}: it was killed, or crashed, and its mount is left",
+        since.unwrap_or_default()
+    );
+    Failure::new(Exit::Mountpoint, text)
+        .hint(format!("`ringdisk umount {}` clears it away", shell_word(&shown)))
+}
+
+/// Whether a socket is there that nobody listens to.
+fn is_left(path: &Path) -> bool {
+    connect_now(path).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
+}
+
+/// The server that made a socket is gone.
+fn stale(path: &Path) -> Failure {
+    let shown = path.display().to_string();
+    Failure::new(Exit::Mountpoint, format!("the server of '{shown}' is gone")).hint(format!(
+        "the next `ringdisk serve` with this socket replaces it; `rm {}` removes it",
+        shell_word(&shown)
+    ))
 }
 
 /// A server that does not answer in time.

@@ -4,32 +4,40 @@
 //! of the disk go on meanwhile, except where the disk itself has to stop them. A stop
 //! cancels what is under way.
 
+mod describe;
+
 use std::fmt;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use ringdisk_disk::{
-    Backing, CommitOptions, Disk, Format, Layer, NewSize as WantedSize, OverlayOptions, Progress,
-    ResizeOptions, SnapshotChange,
+    Backing, CommitOptions, Disk, Error, ErrorKind, Format, Layer, NewSize as WantedSize,
+    OverlayOptions, Progress, ResizeOptions, SnapshotChange,
 };
 use ringdisk_qcow2::Preallocation;
 use ringdisk_ring::Ring;
 use ringdisk_storage::Storage;
+use ringdisk_throttle::Limits;
 use serde_json::{Value, json};
 
 use crate::confine::{self, HeldForDisk};
+use crate::control::follow::Follower;
 use crate::control::protocol::{
-    self, Command, Commit, NewBacking, NewSize, Refusal, Request, Resize, Snapshot,
+    self, Command, Commit, Limit, NewBacking, NewSize, Refusal, Request, Resize, Snapshot,
 };
 use crate::control::server::Commands;
 use crate::failure::{Exit, Failure};
 use crate::helper::Named;
+use crate::metrics;
 use crate::new_file::check_new_name;
+use crate::size::human_time;
 use crate::stats::{Report, layer_json};
 use crate::stopping::{Stage, Stopping};
-use crate::terminal::visible;
+use crate::terminal::{shell_word, visible};
+
+pub use describe::{ServedAs, SocketClient};
 
 /// The side that serves the disk.
 pub trait Serving: Send + Sync {
@@ -39,12 +47,25 @@ pub trait Serving: Send + Sync {
     /// The machine, and where the disk is served on it; with the text for people under `text`.
     fn topology(&self) -> Value;
 
+    /// Programs that use the disk over a socket, where it is served over one.
+    fn clients(&self) -> Vec<SocketClient> {
+        Vec::new()
+    }
+
     /// Lets the host kernel move the data, or not. Waits until that is so. Gives whether the kernel
     /// serves now; without a guest it may later.
     ///
     /// Errors: why it stays as it is.
     fn switch_accel(&self, _on: bool) -> Result<bool, String> {
         Err(String::from("only disks of virtual machines can be accelerated (`ringdisk serve`)"))
+    }
+
+    /// Has the queue threads serve the disk, where the host kernel might, so that limits hold.
+    /// Waits until that is so.
+    ///
+    /// Errors: why the kernel goes on.
+    fn serve_here(&self) -> Result<(), String> {
+        Ok(())
     }
 }
 
@@ -69,6 +90,10 @@ pub struct DiskControl {
     stopping: Option<Arc<Stopping>>,
     /// How it has ended: exit code and text.
     ended: OnceLock<(u8, String)>,
+    /// Where clients find it.
+    served_as: ServedAs,
+    /// Since when this process serves it.
+    since: SystemTime,
 }
 
 /// How long the answer to a stop waits until it is known whether the mount is in use, and by whom:
@@ -102,6 +127,8 @@ impl DiskControl {
             stop: Box::new(stop),
             stopping: None,
             ended: OnceLock::new(),
+            served_as: ServedAs::default(),
+            since: describe::now(),
         }
     }
 
@@ -195,7 +222,9 @@ impl DiskControl {
 
     /// What helps when the user or the sandbox of the process is in the way: the kernel says the
     /// same of both.
-    fn explain(&self, failure: Failure) -> Failure {
+    ///
+    /// * `file`: what the command names, if it names a file.
+    fn explain(&self, failure: Failure, file: Option<&str>) -> Failure {
         let is_ours =
             failure.exit == Exit::Permission && !failure.message().contains("--allow-path");
         if let Some(user) = self.user.get().filter(|_| failure.exit == Exit::Permission) {
@@ -209,11 +238,11 @@ impl DiskControl {
         if !is_ours || self.sandbox.get().is_none() {
             return failure;
         }
-        failure.hint(
-            "the process is in a sandbox: it opens the images of its chain and what --allow-path \
-             names, and makes overlays in the directory of \
-             the image: serve the image with another --allow-path, or with --sandbox off",
-        )
+        let file = file.map_or_else(|| String::from("FILE"), shell_word);
+        failure.hint(format!(
+            "the server is in a sandbox, and may not open this file since no image of the disk \
+             named it at the start: serve the disk with --allow-path {file}, or with --sandbox off"
+        ))
     }
 
     /// What changes the disk; a panic elsewhere leaves it valid, so poison is ignored.
@@ -254,12 +283,26 @@ impl DiskControl {
             object.insert(String::from("window"), json!(window));
             object.insert(String::from("read-only"), json!(disk.is_read_only()));
             object.insert(String::from("fault"), json!(disk.fault()));
+            let (limits, waits) = (disk.limits(), disk.limit_waits());
+            object.insert(String::from("limits"), json!(limits.to_string()));
+            let waited = json!({
+                "requests": waits.requests, "seconds": waits.time.as_secs_f64(), "now": waits.now
+            });
+            object.insert(String::from("waited-for-limits"), waited);
             object.insert(String::from("sandbox"), json!(self.sandbox.get()));
+            object.insert(String::from("serving"), self.describe()?);
             object.insert(
                 String::from("layers"),
                 layers.iter().map(|layer| layer_json(layer, report.reads_and_writes())).collect(),
             );
             let mut text = report.with_layers(&layers, disk.fault().as_deref());
+            if !limits.are_none() || waits.requests > 0 {
+                text.push_str(&format!(
+                    "\n  limits: {limits}; {} requests waited for them, {} in all",
+                    waits.requests,
+                    human_time(waits.time)
+                ));
+            }
             if let Some(sandbox) = self.sandbox.get() {
                 text.push_str(&format!("\n  sandbox: {sandbox}"));
             }
@@ -273,6 +316,13 @@ impl DiskControl {
     }
 
     async fn accel(&self, ring: &Ring, on: bool) -> Result<Value, Failure> {
+        if on && !self.disk()?.limits().are_none() {
+            return Err(Failure::new(
+                Exit::Unsupported,
+                "the disk has limits, which the host kernel does not know",
+            )
+            .hint("`ringdisk ctl TARGET limit none` removes them"));
+        }
         let serving = Arc::clone(&self.serving);
         // Requests that the kernel has are waited for.
         let switched = ring.offload(move || serving.switch_accel(on)).await;
@@ -280,6 +330,37 @@ impl DiskControl {
             Ok(serves) => Ok(json!({ "on": on, "kernel-serves": serves })),
             Err(why) => Err(Failure::new(Exit::Usage, why)),
         }
+    }
+
+    /// Shows the limits of the disk, or changes them.
+    async fn limit(&self, ring: &Ring, wanted: &Limit) -> Result<Value, Failure> {
+        let disk = self.disk()?;
+        let usage = |text: String| Failure::new(Exit::Usage, text);
+        let limits = match &wanted.change {
+            None => disk.limits(),
+            Some(text) => {
+                let wanted = disk.limits().changed(text).map_err(|why| usage(why.to_string()))?;
+                if !wanted.are_none() {
+                    let serving = Arc::clone(&self.serving);
+                    // Requests that the kernel has are waited for.
+                    let is_ours = ring.offload(move || serving.serve_here()).await;
+                    is_ours.map_err(usage)?;
+                }
+                // Again: another command may have changed others meanwhile.
+                let change = |current: &Limits| {
+                    let changed = current.changed(text);
+                    changed.map_err(|why| Error::new(ErrorKind::Invalid, why.to_string()))
+                };
+                disk.change_limits(change)?
+            }
+        };
+        let waits = disk.limit_waits();
+        Ok(json!({
+            "limits": limits.to_string(),
+            "waiting": waits.now,
+            "waited": waits.requests,
+            "waited-seconds": waits.time.as_secs_f64(),
+        }))
     }
 
     async fn resize(
@@ -385,7 +466,9 @@ impl DiskControl {
             return Err(Failure::new(Exit::Usage, "the base must be below the top"));
         }
         disk.commit(ring, CommitOptions { top, base, keep_top: false }, progress).await?;
-        Ok(chain(&disk))
+        let mut value = chain(&disk);
+        value["text"] = json!(committed(&layers[top..base], &layers[base]));
+        Ok(value)
     }
 }
 
@@ -394,6 +477,21 @@ fn chain(disk: &Disk) -> Value {
     let names: Vec<String> =
         disk.layers().iter().map(|layer| layer.name().display().to_string()).collect();
     json!({ "chain": names })
+}
+
+/// What a commit has done, for people.
+///
+/// * `emptied`: the images that were written down.
+/// * `base`: the image that has their data.
+fn committed(emptied: &[Arc<Layer>], base: &Layer) -> String {
+    let shown = |layer: &Layer| shell_word(&layer.name().display().to_string());
+    let names: Vec<String> = emptied.iter().map(|layer| shown(layer)).collect();
+    format!(
+        "What was written is in {} now. Left behind, empty, and used no longer: {}; it may be \
+         removed if no other image has it as its backing file.",
+        shown(base),
+        names.join(" ")
+    )
 }
 
 /// The place of an image in the chain.
@@ -427,6 +525,14 @@ impl Drop for Changing<'_> {
 }
 
 impl Commands for DiskControl {
+    fn follow(&self, request: &Request) -> Option<Result<Follower, Refusal>> {
+        if request.execute != "events" {
+            return None;
+        }
+        let checked = Command::read(request);
+        Some(checked.and_then(|_| Ok(Follower::new(Arc::clone(self.disk()?.events())))))
+    }
+
     fn hear(&self, word: OwnedFd) {
         confine::pass_on(&word);
     }
@@ -450,7 +556,11 @@ impl Commands for DiskControl {
                 Ok(self.stats()?)
             }
             Command::Topology => Ok(self.serving.topology()),
+            Command::Describe => Ok(self.describe()?),
+            Command::Metrics => Ok(metrics::to_json(&self.samples())),
+            Command::Events => Ok(json!({})),
             Command::Accel(wanted) => Ok(self.accel(ring, wanted.on).await?),
+            Command::Limit(wanted) => Ok(self.limit(ring, &wanted).await?),
             Command::Stop(wanted) => {
                 self.cancel();
                 (self.stop)(wanted.force);
@@ -461,25 +571,26 @@ impl Commands for DiskControl {
                 Ok(self
                     .resize(ring, &wanted, progress)
                     .await
-                    .map_err(|failure| self.explain(failure))?)
+                    .map_err(|failure| self.explain(failure, None))?)
             }
             Command::Snapshot(wanted) => {
                 let _changing = self.change(ring, progress).await?;
-                Ok(self.snapshot(ring, &wanted).await.map_err(|failure| self.explain(failure))?)
+                let explain = |failure| self.explain(failure, wanted.file.as_deref());
+                Ok(self.snapshot(ring, &wanted).await.map_err(explain)?)
             }
             Command::Backing(wanted) => {
                 let _changing = self.change(ring, progress).await?;
                 Ok(self
                     .backing(ring, &wanted, progress)
                     .await
-                    .map_err(|failure| self.explain(failure))?)
+                    .map_err(|failure| self.explain(failure, wanted.file.as_deref()))?)
             }
             Command::Commit(wanted) => {
                 let _changing = self.change(ring, progress).await?;
                 Ok(self
                     .commit(ring, &wanted, progress)
                     .await
-                    .map_err(|failure| self.explain(failure))?)
+                    .map_err(|failure| self.explain(failure, None))?)
             }
         }
     }

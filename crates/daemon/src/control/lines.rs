@@ -126,13 +126,14 @@ impl Lines {
         Ok(())
     }
 
+    /// Whether the peer has read most of what was sent.
+    pub(super) async fn has_room(&self, ring: &Ring) -> bool {
+        ring.within(Duration::ZERO, ring.poll(self.fd(), POLL_OUT)).await.is_ok()
+    }
+
     /// Sends a line if there is room for all of it now; else it is left out.
     pub(super) async fn send_if_room(&self, ring: &Ring, text: &str) -> Result<(), Errno> {
-        let poll = ring.poll(self.fd(), POLL_OUT);
-        match ring.within(Duration::ZERO, poll).await {
-            Ok(_) => self.send(ring, text).await,
-            Err(_) => Ok(()),
-        }
+        if self.has_room(ring).await { self.send(ring, text).await } else { Ok(()) }
     }
 
     /// Waits until the peer has closed its end altogether.

@@ -5,11 +5,14 @@
 //! that a client sends ends the server; only the owner of the server and root are answered.
 //!
 //! [`protocol`] is what both sides say, [`registry`] where they meet, [`server`] runs any set of
-//! [`server::Commands`] (those of a disk are in [`disk`]), [`client`] is the other end.
+//! [`server::Commands`] (those of a disk are in [`disk`]), [`client`] is the other end, [`many`]
+//! one that asks all servers of the machine.
 
 pub mod client;
 pub mod disk;
+pub mod follow;
 mod lines;
+pub mod many;
 pub mod protocol;
 pub mod registry;
 pub mod server;

@@ -3,6 +3,8 @@
 //! ```text
 //! server: {"ringdisk": {"version": "0.1.0", "protocol": 1}}
 //! client: {"execute": "resize", "arguments": {"size": 1073741824}, "id": 1}
+//! any number, after `events`, until the client leaves:
+//! server: {"event": "io-error", "number": 7, "time": {…}, "text": "…"}
 //! any number, of commands that take long:
 //! server: {"id": 1, "progress": {"done": 0, "total": 100}}
 //! then one of these two:
@@ -115,6 +117,15 @@ pub struct Stop {
     pub force: bool,
 }
 
+/// Arguments of `limit`.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Limit {
+    /// What changes, as `NAME=VALUE,…`, or `none`; left out: nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub change: Option<String>,
+}
+
 /// What a client asks of a mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Command {
@@ -122,6 +133,12 @@ pub enum Command {
     Stats,
     /// The machine, and where the disk is served on it.
     Topology,
+    /// What the disk is, where it is, who uses it.
+    Describe,
+    /// Samples for Prometheus.
+    Metrics,
+    /// What happens from now on, one line for each event, until the client leaves.
+    Events,
     /// Another size.
     Resize(Resize),
     /// A new overlay on top.
@@ -132,6 +149,8 @@ pub enum Command {
     Backing(NewBacking),
     /// The host kernel serves, or does not.
     Accel(Accel),
+    /// Limits of its clients.
+    Limit(Limit),
     /// The end.
     Stop(Stop),
 }
@@ -142,11 +161,15 @@ impl Command {
         match self {
             Command::Stats => ("stats", json!({})),
             Command::Topology => ("topology", json!({})),
+            Command::Describe => ("describe", json!({})),
+            Command::Metrics => ("metrics", json!({})),
+            Command::Events => ("events", json!({})),
             Command::Resize(arguments) => ("resize", json!(arguments)),
             Command::Snapshot(arguments) => ("snapshot", json!(arguments)),
             Command::Commit(arguments) => ("commit", json!(arguments)),
             Command::Backing(arguments) => ("backing", json!(arguments)),
             Command::Accel(arguments) => ("accel", json!(arguments)),
+            Command::Limit(arguments) => ("limit", json!(arguments)),
             Command::Stop(arguments) => ("stop", json!(arguments)),
         }
     }
@@ -186,17 +209,21 @@ impl Command {
         match request.execute.as_str() {
             "stats" => of::<Nothing>(request).map(|_| Command::Stats),
             "topology" => of::<Nothing>(request).map(|_| Command::Topology),
+            "describe" => of::<Nothing>(request).map(|_| Command::Describe),
+            "metrics" => of::<Nothing>(request).map(|_| Command::Metrics),
+            "events" => of::<Nothing>(request).map(|_| Command::Events),
             "resize" => of(request).map(Command::Resize),
             "snapshot" => of(request).map(Command::Snapshot),
             "commit" => of(request).map(Command::Commit),
             "backing" => of(request).map(Command::Backing),
             "accel" => of(request).map(Command::Accel),
+            "limit" => of(request).map(Command::Limit),
             "stop" => of(request).map(Command::Stop),
             other => Err(Refusal {
                 class: "CommandNotFound",
                 ..Refusal::usage(format!(
-                    "no such command: '{}'; known: stats, topology, resize, snapshot, commit, \
-                     backing, accel, stop",
+                    "no such command: '{}'; known: stats, topology, describe, metrics, events, \
+                     resize, snapshot, commit, backing, accel, limit, stop",
                     other.escape_debug()
                 ))
             }),
@@ -340,6 +367,8 @@ pub enum Reply {
         /// Steps in all; 0: not known yet.
         total: u64,
     },
+    /// Something has happened.
+    Event(Value),
     /// How the server ended; its last line.
     Ended {
         /// The exit code of the server.
@@ -362,6 +391,9 @@ impl Reply {
             let exit = ended.get("exit")?.as_u64()?.try_into().ok()?;
             let text = visible(ended.get("desc").and_then(Value::as_str).unwrap_or_default());
             return Some(Reply::Ended { exit, text });
+        }
+        if value.get("event").is_some_and(Value::is_string) {
+            return Some(Reply::Event(value));
         }
         if let Some(value) = value.get("return") {
             return Some(Reply::Done(value.clone()));

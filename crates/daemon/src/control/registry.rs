@@ -290,6 +290,66 @@ fn is_ours(directory: &Path) -> bool {
     fs::metadata(directory).is_ok_and(|meta| meta.uid() == user())
 }
 
+/// A control socket of a disk, in use or left.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// Its first name.
+    pub path: PathBuf,
+    /// The user whose directory it is in.
+    pub owner: u32,
+    /// Number of the FUSE connection, of a mount.
+    pub connection: Option<u32>,
+    /// When it was made.
+    pub made: Option<SystemTime>,
+}
+
+/// The control sockets of this user's disks.
+///
+/// * `everyone`: those of all users, as root finds them.
+pub fn all(everyone: bool) -> Vec<Found> {
+    let runtime = runtime_directory();
+    let mut all = directories(user(), runtime.as_deref());
+    all.extend(further(Path::new(TEMPORARY), user()));
+    if everyone {
+        let below = |root: &str| -> Vec<PathBuf> {
+            let entries = fs::read_dir(root).into_iter().flatten().flatten();
+            entries.map(|entry| entry.path()).collect()
+        };
+        all.extend(below("/run/user").into_iter().map(|path| path.join(DIRECTORY)));
+        let begins = |path: &PathBuf| {
+            let name = path.file_name().and_then(|name| name.to_str());
+            name.is_some_and(|name| name.starts_with("ringdisk-"))
+        };
+        all.extend(below(TEMPORARY).into_iter().filter(begins));
+    }
+    all.sort();
+    all.dedup();
+    all.iter().flat_map(|directory| found_in(directory, everyone)).collect()
+}
+
+/// The control sockets in one directory, which belongs to its users alone.
+fn found_in(directory: &Path, everyone: bool) -> Vec<Found> {
+    let Ok(meta) = fs::symlink_metadata(directory) else { return Vec::new() };
+    let is_private = meta.is_dir() && meta.mode() & 0o077 == 0;
+    if !is_private || !(everyone || meta.uid() == user()) {
+        return Vec::new();
+    }
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    let mut found: Vec<Found> = entries
+        .filter_map(|entry| {
+            let name = entry.file_name().into_string().ok()?;
+            let connection =
+                name.strip_prefix("mount-0-").and_then(|name| name.strip_suffix(".sock"));
+            let is_first = connection.is_some() || name.starts_with(DISK);
+            let made = entry.metadata().and_then(|meta| meta.modified()).ok();
+            let connection = connection.and_then(|number| number.parse().ok());
+            is_first.then(|| Found { path: entry.path(), owner: meta.uid(), connection, made })
+        })
+        .collect();
+    found.sort_by(|a, b| a.path.cmp(&b.path));
+    found
+}
+
 /// Where a socket of `owner` may be, for a client.
 pub fn candidates(name: &str, owner: u32) -> Vec<PathBuf> {
     let runtime = runtime_directory();

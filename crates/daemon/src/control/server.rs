@@ -23,6 +23,7 @@ use ringdisk_ring::{Config, Fd, Ring, Runtime};
 use rustix::net::sockopt::socket_peercred;
 use serde_json::Value;
 
+use crate::control::follow::Follower;
 use crate::control::lines::{Line, Lines, POLL_IN};
 use crate::control::protocol::{self, Refusal, Request};
 use crate::control::registry::{Listening, user};
@@ -58,6 +59,11 @@ pub trait Commands: Send + Sync + 'static {
         request: &Request,
         progress: &Arc<Progress>,
     ) -> impl Future<Output = Result<Value, Refusal>>;
+
+    /// What a client is to follow from now on, where the request asks for that.
+    fn follow(&self, _request: &Request) -> Option<Result<Follower, Refusal>> {
+        None
+    }
 
     /// A user's word came with a request.
     fn hear(&self, _word: OwnedFd) {}
@@ -269,7 +275,21 @@ async fn attend<C: Commands>(ring: &Ring, mut lines: Lines, hub: &Hub<C>) {
                     if let Some(word) = lines.word() {
                         hub.commands.hear(word);
                     }
-                    answer(ring, &lines, &request, hub).await
+                    match hub.commands.follow(&request) {
+                        Some(Ok(follower)) => {
+                            let done = protocol::done(request.id.as_ref(), Value::Null);
+                            if lines.send(ring, &done.to_string()).await.is_err()
+                                || !follow(ring, &lines, follower, hub).await
+                            {
+                                return;
+                            }
+                            break;
+                        }
+                        Some(Err(refusal)) => {
+                            Some(protocol::refused(request.id.as_ref(), &refusal))
+                        }
+                        None => answer(ring, &lines, &request, hub).await,
+                    }
                 }
                 Err(refusal) => Some(protocol::refused(None, &refusal)),
             },
@@ -287,6 +307,28 @@ async fn attend<C: Commands>(ring: &Ring, mut lines: Lines, hub: &Hub<C>) {
     }
     if let Some(ended) = hub.commands.ended() {
         let _ = lines.send_if_room(ring, &ended.to_string()).await;
+    }
+}
+
+/// Sends what happens until the client has gone or the end has come; gives whether it is the
+/// latter. A client that does not read costs nothing: events are dropped, and it is told how many.
+async fn follow<C>(ring: &Ring, lines: &Lines, mut follower: Follower, hub: &Hub<C>) -> bool {
+    let mut gone = pin!(lines.gone(ring));
+    loop {
+        if lines.has_room(ring).await {
+            for line in follower.take() {
+                if lines.send(ring, &line.to_string()).await.is_err() {
+                    return false;
+                }
+            }
+        }
+        let pause = pin!(ring.sleep(REPORT));
+        let ending = pin!(hub.ending.wait());
+        match first(gone.as_mut(), pin!(first(pause, ending))).await {
+            First::Left(()) => return false,
+            First::Right(First::Left(())) => {}
+            First::Right(First::Right(())) => return true,
+        }
     }
 }
 

@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ringdisk_fuse::mount::{Remover, Unmount};
 use ringdisk_fuse::{Error, ErrorKind};
 use ringdisk_messages::Wait;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{Shutdown, shutdown};
 
 use super::tasks::{
@@ -158,6 +159,13 @@ impl Helper {
         if let Err(errno) = sent {
             tracing::debug!("the helper does not speak to the service manager: {errno}");
         }
+    }
+
+    /// Whether its end of the socket is closed.
+    pub(crate) fn is_gone(&self) -> bool {
+        let mut socket = [PollFd::new(&self.line.socket, PollFlags::empty())];
+        let now = Timespec::default();
+        poll(&mut socket, Some(&now)).is_ok() && socket[0].revents().contains(PollFlags::HUP)
     }
 
     /// Waits until it has ended. What it was told before it does first.

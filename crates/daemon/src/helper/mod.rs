@@ -31,6 +31,6 @@ pub mod tasks;
 mod wire;
 
 pub use client::Helper;
-pub use ours::{connect, is_for_helper, leave, may_be, remove_file, say, users};
+pub use ours::{connect, is_for_helper, is_gone, leave, may_be, remove_file, say, users};
 pub use process::run;
 pub use tasks::{Named, Tasks, named, pin};

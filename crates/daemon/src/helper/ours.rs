@@ -88,6 +88,11 @@ pub fn say(word: Word, text: &str) {
     }
 }
 
+/// Whether this process has had a helper that is gone. Never waits.
+pub fn is_gone() -> bool {
+    HELPER.get().is_some_and(Helper::is_gone)
+}
+
 /// The process ends: the helper process does, too.
 pub fn leave() {
     if let Some(helper) = HELPER.get() {

@@ -235,7 +235,7 @@ impl KeptDisks {
 }
 
 fn cannot(error: &io::Error) -> Failure {
-    Failure::system("the disk cannot be kept", error, Exit::General).hint("leave --keep away")
+    Failure::system("the disk cannot be kept", error, Exit::General).hint("leave --keep out")
 }
 
 /// Sorts parked descriptors out; `None`: there are none.

@@ -240,7 +240,7 @@ impl Kept {
     ) -> Result<(), Failure> {
         let cannot = |error| {
             Failure::system("nobody keeps the descriptors of the mount", &error, Exit::General)
-                .hint("leave --keep-mount away")
+                .hint("leave --keep-mount out")
         };
         let origin = state.seal().map_err(cannot)?;
         self.state.write(state)?;

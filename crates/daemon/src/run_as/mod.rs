@@ -13,6 +13,7 @@ mod names;
 mod requested;
 
 use names::Identity;
+pub use names::{members_of, number_of, user_name};
 pub use requested::RequestedUser;
 use ringdisk_disk::Disk;
 use ringdisk_sandbox::{Plan, User, become_user};

@@ -59,6 +59,11 @@ fn passwd() -> String {
     fs::read_to_string("/etc/passwd").unwrap_or_default()
 }
 
+/// The name of a user, for people. `None`: `/etc/passwd` has none.
+pub fn user_name(uid: u32) -> Option<String> {
+    entries(&passwd()).find(|entry| entry.uid == uid).map(|entry| visible(&entry.name))
+}
+
 /// The user of a command line; `None`: it is root by another name.
 ///
 /// Errors: nobody is called so; a number without a group, which is known by name only.
@@ -98,6 +103,39 @@ fn find_in(all: &str, user: &str, group: Option<&str>) -> Result<Option<Identity
     Ok(Some(Identity { user: found, name: entry.map(|entry| entry.name) }))
 }
 
+/// The number of a user.
+///
+/// * `option`: for the message.
+///
+/// Errors: nobody in `/etc/passwd` is called so.
+pub fn number_of(option: &str, user: &str) -> Result<u32, Failure> {
+    if let Ok(number) = user.parse() {
+        return Ok(number);
+    }
+    let found = entries(&passwd()).find(|entry| entry.name == user).map(|entry| entry.uid);
+    found.ok_or_else(|| {
+        let text = format!("{option}: there is no user '{}' in /etc/passwd", visible(user));
+        Failure::new(Exit::Usage, text).hint("give its number: `id NAME` shows it")
+    })
+}
+
+/// The numbers of the users that are members of a group, by `/etc/group` and `/etc/passwd`.
+#[must_use]
+pub fn members_of(group: u32) -> Vec<u32> {
+    members_in(&passwd(), &fs::read_to_string("/etc/group").unwrap_or_default(), group)
+}
+
+/// Source: group(5): name, password, number and members (between commas) between colons.
+fn members_in(users: &str, groups: &str, group: u32) -> Vec<u32> {
+    let members = groups.lines().filter_map(|line| {
+        let mut fields = line.split(':').skip(2);
+        (fields.next()?.parse() == Ok(group)).then(|| fields.next().unwrap_or_default())
+    });
+    let names: Vec<&str> = members.flat_map(|list| list.split(',')).collect();
+    let is_member = |entry: &Entry| entry.gid == group || names.contains(&entry.name.as_str());
+    entries(users).filter(is_member).map(|entry| entry.uid).collect()
+}
+
 /// The owner of a file, who is not root.
 ///
 /// Errors: why nobody can become him, for people.
@@ -133,6 +171,15 @@ mod tests {
                 failure.message().to_owned()
             }
         }
+    }
+
+    #[test]
+    fn members_are_those_of_both_files() {
+        let users = "a:x:1:10::/:\nb:x:2:20::/:\nc:x:3:30::/:\n";
+        let groups = "one:x:10:\ntwo:x:20:c,nobody\nthree:x:200:a\n";
+        assert_eq!(members_in(users, groups, 10), [1]);
+        assert_eq!(members_in(users, groups, 20), [2, 3]);
+        assert!(members_in(users, groups, 99).is_empty());
     }
 
     #[test]

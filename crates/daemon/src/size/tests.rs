@@ -14,6 +14,8 @@ fn sizes_are_powers_of_1024() {
         ("1.50M", 3 << 19),
         ("7E", 7 << 60),
         ("9223372036854775807", SIZE_MAX),
+        ("0x1F", 31),
+        ("0X7fffffffffffffff", SIZE_MAX),
     ] {
         assert_eq!(parse_size(text), Ok(bytes), "{text}");
     }
@@ -32,6 +34,10 @@ fn bad_sizes_are_refused_with_a_reason() {
         ("10Q", "unknown unit"),
         ("10GB", "powers of 1000 or of 1024"),
         ("8E", "too large"),
+        ("0x", "hexadecimal digits"),
+        ("0x1K", "hexadecimal digits"),
+        ("0x+1", "hexadecimal digits"),
+        ("0x8000000000000000", "too large"),
         ("99999999999999999999999", "too large"),
         ("9999999999999999999999999999999999999999999", "write a number"),
         ("1.3T", "the next multiple of 512 is 1429365116416"),

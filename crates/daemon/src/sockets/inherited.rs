@@ -5,7 +5,7 @@
 //!
 //! Source: sd_listen_fds(3).
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
 
 use ringdisk_fuse::mount::inherited;
@@ -84,6 +84,62 @@ pub fn take(disks: &[SocketOptions]) -> Result<Vec<Option<Inherited>>, Failure> 
     Ok(all)
 }
 
+/// A listening socket of a Unix or an Internet address that was there when the process was started.
+#[derive(Debug)]
+pub struct GivenListener {
+    /// The socket.
+    pub socket: OwnedFd,
+    /// What it is bound to, where that is a path.
+    pub path: Option<PathBuf>,
+    /// For messages.
+    pub shown: String,
+}
+
+/// Listening sockets by their numbers, or by the names that the service manager gives them.
+///
+/// Errors: there is none of that number or name, or it does not listen.
+pub fn take_listeners<'a>(
+    words: impl Iterator<Item = &'a str>,
+) -> Result<Vec<GivenListener>, Failure> {
+    let mut given: Option<Vec<(String, OwnedFd)>> = None;
+    let mut all = Vec::new();
+    for word in words {
+        let given = given.get_or_insert_with(|| inherited::take(""));
+        let (socket, shown) = match word.parse::<i32>() {
+            Ok(number) => {
+                let place = given.iter().position(|(_, socket)| socket.as_raw_fd() == number);
+                let socket = match place {
+                    Some(place) => Some(given.remove(place).1),
+                    None => inherited::take_socket(number),
+                };
+                let shown = format!("descriptor {number}");
+                let missing = || {
+                    Failure::new(Exit::Usage, format!("{shown} is no socket of this process"))
+                        .hint("whoever starts this process passes it without close-on-exec")
+                };
+                (socket.ok_or_else(missing)?, shown)
+            }
+            Err(_) => match pick(given, Some(word))? {
+                Some((name, socket)) => {
+                    let name = visible(&name);
+                    (socket, format!("the socket '{name}' of the service manager"))
+                }
+                None => continue,
+            },
+        };
+        if socket_type(&socket) != Ok(SocketType::STREAM) || socket_acceptconn(&socket) != Ok(true)
+        {
+            let text = format!("{shown} is no stream socket that listens");
+            return Err(Failure::new(Exit::Usage, text));
+        }
+        let is_unix = socket_domain(&socket) == Ok(AddressFamily::UNIX);
+        let path = is_unix.then(|| bound_to(&socket)).flatten();
+        let shown = path.as_ref().map_or(shown, |path| path.display().to_string());
+        all.push(GivenListener { socket, path, shown });
+    }
+    Ok(all)
+}
+
 /// The socket of this name, or the first one.
 fn pick(
     given: &mut Vec<(String, OwnedFd)>,
@@ -119,7 +175,7 @@ fn no_socket(number: i32, has_manager: bool) -> Failure {
                 these have names"
             ),
         )
-        .hint("leave --socket-fd away, or use --socket-name");
+        .hint("leave --socket-fd out, or use --socket-name");
     }
     Failure::new(Exit::Usage, format!("descriptor {number} is no socket of this process")).hint(
         "whoever starts this process passes it without close-on-exec; or use \

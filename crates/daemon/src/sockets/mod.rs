@@ -10,7 +10,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-pub use inherited::{Inherited, take};
+pub use inherited::{GivenListener, Inherited, take, take_listeners};
 pub use made::{MadeSocket, group};
 use ringdisk_vhost::Listen;
 

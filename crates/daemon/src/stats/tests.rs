@@ -87,6 +87,7 @@ fn what_the_kernel_served_counts_and_is_told_apart() {
         stats: Stats { queues: vec![here] },
         device: Some(Health::default()),
         accel: Some(Acceleration {
+            required: false,
             on: true,
             obstacle: None,
             engine: Engine::Default,

@@ -157,7 +157,7 @@ pub async fn compare(
             let doing = if is_reading {
                 format!("cannot read '{name}' at byte {offset}")
             } else {
-                format!("cannot look up byte {offset} of '{name}'")
+                super::cannot_look_up(&name, offset)
             };
             Err(Error::os(doing, errno))
         }

@@ -10,7 +10,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use ringdisk_qcow2::{Below, GuestOffset};
+use ringdisk_qcow2::{Below, CompressionType, GuestOffset, compress};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::chain::Chain;
@@ -31,6 +31,8 @@ pub struct Rebase {
     /// Only the header changes (`-u`): the old backing file may be gone, and the caller knows that
     /// the new one has the same content.
     pub header_only: bool,
+    /// What is copied into the image is compressed (`-c`).
+    pub compressed: bool,
 }
 
 /// Gives an image another backing file.
@@ -90,6 +92,13 @@ async fn run(
         let reason = disk.read_only_reason().unwrap_or("the image is open for reading only");
         return Err(Error::new(ErrorKind::PermissionDenied, reason));
     }
+    if job.compressed && Packing::of(disk).is_err() {
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            "the image cannot hold compressed clusters; only qcow2 images without an external \
+             data file can",
+        ));
+    }
     if !job.header_only {
         let below = match &job.backing {
             None => Vec::new(),
@@ -108,7 +117,7 @@ async fn run(
             let (old, new) = (graph.below(0), Chain(&below));
             snapshots_show_the_same(ring, image, old, new, progress).await?;
         }
-        copy_what_differs(ring, disk, &below, progress).await.map_err(|errno| {
+        copy_what_differs(ring, disk, job, &below, progress).await.map_err(|errno| {
             Error::os("cannot copy what the new backing file does not have", errno)
         })?;
         disk.flush(ring).await.map_err(|errno| Error::os("cannot flush the image", errno))?;
@@ -120,6 +129,7 @@ async fn run(
 async fn copy_what_differs(
     ring: &Ring,
     disk: &Disk,
+    job: &Rebase,
     new: &[Arc<Layer>],
     progress: &Progress,
 ) -> Result<(), Errno> {
@@ -133,7 +143,8 @@ async fn copy_what_differs(
         .first()
         .and_then(|layer| layer.qcow2())
         .map_or(UNIT_MIN, |image| image.info().cluster_size().max(UNIT_MIN));
-    let work = Work { ring, disk, top, old, new: Chain(new), above, unit };
+    let packing = if job.compressed { Some(Packing::of(disk)?) } else { None };
+    let work = Work { ring, disk, top, old, new: Chain(new), above, unit, packing };
     progress.set_total(graph.size());
     let mut ranges = pieces(GuestOffset(0), GuestOffset(graph.size()));
     all_of(|| {
@@ -201,6 +212,25 @@ struct Work<'a> {
     new: Chain<'a>,
     above: Option<Chain<'a>>,
     unit: u64,
+    packing: Option<Packing>,
+}
+
+/// Compression of what is copied.
+#[derive(Clone, Copy)]
+struct Packing {
+    kind: CompressionType,
+    /// Bytes of a cluster.
+    cluster: u64,
+}
+
+impl Packing {
+    /// Errors: EOPNOTSUPP for an image that cannot hold compressed clusters.
+    fn of(disk: &Disk) -> Result<Packing, Errno> {
+        let graph = disk.graph();
+        let info = graph.top_image().map(|image| image.info());
+        let info = info.filter(|info| !info.external_data_file).ok_or(Errno::OPNOTSUPP)?;
+        Ok(Packing { kind: info.compression, cluster: info.cluster_size() })
+    }
 }
 
 impl Work<'_> {
@@ -238,10 +268,20 @@ impl Work<'_> {
                     (same, run) = (true, run.min(status.len));
                 }
             }
-            if !same {
-                self.compare(at, run).await?;
+            if same {
+                at += run;
+                continue;
             }
-            at += run;
+            let (from, to) = match self.packing {
+                None => (at, at + run),
+                // Whole clusters, since only these can be compressed.
+                Some(Packing { cluster, .. }) => {
+                    let after = at + run + (cluster - 1);
+                    (at.align_down(cluster).max(start), after.align_down(cluster).min(end))
+                }
+            };
+            self.compare(from, to - from).await?;
+            at = to;
         }
         Ok(())
     }
@@ -297,9 +337,46 @@ impl Work<'_> {
                     let len = (end - start) as u64;
                     image.write_zeroes(self.ring, offset, len, true, &Opaque(self.old)).await?;
                 }
-                Unit::Data => self.write(offset, &old.slice(start..end)).await?,
+                Unit::Data => self.put(offset, &old.slice(start..end)).await?,
             }
             start = end;
+        }
+        Ok(())
+    }
+
+    /// Writes a range, its whole clusters compressed if that was asked for.
+    async fn put(self, at: GuestOffset, old: &IoBuf) -> Result<(), Errno> {
+        let Some(Packing { kind, cluster }) = self.packing else {
+            return self.write(at, old).await;
+        };
+        let disk_end = self.disk.size();
+        let mut done = 0;
+        while done < old.len() {
+            let offset = at + done as u64;
+            let border = offset.align_down(cluster) + cluster - at;
+            let end = usize::try_from(border).unwrap_or(usize::MAX).min(old.len());
+            let part = old.slice(done..end);
+            // The last cluster of a disk may be shorter.
+            let is_whole = offset.is_multiple_of(cluster)
+                && (part.len() as u64 == cluster || offset.0 + part.len() as u64 == disk_end);
+            let packed = match is_whole {
+                false => None,
+                true => {
+                    let mut bytes = vec![0; usize::try_from(cluster).unwrap_or(usize::MAX)];
+                    part.copy_to_slice(0, &mut bytes[..part.len()]);
+                    self.ring.offload(move || compress(kind, None, &bytes)).await
+                }
+            };
+            let written = match packed {
+                None => Err(Errno::EXIST),
+                Some(bytes) => self.disk.write_compressed(self.ring, offset.0, &bytes).await,
+            };
+            match written {
+                // It does not become smaller, or a part of it is in the image already.
+                Err(Errno::EXIST) => self.write(offset, &part).await?,
+                result => result?,
+            }
+            done = end;
         }
         Ok(())
     }

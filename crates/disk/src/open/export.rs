@@ -112,7 +112,7 @@ impl Opening<'_> {
     pub(super) fn check_host(&self, address: &NbdAddress) -> Result<(), Error> {
         let server = &address.server;
         if self.options.allow_hosts.iter().any(|allowed| allowed.allows(server)) {
-            return Ok(());
+            return self.check_certificates(address);
         }
         let word = shell_word(server.host().unwrap_or(&server.to_string()));
         Err(Error::new(
@@ -120,6 +120,27 @@ impl Opening<'_> {
             format!(
                 "an image leads to other hosts only where that is allowed; if you trust the image, \
                  allow this one with `--allow-host {word}`"
+            ),
+        ))
+    }
+
+    /// Whether the user lets images name the certificates of an export: who writes an image could
+    /// have an authority of his own.
+    ///
+    /// Errors: `NotAllowed`.
+    fn check_certificates(&self, address: &NbdAddress) -> Result<(), Error> {
+        let Some(tls) = &address.tls else { return Ok(()) };
+        let authority = tls.certificates.join("ca-cert.pem");
+        let is_whole = tls.certificates.is_absolute();
+        if is_whole && self.allowed.open(&authority, self.access(true)).is_ok() {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::NotAllowed,
+            format!(
+                "an image names certificates only by an absolute path, and where that is allowed; \
+                 if you trust the image, allow these with `--allow-path {}`",
+                shell_word(&tls.certificates.display().to_string())
             ),
         ))
     }

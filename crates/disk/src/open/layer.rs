@@ -12,7 +12,7 @@ use ringdisk_storage::{Lock, Storage};
 
 use crate::layer::{Layer, Node, Raw};
 use crate::name::printable_path;
-use crate::{Cache, Error, ErrorKind, ImageOptions};
+use crate::{Cache, Error, ErrorKind, ImageOptions, SnapshotChoice};
 
 /// Options for opening the files of a disk.
 pub(crate) fn storage_options(
@@ -23,7 +23,13 @@ pub(crate) fn storage_options(
         read_only,
         direct: options.cache.direct(),
         no_flush: options.cache == Cache::Unsafe,
-        lock: if options.inactive { Lock::Inactive } else { lock_of(options) },
+        lock: match options {
+            ImageOptions { inactive: true, .. } => Lock::Inactive,
+            ImageOptions { share_backing: true, read_only: false, .. } if read_only => {
+                Lock::ForceShare
+            }
+            options => lock_of(options),
+        },
         opener: options.opener.clone(),
         ..ringdisk_storage::OpenOptions::default()
     }
@@ -43,6 +49,7 @@ fn qcow2_options(options: &ImageOptions, writable: bool) -> ringdisk_qcow2::Open
         lazy_refcounts: options.lazy_refcounts,
         metadata_cache_bytes: options.metadata_cache_bytes,
         header_only: options.inactive,
+        snapshot: None,
     }
 }
 
@@ -58,6 +65,21 @@ pub(crate) async fn open_qcow2(
     Qcow2::open(ring, storage, &qcow2_options(options, writable))
         .await
         .map_err(|error| of_qcow2(&error))
+}
+
+/// Opens a qcow2 image as one of its internal snapshots has it, for reading; its external data file
+/// is set by the caller.
+///
+/// Errors: those of [`Qcow2::open`]; there is no such snapshot.
+pub(crate) async fn open_snapshot(
+    ring: &Ring,
+    storage: Arc<Storage>,
+    options: &ImageOptions,
+    choice: &SnapshotChoice,
+) -> Result<Qcow2, Error> {
+    let snapshot = Some(choice.clone());
+    let options = ringdisk_qcow2::OpenOptions { snapshot, ..qcow2_options(options, false) };
+    Qcow2::open(ring, storage, &options).await.map_err(|error| of_qcow2(&error))
 }
 
 /// A layer of an open qcow2 image, without names.

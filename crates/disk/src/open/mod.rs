@@ -37,7 +37,8 @@ use named::Role;
 
 pub use guess::guess;
 pub(crate) use layer::{
-    lock_of, of_qcow2, of_storage, open_qcow2, qcow2_layer, raw_layer, storage_options,
+    lock_of, of_qcow2, of_storage, open_qcow2, open_snapshot, qcow2_layer, raw_layer,
+    storage_options,
 };
 pub use noting::note_file;
 pub(crate) use overlay::{create_file, over, remove, sync_directory};
@@ -149,7 +150,7 @@ pub(crate) async fn open_below(
     layer: &Layer,
     named: Named,
 ) -> Result<(String, Vec<Layer>), Error> {
-    let options = ImageOptions { read_only: true, ..options.clone() };
+    let options = ImageOptions { read_only: true, internal_snapshot: None, ..options.clone() };
     let mut opening = Opening::new(ring, &options)?;
     let directory = layer.directory.as_deref();
     if let Some(directory) = directory {
@@ -175,6 +176,9 @@ fn check_options(options: &ImageOptions) -> Result<(), Error> {
     let invalid = |message: &str| Err(Error::new(ErrorKind::Invalid, message));
     if options.force_share && !options.read_only {
         return invalid("force-share needs read-only: two writers would damage the image");
+    }
+    if options.internal_snapshot.is_some() && (!options.read_only || options.inactive) {
+        return invalid("an internal snapshot can only be read: open the image read-only");
     }
     let has_range = options.window_offset != 0 || options.window_size.is_some();
     if options.partition.is_some() && has_range {
@@ -289,6 +293,12 @@ impl<'a> Opening<'a> {
             is_unconfirmed: candidate.is_unconfirmed,
         };
         let mut layer = match candidate.format {
+            Format::Raw if self.options.internal_snapshot.is_some() && self.layers.is_empty() => {
+                return Err(Error::new(
+                    ErrorKind::Unsupported,
+                    format!("'{}' is a raw image, which has no snapshots", printable_path(&name)),
+                ));
+            }
             Format::Raw => {
                 let mut layer =
                     raw_layer(storage, &name, candidate.raw_offset, candidate.raw_size)?;
@@ -362,7 +372,11 @@ impl<'a> Opening<'a> {
         writable: bool,
     ) -> Result<Layer, Error> {
         let Reached { name, directory, is_unconfirmed } = *reached;
-        let mut image = open_qcow2(self.ring, storage, self.options, writable).await?;
+        let choice = self.options.internal_snapshot.as_ref().filter(|_| self.layers.is_empty());
+        let mut image = match choice {
+            Some(choice) => open_snapshot(self.ring, storage, self.options, choice).await?,
+            None => open_qcow2(self.ring, storage, self.options, writable).await?,
+        };
         let mut data_name = None;
         if image.info().external_data_file {
             let file = image.info().data_file.clone().ok_or_else(|| {
@@ -447,7 +461,14 @@ impl<'a> Opening<'a> {
 
     fn looped(&self, name: &Path, at: usize) -> Error {
         let first = self.layers.get(at).map_or(name, Layer::name);
-        let from = self.layers.last().map_or(name, Layer::name);
+        let Some(from) = self.layers.last().map(Layer::name) else {
+            let text = format!(
+                "'{}' is one of the images of this disk already; name a file that is not, such as \
+                 a copy of the image below the one on top",
+                printable_path(name)
+            );
+            return Error::new(ErrorKind::Loop, text);
+        };
         Error::new(
             ErrorKind::Loop,
             format!(

@@ -48,6 +48,13 @@ impl Disk {
             State::Quiet => return Err(handed_over()),
             State::Active | State::Inactive => self.check_own()?,
         }
+        if self.options().internal_snapshot.is_some() {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "a disk that shows an internal snapshot cannot be handed over: stop it, and serve \
+                 the snapshot anew",
+            ));
+        }
         // Before anything changes, since this can fail.
         let handed =
             HandOver { description: self.state_of(&graph)?.to_text(), fds: duplicates(&graph)? };

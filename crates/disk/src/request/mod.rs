@@ -7,6 +7,7 @@
 mod map;
 mod read;
 mod status;
+mod throttled;
 mod write;
 mod write_back;
 

@@ -3,6 +3,7 @@
 //! Promises: those of `chain/read.rs`; what the window of the disk does not show is never read.
 
 use ringdisk_ring::{Errno, IoBuf, Ring};
+use ringdisk_throttle::Kind;
 
 use crate::Disk;
 use crate::graph::Graph;
@@ -17,6 +18,15 @@ impl Disk {
     ///
     /// Errors: those of the storage; EIO for a damaged image.
     pub async fn read(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
+        self.pass_limits(ring, Kind::Read, buf.len() as u64).await;
+        self.read_part(ring, offset, buf).await
+    }
+
+    /// As [`Disk::read`], for a part of a request that has passed the limits
+    /// ([`Disk::pass_limits`]).
+    ///
+    /// Errors: as there.
+    pub async fn read_part(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
         let graph = self.enter().await;
         graph.check()?;
         graph.read(ring, offset, buf).await

@@ -215,7 +215,11 @@ fn a_rebase_that_would_change_a_snapshot_is_refused() {
     let before = std::fs::read(&top).expect("read");
     run(async |ring| {
         let options = ImageOptions::default();
-        let to = |name: Option<&str>| Rebase { backing: name.map(backing), header_only: false };
+        let to = |name: Option<&str>| Rebase {
+            backing: name.map(backing),
+            header_only: false,
+            ..Rebase::default()
+        };
         for name in [Some("other.qcow2"), None] {
             let progress = Arc::new(Progress::new());
             let result = rebase(&ring, top.clone(), &options, &to(name), &progress).await;

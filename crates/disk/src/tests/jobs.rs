@@ -109,7 +109,7 @@ fn run_rebase(
 ) -> Result<(), Error> {
     run(async |ring| {
         let path: PathBuf = directory.path().join("top.qcow2");
-        let job = Rebase { backing, header_only };
+        let job = Rebase { backing, header_only, ..Rebase::default() };
         let progress = Arc::new(Progress::new());
         let result = rebase(&ring, path, &ImageOptions::default(), &job, &progress).await;
         for _ in 0..10 {
@@ -201,7 +201,7 @@ fn a_cancelled_job_leaves_the_image_as_it_reads() {
         progress.cancel();
         let path = directory.path().join("top.qcow2");
         let options = ImageOptions::default();
-        let job = Rebase { backing: None, header_only: false };
+        let job = Rebase { backing: None, header_only: false, ..Rebase::default() };
         let error = rebase(&ring, path.clone(), &options, &job, &progress).await;
         assert_eq!(error.expect_err("cancelled").kind(), ErrorKind::Cancelled);
         let disk = open(&ring, &path, &options).await.expect("open");

@@ -5,7 +5,7 @@ use std::path::Path;
 use ringdisk_testkit::sim::Prng;
 
 use crate::name::{FileName, NAME_BYTES_MAX};
-use crate::{AllowedHost, ErrorKind, Format};
+use crate::{AllowedHost, Cache, DetectZeroes, Discard, ErrorKind, Format, ImageOptions};
 
 fn path_of(name: &str) -> String {
     let parsed = FileName::parse(name.as_bytes()).expect("name");
@@ -192,5 +192,85 @@ fn hosts_are_allowed_by_name_by_port_and_by_socket() {
     assert!(!allows("host", "nbd+unix:///x?socket=host"));
     for wrong in ["", "a b", "host:", "host:0", "host:x", "unix:", "nbd://host", "[::1", "a@b"] {
         assert!(wrong.parse::<AllowedHost>().is_err(), "{wrong}");
+    }
+}
+
+#[test]
+fn single_quotes_are_as_good_as_double_ones() {
+    let parsed = FileName::parse(b"json:{'driver':'qcow2','file.filename':'it\\'s \"x\"'}");
+    let parsed = parsed.expect("name");
+    assert_eq!((parsed.format, parsed.path.to_str()), (Some(Format::Qcow2), Some("it's \"x\"")));
+    assert_eq!(kind_of(b"json:{'driver':'qcow2}"), ErrorKind::Invalid);
+}
+
+#[test]
+fn the_user_names_files_that_an_image_may_not_name() {
+    let of = |name: &str| FileName::of_user(Path::new(name)).expect("name").plain_path();
+    for (name, path) in [
+        ("disk", "disk"),
+        ("a:b", "./a:b"),
+        ("file:disk", "disk"),
+        ("file:nbd:x", "./nbd:x"),
+        ("file:json:{}", "./json:{}"),
+        ("json:{'filename':'file:x'}", "x"),
+        ("nbd://h/x", "nbd://h/x"),
+    ] {
+        assert_eq!(of(name), Path::new(path), "{name}");
+    }
+    assert!(FileName::of_user(Path::new("")).expect("a path").path.as_os_str().is_empty());
+    for name in ["file:", "json:", "json:{}", "nbd:"] {
+        assert!(FileName::of_user(Path::new(name)).is_err(), "{name}");
+    }
+}
+
+/// The options of an image that a description is added to.
+fn added(text: &str, mut options: ImageOptions) -> Result<ImageOptions, crate::Error> {
+    FileName::of_options(text)?.add_to(&mut options)?;
+    Ok(options)
+}
+
+#[test]
+fn a_description_is_added_to_the_options_of_the_command() {
+    let text = "driver=raw,offset=512,size=4096,read-only=off,cache.direct=on,discard=ignore,\
+                detect-zeroes=unmap,file.filename=x,file.locking=off";
+    let options = ImageOptions { window_offset: 1024, ..ImageOptions::default() };
+    let options = added(text, options).expect("fits");
+    assert_eq!(options.format, Some(Format::Raw));
+    assert_eq!((options.window_offset, options.window_size), (1536, Some(3072)));
+    assert_eq!((options.cache, options.discard), (Cache::None, Discard::Ignore));
+    assert_eq!(options.detect_zeroes, DetectZeroes::Unmap);
+
+    let text = "driver=qcow2,backing=,lazy-refcounts=on,file.driver=file,file.filename=x,\
+                file.cache.no-flush=on,read-only=on,auto-read-only=on";
+    let options = added(text, ImageOptions::default()).expect("fits");
+    assert!(options.without_backing && options.read_only);
+    assert_eq!((options.cache, options.lazy_refcounts), (Cache::Unsafe, Some(true)));
+    // The outer switch counts.
+    let text = "driver=qcow2,cache.direct=off,file.cache.direct=on,file.filename=x";
+    assert_eq!(added(text, ImageOptions::default()).expect("fits").cache, Cache::Writeback);
+    let bare = added("driver=file,filename=x", ImageOptions::default()).expect("fits");
+    assert_eq!(bare.format, Some(Format::Raw));
+}
+
+#[test]
+fn a_description_that_contradicts_the_command_is_refused() {
+    let qcow2 = ImageOptions { format: Some(Format::Qcow2), ..ImageOptions::default() };
+    let part = ImageOptions { window_size: Some(512), ..ImageOptions::default() };
+    for (text, options, kind) in [
+        ("driver=raw,file.filename=x", qcow2.clone(), ErrorKind::Invalid),
+        ("driver=file,filename=x", qcow2, ErrorKind::Invalid),
+        ("driver=raw,size=512,file.filename=x", part, ErrorKind::Invalid),
+        ("file.filename=x,read-only=on", ImageOptions::default(), ErrorKind::PermissionDenied),
+        ("file.filename=x,read-only=perhaps", ImageOptions::default(), ErrorKind::Invalid),
+        ("file.filename=x,cache.other=on", ImageOptions::default(), ErrorKind::Unsupported),
+        ("file.filename=x,cache=on", ImageOptions::default(), ErrorKind::Invalid),
+        ("file.filename=x,discard=maybe", ImageOptions::default(), ErrorKind::Invalid),
+        (
+            "driver=raw,lazy-refcounts=on,file.filename=x",
+            ImageOptions::default(),
+            ErrorKind::Unsupported,
+        ),
+    ] {
+        assert_eq!(added(text, options).expect_err(text).kind(), kind, "{text}");
     }
 }

@@ -156,6 +156,7 @@ fn changes_by_commands_go_into_the_note() {
         let rebase = Rebase {
             backing: Some(Backing { file: b"your.img".to_vec(), format: Format::Raw }),
             header_only: true,
+            ..Rebase::default()
         };
         let options = ImageOptions::default();
         jobs::rebase(&ring, top.clone(), &options, &rebase, &progress).await.expect("rebase");
@@ -179,6 +180,7 @@ fn a_header_is_not_changed_where_the_note_cannot_be() {
         let rebase = |file: &str| Rebase {
             backing: Some(Backing { file: file.as_bytes().to_vec(), format: Format::Raw }),
             header_only: true,
+            ..Rebase::default()
         };
         let (options, progress) = (ImageOptions::default(), Arc::new(Progress::new()));
         let other = format!("./{name}");

@@ -78,6 +78,23 @@ impl Histogram {
         Duration::from_nanos(upper(BUCKETS - 1))
     }
 
+    /// Number of latencies below a power of two.
+    ///
+    /// * `power`: 4 to 40: 2^`power` ns.
+    #[must_use]
+    pub fn below(&self, power: u32) -> u64 {
+        let end = usize::try_from(power.saturating_sub(3)).unwrap_or(POWERS) * STEPS;
+        self.0.iter().take(end.min(BUCKETS)).sum()
+    }
+
+    /// The sum of all latencies, at most 1/16 too high.
+    #[must_use]
+    pub fn sum(&self) -> Duration {
+        let of_bucket = |(index, n): (usize, &u64)| upper(index).saturating_mul(*n);
+        let nanos = self.0.iter().enumerate().map(of_bucket).fold(0, u64::saturating_add);
+        Duration::from_nanos(nanos)
+    }
+
     /// Adds another histogram to this one.
     pub fn add(&mut self, other: &Histogram) {
         for (mine, theirs) in self.0.iter_mut().zip(&other.0) {
@@ -119,6 +136,25 @@ mod tests {
             assert!(top > nanos && top - nanos <= nanos / 16 + 1, "{nanos} in bucket below {top}");
         }
         assert_eq!(bucket(u64::MAX), BUCKETS - 1);
+    }
+
+    #[test]
+    fn latencies_below_a_power_of_two_are_counted_exactly() {
+        let cells = LatencyCells::default();
+        for nanos in [0, 15, 16, 4095, 4096, 4097, 1 << 30, u64::MAX] {
+            cells.add(nanos);
+        }
+        let histogram = cells.snapshot();
+        let below = |power| histogram.below(power);
+        assert_eq!(
+            [below(4), below(5), below(12), below(13), below(30), below(31)],
+            [2, 3, 4, 6, 6, 7]
+        );
+        let few = LatencyCells::default();
+        few.add(1000);
+        few.add(1_000_000);
+        let sum = few.snapshot().sum().as_nanos();
+        assert!((1_001_000..=1_001_000 * 17 / 16).contains(&sum), "{sum}");
     }
 
     #[test]

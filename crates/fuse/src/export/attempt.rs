@@ -399,7 +399,10 @@ impl Attempt<'_> {
             uid: rustix::process::getuid().as_raw(),
             gid: rustix::process::getgid().as_raw(),
         };
-        let errors = ClientErrors::start(&options.mountpoint.to_string_lossy());
+        let errors = ClientErrors::start(
+            &options.mountpoint.to_string_lossy(),
+            Arc::clone(self.disk.events()),
+        );
         let mut server = FileServer::new(Arc::clone(self.disk), &wanted).logging(errors);
         if let Some(taken) = self.taken {
             server = server.continuing(&taken.file);

@@ -377,8 +377,7 @@ pub fn unmount(path: &Path, how: Unmount) -> Result<(), Error> {
     let mountpoint = mountpoint::resolve(path)?;
     let shown = mountpoint.display();
     let Some(entry) = table::at(&mountpoint)? else {
-        return Err(Error::new(ErrorKind::NotMounted, format!("nothing is mounted on {shown}"))
-            .hint(known_mounts()?));
+        return Err(not_mounted(&mountpoint)?);
     };
     if !entry.is_ours() {
         let message = format!(
@@ -441,15 +440,20 @@ fn shown_at(connection: u32, mountpoint: &Path) -> Result<Option<MountEntry>, Er
     Ok(entry.filter(|entry| entry.is_ours() && entry.mountpoint == mountpoint))
 }
 
-/// Names the mounts that there are, for the message about one that there is not.
-fn known_mounts() -> Result<String, Error> {
+/// Nothing is mounted there; the hint names the mounts that there are.
+///
+/// Errors: as [`table::read`].
+fn not_mounted(mountpoint: &Path) -> Result<Error, Error> {
+    let shown = mountpoint.display();
     let names: Vec<String> =
         table::ours()?.iter().map(|entry| entry.mountpoint.display().to_string()).collect();
-    Ok(if names.is_empty() {
-        "no ringdisk mount is visible here".to_owned()
-    } else {
-        format!("ringdisk mounts: {}", names.join(", "))
-    })
+    if names.is_empty() {
+        let text = format!("nothing is mounted on {shown}, nor does ringdisk serve another file");
+        return Ok(Error::new(ErrorKind::NotMounted, text));
+    }
+    let text = format!("nothing is mounted on {shown}");
+    let hint = format!("name one of the files that ringdisk serves: {}", names.join(", "));
+    Ok(Error::new(ErrorKind::NotMounted, text).hint(hint))
 }
 
 /// Takes one mount out of the tree.

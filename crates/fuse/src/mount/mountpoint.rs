@@ -157,7 +157,8 @@ fn occupied(mountpoint: &Path, entry: &MountEntry) -> Error {
 ///
 /// Asked by a process of its own: a server that is stopped keeps that one waiting, in a place where
 /// nothing ends it (a thread would hold up the end of this process). Such a server is not gone.
-pub(crate) fn is_dead(mountpoint: &Path) -> bool {
+#[must_use]
+pub fn is_dead(mountpoint: &Path) -> bool {
     let answer = AnswerCheck::start(mountpoint).ok().and_then(|look| look.answer(ANSWER_TIMEOUT));
     matches!(
         answer,

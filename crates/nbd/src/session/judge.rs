@@ -5,6 +5,7 @@
 
 use ringdisk_nbd_protocol::numbers::{PAYLOAD_BYTES_MAX, command, command_flags as flags, errno};
 use ringdisk_nbd_protocol::request::{Request, Style};
+use ringdisk_ring::Errno;
 
 /// Longest payload of a request for block status, bytes: the range, and a number for each of 512
 /// contexts; twice as many as an export has.
@@ -29,11 +30,13 @@ pub(super) struct Refusal {
     /// Of the wire.
     pub(super) error: u32,
     pub(super) text: String,
+    /// Why the disk failed, if it did: for the log.
+    pub(super) cause: Option<Errno>,
 }
 
 impl Refusal {
     pub(super) fn new(error: u32, text: impl Into<String>) -> Refusal {
-        Refusal { error, text: text.into() }
+        Refusal { error, text: text.into(), cause: None }
     }
 }
 

@@ -15,17 +15,18 @@ mod slot;
 mod status;
 
 use std::cell::{Cell, RefCell};
-use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 
 use ringdisk_nbd_protocol::request::Style;
-use ringdisk_ring::{Fd, IoBuf, Parker, Ring};
+use ringdisk_ring::{IoBuf, Parker, Ring};
 
+use crate::end::End;
 use crate::exported::Exported;
 use crate::handshake::Agreed;
-use crate::input::{End, INPUT_BYTES, Input};
+use crate::input::{INPUT_BYTES, Input};
 use crate::queue::Queue;
+use crate::transport::Transport;
 
 use slot::Slot;
 
@@ -53,7 +54,7 @@ pub const CONNECTION_BYTES_MAX: usize =
 #[derive(Debug)]
 pub(crate) struct Session {
     pub(crate) queue: Rc<Queue>,
-    socket: Rc<OwnedFd>,
+    transport: Rc<Transport>,
     pub(crate) export: Arc<Exported>,
     pub(crate) style: Style,
     /// Places in the export's contexts; the index is the number on the wire.
@@ -80,10 +81,10 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    fn new(queue: &Rc<Queue>, socket: &Rc<OwnedFd>, agreed: Agreed) -> Session {
+    fn new(queue: &Rc<Queue>, transport: &Rc<Transport>, agreed: Agreed) -> Session {
         Session {
             queue: Rc::clone(queue),
-            socket: Rc::clone(socket),
+            transport: Rc::clone(transport),
             export: agreed.export,
             style: agreed.style,
             contexts: agreed.contexts,
@@ -101,10 +102,6 @@ impl Session {
 
     pub(crate) fn ring(&self) -> &Ring {
         &self.queue.ring
-    }
-
-    fn fd(&self) -> Fd {
-        Fd::of(&*self.socket)
     }
 
     /// A free slot; a new one where there are not yet as many as there may be.
@@ -208,11 +205,11 @@ fn data_bytes_of(memory: &IoBuf) -> usize {
 /// is possible, answered.
 pub(crate) async fn run(
     queue: &Rc<Queue>,
-    socket: &Rc<OwnedFd>,
+    transport: &Rc<Transport>,
     agreed: Agreed,
     mut input: Input,
 ) -> Result<(), End> {
-    let session = Rc::new(Session::new(queue, socket, agreed));
+    let session = Rc::new(Session::new(queue, transport, agreed));
     queue.ring.spawn(send::send(Rc::clone(&session)));
     let end = receive::receive(&session, &mut input).await;
     session.wait_idle().await;

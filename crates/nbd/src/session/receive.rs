@@ -2,18 +2,20 @@
 //!
 //! Promises: a request is handed to its slot when all of it is there; the payload of a large write
 //! is read straight into the memory of its slot. Nothing is read while no slot is free, so a client
-//! that takes no replies stalls here, alone.
+//! that takes no replies stalls here, alone; one that has gone has nothing more carried out.
 
 use std::rc::Rc;
 use std::time::Instant;
 
 use ringdisk_nbd_protocol::numbers::{command, errno};
 use ringdisk_nbd_protocol::request::{EXTENDED_BYTES, Request, WrongMagic};
+use ringdisk_ring::Errno;
 
 use super::judge::{self, Refusal, Rules};
 use super::slot::Slot;
 use super::{SMALL_BYTES, Session};
-use crate::input::{End, Input};
+use crate::end::End;
+use crate::input::Input;
 
 /// A payload of which so much is missing is read straight into the memory of its slot; a smaller
 /// rest comes with the next requests, in one read.
@@ -25,6 +27,10 @@ pub(super) async fn receive(session: &Rc<Session>, input: &mut Input) -> Result<
     loop {
         let mut taken = false;
         while input.len() >= head_bytes {
+            if session.is_broken.get() {
+                // Nobody hears of what was asked for and not begun.
+                return Err(End::Socket(Errno::PIPE));
+            }
             let mut head = [0; EXTENDED_BYTES];
             input.peek(&mut head[..head_bytes]);
             let request = match Request::parse(session.style, &head[..head_bytes]) {

@@ -5,7 +5,7 @@
 
 use std::rc::Rc;
 
-use ringdisk_ring::{Errno, IoBuf, Scatter};
+use ringdisk_ring::{IoBuf, Scatter};
 
 use super::slot::RUNS_MAX;
 use super::{REQUESTS_MAX, Session};
@@ -21,9 +21,10 @@ pub(super) async fn send(session: Rc<Session>) {
     loop {
         let has_more = gather(&session, &mut batch, &mut parts);
         if !session.is_broken.get()
-            && let Err(errno) = send_all(&session, &parts, &mut scatter).await
+            && let Err(end) = session.transport.write_all(&parts, &mut scatter).await
         {
-            tracing::debug!("replies cannot be sent: {errno}");
+            let why = end.text().unwrap_or_default();
+            tracing::debug!("replies cannot be sent: {why}");
             session.is_broken.set(true);
         }
         scatter.clear();
@@ -55,30 +56,4 @@ fn gather(session: &Session, batch: &mut Vec<usize>, parts: &mut Vec<IoBuf>) -> 
     }
     batch.extend(finished.drain(..taken));
     !finished.is_empty()
-}
-
-/// Sends all parts.
-///
-/// Errors: those of the socket.
-async fn send_all(session: &Session, parts: &[IoBuf], scatter: &mut Scatter) -> Result<(), Errno> {
-    let (mut first, mut skip) = (0, 0);
-    while first < parts.len() {
-        let head = parts[first].slice(skip..parts[first].len());
-        let rest = parts[first + 1..].iter().cloned();
-        let buf = scatter.fill(std::iter::once(head).chain(rest));
-        let written = session.ring().write(session.fd(), 0, &buf).await;
-        drop(buf);
-        let mut sent = match written {
-            Ok(0) => return Err(Errno::PIPE),
-            Ok(count) => count as usize,
-            Err(Errno::INTR) => continue,
-            Err(errno) => return Err(errno),
-        };
-        while first < parts.len() && sent >= parts[first].len() - skip {
-            sent -= parts[first].len() - skip;
-            (first, skip) = (first + 1, 0);
-        }
-        skip += sent;
-    }
-    Ok(())
 }

@@ -10,6 +10,7 @@ use ringdisk_disk::Mapping;
 use ringdisk_nbd_protocol::numbers::{command, command_flags as flags, errno};
 use ringdisk_nbd_protocol::request::{Request, Style};
 use ringdisk_ring::Errno;
+use ringdisk_throttle::Kind;
 
 use super::answer::HOLE_ROOM_BYTES;
 use super::judge::Refusal;
@@ -34,6 +35,10 @@ pub(super) async fn serve(session: Rc<Session>, slot: Rc<Slot>) {
             continue;
         };
         if let Err(refusal) = carry_out(&session, &slot, &request).await {
+            if let Some(errno) = refusal.cause {
+                let &Request { offset, len, command, .. } = &request;
+                session.export.errors.record(shown(command), offset, len, errno);
+            }
             session.refuse(&slot, &request, &refusal);
         }
     }
@@ -80,11 +85,26 @@ async fn carry_out(session: &Session, slot: &Slot, request: &Request) -> Result<
 /// What a client is told about an error of the disk.
 pub(super) fn failed(error: Errno) -> Refusal {
     let number = errno::of_system(error.raw_os_error());
-    Refusal::new(number, std::io::Error::from(error).to_string())
+    let refusal = Refusal::new(number, std::io::Error::from(error).to_string());
+    Refusal { cause: Some(error), ..refusal }
+}
+
+/// A command in the words of the log.
+fn shown(command: u16) -> &'static str {
+    match command {
+        command::READ => "a read",
+        command::WRITE => "a write",
+        command::FLUSH => "a flush",
+        command::TRIM => "a discard",
+        command::WRITE_ZEROES => "a write of zeroes",
+        _ => "a request",
+    }
 }
 
 /// Reads, and answers.
 async fn read(session: &Session, slot: &Slot, request: &Request, len: usize) -> Result<(), Errno> {
+    // Once, whatever it consists of.
+    session.export.disk.pass_limits(session.ring(), Kind::Read, request.len).await;
     let may_have_holes =
         session.style != Style::Simple && len >= HOLES_FROM_BYTES && request.flags & flags::DF == 0;
     if may_have_holes {
@@ -114,7 +134,7 @@ async fn read_part(session: &Session, slot: &Slot, offset: u64, run: Run) -> Res
     }
     let part = slot.data(run.at + run.len).slice(run.at..run.at + run.len);
     let disk = &session.export.disk;
-    let count = disk.read(session.ring(), offset + run.at as u64, &part).await?;
+    let count = disk.read_part(session.ring(), offset + run.at as u64, &part).await?;
     // Short where the disk has become smaller meanwhile.
     if count < run.len {
         part.slice(count..run.len).fill(0);

@@ -108,7 +108,11 @@ pub(crate) struct Reply {
     pub(crate) chunks: Vec<(u16, Vec<u8>)>,
 }
 
-pub(crate) struct Client(pub(crate) UnixStream);
+/// A connection of a client.
+pub(crate) trait Stream: Read + Write {}
+impl<T: Read + Write> Stream for T {}
+
+pub(crate) struct Client<S = UnixStream>(pub(crate) S);
 
 impl Client {
     pub(crate) fn to(socket: &Path) -> Client {
@@ -126,7 +130,9 @@ impl Client {
         client.go("");
         client
     }
+}
 
+impl<S: Stream> Client<S> {
     pub(crate) fn send(&mut self, bytes: &[u8]) {
         self.0.write_all(bytes).unwrap();
     }

@@ -68,6 +68,21 @@ fn a_client_that_reads_no_replies_stalls_alone_and_takes_bounded_memory() {
 }
 
 #[test]
+fn what_a_client_asked_for_before_it_went_is_not_carried_out() {
+    let server =
+        Server::start(vec![NamedDisk::new("", null(Duration::from_millis(1)))], options(1));
+    let mut gone = server.client(Style::Simple);
+    // The server reads them at once, and has all but some in its memory when it stalls.
+    gone.send(&request(command::READ, 0, 64 << 10).to_compact().repeat(5000));
+    drop(gone);
+    let export = server.export.as_ref().unwrap();
+    let connections = export.connections_reader();
+    assert!(until(LIMIT, || (connections() == 0).then_some(())).is_some());
+    let reads = export.stats().total().reads;
+    assert!(reads < 1000, "{reads}");
+}
+
+#[test]
 fn a_client_that_goes_in_the_middle_disturbs_no_other() {
     let server = Server::of(null(Duration::from_millis(5)));
     let mut other = server.client(Style::Extended);
@@ -223,4 +238,42 @@ fn an_export_that_nobody_uses_ends() {
     drop((second, third));
     assert!(is_stopped(&server), "all have gone");
     server.stop().unwrap();
+}
+
+#[test]
+fn clients_that_say_nothing_take_no_place_from_those_that_wait() {
+    let limit = Some(Duration::from_secs(600));
+    let limited = NbdOptions { max_connections: 2, handshake_limit: limit, ..options(2) };
+    let server = Server::start(vec![NamedDisk::new("", null(Duration::ZERO))], limited);
+    // One that is in its transmission phase stays, however silent it is.
+    let mut first = server.client(Style::Simple);
+    let mut silent: Vec<Client> = (0..4).map(|_| server.connect()).collect();
+    let mut other = server.client(Style::Simple);
+    assert_eq!(other.call(Style::Simple, request(command::FLUSH, 0, 0), &[]).error, 0);
+    assert!(silent.iter_mut().all(Client::is_closed));
+    assert_eq!(first.call(Style::Simple, request(command::FLUSH, 0, 0), &[]).error, 0);
+}
+
+#[test]
+fn many_clients_that_connect_at_once_are_not_refused() {
+    let limited = NbdOptions { max_connections: 8, ..options(1) };
+    let server = Server::start(vec![NamedDisk::new("", null(Duration::ZERO))], limited);
+    // More than a socket of the standard library lets wait.
+    let held: Vec<UnixStream> = (0..1000)
+        .map(|_| {
+            let socket = rustix::net::socket_with(
+                rustix::net::AddressFamily::UNIX,
+                rustix::net::SocketType::STREAM,
+                rustix::net::SocketFlags::NONBLOCK | rustix::net::SocketFlags::CLOEXEC,
+                None,
+            );
+            let socket = socket.unwrap();
+            let address = rustix::net::SocketAddrUnix::new(&server.socket).unwrap();
+            rustix::net::connect(&socket, &address).unwrap();
+            UnixStream::from(socket)
+        })
+        .collect();
+    drop(held);
+    let mut client = server.client(Style::Simple);
+    assert_eq!(client.call(Style::Simple, request(command::FLUSH, 0, 0), &[]).error, 0);
 }

@@ -9,3 +9,5 @@ mod limits;
 mod model;
 mod requests;
 mod status;
+mod tls;
+mod users;

@@ -57,6 +57,9 @@ pub struct CreateOptions {
     pub data_file: Option<Vec<u8>>,
     /// The data file is the plain contents of the disk.
     pub data_file_raw: bool,
+    /// The data file has the contents of the disk already: it is not emptied, and only made longer
+    /// where it is shorter than the disk. Needs `data_file_raw` or preallocated metadata.
+    pub keep_data_file: bool,
     /// L2 entries with 32 subclusters.
     pub extended_l2: bool,
     /// How compressed clusters are compressed.
@@ -78,6 +81,7 @@ impl Default for CreateOptions {
             backing_format: None,
             data_file: None,
             data_file_raw: false,
+            keep_data_file: false,
             extended_l2: false,
             compression: CompressionType::Zlib,
             lazy_refcounts: false,
@@ -139,7 +143,7 @@ pub async fn create(
     maker.clear().await.map_err(failed(file, "making room for a new image"))?;
     if let Some(data) = data_file {
         maker
-            .prepare_data_file(data, options.data_file_raw)
+            .prepare_data_file(data, options)
             .await
             .map_err(failed(data, "preparing the data file"))?;
     }
@@ -231,10 +235,20 @@ impl Maker<'_> {
         storage.preallocate(self.ring, offset, len, mode).await
     }
 
-    /// The external data file: empty, as long as the disk.
-    async fn prepare_data_file(&self, data: &Storage, raw: bool) -> Result<(), Errno> {
-        let (ring, plan) = (self.ring, self.plan);
+    /// The external data file: as long as the disk, and empty unless it is kept.
+    async fn prepare_data_file(
+        &self,
+        data: &Storage,
+        options: &CreateOptions,
+    ) -> Result<(), Errno> {
+        let (ring, plan, raw) = (self.ring, self.plan, options.data_file_raw);
         let len = plan.size.max(plan.data_clusters << plan.cluster_bits);
+        if options.keep_data_file {
+            if data.refresh_len()? < plan.size {
+                data.set_len(ring, plan.size).await?;
+            }
+            return data.flush(ring).await;
+        }
         match data.set_len(ring, 0).await {
             Ok(()) => self.reserve(data, 0, len).await?,
             Err(Errno::OPNOTSUPP) => {

@@ -242,6 +242,25 @@ fn check_features(options: &CreateOptions) -> Result<(), Refusal> {
     if options.data_file_raw && options.data_file.is_none() {
         return Err(("data_file_raw needs data_file".into(), "name the data file"));
     }
+    if options.keep_data_file && options.data_file.is_none() {
+        return Err((
+            "Must not use 'keep_data_file=on' without 'data_file'".into(),
+            "name the data file",
+        ));
+    }
+    let shows_all = match options.preallocation {
+        Preallocation::Metadata => true,
+        Preallocation::Off => options.data_file_raw,
+        Preallocation::Falloc | Preallocation::Full => false,
+    };
+    if options.keep_data_file && !shows_all {
+        return Err((
+            "'keep_data_file=on' requires 'preallocation=metadata' or 'data_file_raw=on', or the \
+             file contents will not be visible"
+                .into(),
+            "add one of them, without preallocation=falloc or full",
+        ));
+    }
     if options.data_file_raw && options.backing_file.is_some() {
         return Err((
             "a backing file and data_file_raw cannot be used at the same time".into(),

@@ -13,6 +13,7 @@ use crate::error::{Error, ErrorKind};
 use crate::geometry::Geometry;
 use crate::info::Info;
 use crate::refcounts::Named;
+use crate::snapshots::SnapshotChoice;
 use crate::sync::{Arc, AtomicU64, Mutex};
 
 /// How to open an image.
@@ -38,6 +39,10 @@ pub struct OpenOptions {
     /// [`Qcow2::info`] names no snapshots and no bitmaps, and no place of the disk can be looked
     /// up. Not with `writable`.
     pub header_only: bool,
+    /// Show the disk as this internal snapshot has it, with the size of that time. Not with
+    /// `writable` or `header_only`. [`Qcow2::info`] then names no bitmaps, which are those of the
+    /// disk as it is.
+    pub snapshot: Option<SnapshotChoice>,
 }
 
 /// What a discard of the disk's user does.

@@ -40,7 +40,7 @@ impl Qcow2 {
         file: Arc<Storage>,
         options: &OpenOptions,
     ) -> Result<Qcow2, Error> {
-        let writable = options.writable && !options.header_only;
+        let writable = options.writable && !options.header_only && options.snapshot.is_none();
         let mut header = read_header(ring, &file, writable).await?;
         if writable && header.incompatible & header::DIRTY != 0 {
             check::rebuild_refcounts(ring, &file, &header).await?;
@@ -50,7 +50,13 @@ impl Qcow2 {
             (Vec::new(), Region::default(), Vec::new(), Box::default())
         } else {
             let (snapshots, region) = snapshots::read(ring, &file, &header).await?;
-            let bitmaps = bitmaps::read(ring, &file, &header).await?;
+            let bitmaps = match &options.snapshot {
+                None => bitmaps::read(ring, &file, &header).await?,
+                Some(choice) => {
+                    choice.look_into(&mut header, &snapshots, &file)?;
+                    Vec::new()
+                }
+            };
             (snapshots, region, bitmaps, read_l1(ring, &file, &header).await?)
         };
 
@@ -132,11 +138,13 @@ async fn read_start(ring: &Ring, file: &Storage, len: u64) -> Result<Vec<u8>, Er
 async fn read_l1(ring: &Ring, file: &Storage, header: &Header) -> Result<Box<[AtomicU64]>, Error> {
     // At most 2^22: checked against the limit in the header.
     let entries = usize::try_from(header.geometry.l1_entries()).unwrap_or(0);
+    // The table of a snapshot may be shorter than its disk: the rest is not allocated.
+    let held = entries.min(header.l1_entries as usize);
     let l1 = zeroed_words(entries).ok_or_else(|| no_memory(file, "the L1 table"))?;
     let buf = IoBuf::new(L1_PIECE_BYTES.min((entries * 8).next_multiple_of(4096).max(4096)), 4096);
     let mut bytes = vec![0; buf.len()];
     let mut offset = header.l1_table.start;
-    for piece in l1.chunks(buf.len() / 8) {
+    for piece in l1[..held].chunks(buf.len() / 8) {
         let len = piece.len() * 8;
         let target = buf.slice(0..len);
         let done = file

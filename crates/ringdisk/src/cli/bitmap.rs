@@ -9,7 +9,7 @@ use ringdisk_daemon::size::parse_size;
 use ringdisk_disk::Format;
 
 use crate::cli::format_parser;
-use crate::cli::look::PoolArgs;
+use crate::cli::look::{NameArgs, PoolArgs};
 use crate::cli::names::{parse_bitmap, parse_existing};
 
 /// Change the bitmaps inside an image
@@ -17,6 +17,7 @@ use crate::cli::names::{parse_bitmap, parse_existing};
 /// A bitmap remembers which parts of the disk were written to. Actions are done in the order in
 /// which they are given.
 #[derive(Args, Debug)]
+#[command(args_override_self = true)]
 #[command(override_usage = "ringdisk bitmap [OPTIONS] ACTION... FILE [BITMAP]")]
 pub(crate) struct BitmapArgs {
     /// Format of FILE [default: look at its first bytes]
@@ -47,6 +48,9 @@ pub(crate) struct BitmapArgs {
     /// The bitmap, for everything but --remove-all
     #[arg(value_name = "BITMAP", value_parser = parse_existing)]
     pub(crate) bitmap: Option<String>,
+
+    #[command(flatten)]
+    pub(crate) name: NameArgs,
 
     #[command(flatten)]
     pub(crate) pool: PoolArgs,

@@ -8,7 +8,7 @@ use ringdisk_disk::{Cache, Format};
 use ringdisk_qcow2::Preallocation;
 use ringdisk_qcow2::Repair;
 
-use crate::cli::look::{OutputArgs, PoolArgs};
+use crate::cli::look::{NameArgs, OutputArgs, PoolArgs};
 use crate::cli::names::{parse_existing, parse_file, parse_snapshot};
 use crate::cli::words::{PREALLOCATION, Words, one_of};
 use crate::cli::{ProgressArgs, cache_parser, format_parser};
@@ -25,6 +25,7 @@ Examples:
 /// Without --format the image is a qcow2 when its name ends in .qcow2 or it gets a backing file,
 /// and raw otherwise. A file of that name is overwritten, unless another program uses it.
 #[derive(Args, Debug)]
+#[command(args_override_self = true)]
 #[command(
     after_help = CREATE_EXAMPLES,
     override_usage = "ringdisk create [OPTIONS] FILE SIZE\n       \
@@ -75,12 +76,13 @@ pub(crate) struct CreateArgs {
 ///
 /// SIZE is the new size, or with + or - in front how much it grows or shrinks.
 #[derive(Args, Debug)]
+#[command(args_override_self = true)]
 pub(crate) struct ResizeArgs {
     /// Format of FILE, raw or qcow2 [default: look at its first bytes]
     #[arg(short, long, value_parser = format_parser())]
     pub(crate) format: Option<Format>,
 
-    /// Let the disk become smaller; what is behind its new end is lost
+    /// Let the disk become smaller; what lies past its new end is lost
     #[arg(long)]
     pub(crate) shrink: bool,
 
@@ -101,6 +103,9 @@ pub(crate) struct ResizeArgs {
     pub(crate) size: SizeChange,
 
     #[command(flatten)]
+    pub(crate) name: NameArgs,
+
+    #[command(flatten)]
     pub(crate) pool: PoolArgs,
 }
 
@@ -115,6 +120,7 @@ const REPAIR: &Words<Repair> = &[
 /// Exit code: 0 nothing is wrong; 1 the check did not end; 2 the image is damaged; 3 space is
 /// leaked, otherwise nothing is wrong; 63 the format has nothing to check.
 #[derive(Args, Debug)]
+#[command(args_override_self = true)]
 pub(crate) struct CheckArgs {
     /// Format of FILE, raw or qcow2 [default: look at its first bytes]
     #[arg(short, long, value_parser = format_parser())]
@@ -144,6 +150,9 @@ pub(crate) struct CheckArgs {
     pub(crate) file: PathBuf,
 
     #[command(flatten)]
+    pub(crate) name: NameArgs,
+
+    #[command(flatten)]
     pub(crate) pool: PoolArgs,
 }
 
@@ -152,6 +161,7 @@ pub(crate) struct CheckArgs {
 /// SNAPSHOT is a name, or an ID of the list. Where it is the ID of one snapshot and the name of
 /// another, --apply takes the ID and --delete the name, as qemu-img does.
 #[derive(Args, Debug)]
+#[command(args_override_self = true)]
 pub(crate) struct SnapshotArgs {
     /// Format of FILE [default: look at its first bytes]
     #[arg(short, long, value_parser = format_parser())]
@@ -186,6 +196,9 @@ pub(crate) struct SnapshotArgs {
     pub(crate) file: PathBuf,
 
     #[command(flatten)]
+    pub(crate) name: NameArgs,
+
+    #[command(flatten)]
     pub(crate) pool: PoolArgs,
 }
 
@@ -216,6 +229,7 @@ impl SnapshotArgs {
 /// backing file, unless --drop says to leave them as they are. The base gets the size of the image.
 /// An image whose internal snapshots show what is below it is refused.
 #[derive(Args, Debug)]
+#[command(args_override_self = true)]
 pub(crate) struct CommitArgs {
     /// Format of FILE [default: look at its first bytes]
     #[arg(short, long, value_parser = format_parser())]
@@ -252,6 +266,9 @@ pub(crate) struct CommitArgs {
     pub(crate) file: PathBuf,
 
     #[command(flatten)]
+    pub(crate) name: NameArgs,
+
+    #[command(flatten)]
     pub(crate) pool: PoolArgs,
 }
 
@@ -260,6 +277,7 @@ pub(crate) struct CommitArgs {
 /// The disk stays what it is: where the old and the new backing file differ, the image gets the old
 /// bytes. With --backing-unsafe only the name is changed, for a backing file that was moved.
 #[derive(Args, Debug)]
+#[command(args_override_self = true)]
 pub(crate) struct RebaseArgs {
     /// Format of FILE [default: look at its first bytes]
     #[arg(short, long, value_parser = format_parser())]
@@ -289,12 +307,23 @@ pub(crate) struct RebaseArgs {
     #[arg(short = 'u', long)]
     pub(crate) backing_unsafe: bool,
 
+    /// Compress what is copied into the image
+    #[arg(short, long)]
+    pub(crate) compress: bool,
+
+    /// Read the backing files although another program is writing to them
+    #[arg(short = 'U', long)]
+    pub(crate) force_share: bool,
+
     #[command(flatten)]
     pub(crate) show: ProgressArgs,
 
     /// The image
     #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub(crate) file: PathBuf,
+
+    #[command(flatten)]
+    pub(crate) name: NameArgs,
 
     #[command(flatten)]
     pub(crate) pool: PoolArgs,

@@ -4,10 +4,10 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
 use ringdisk_daemon::size::parse_size;
-use ringdisk_disk::{Cache, Format};
+use ringdisk_disk::{Cache, Format, SnapshotChoice};
 
-use crate::cli::look::{OutputArgs, PoolArgs};
-use crate::cli::names::parse_file;
+use crate::cli::look::{NameArgs, OutputArgs, PoolArgs};
+use crate::cli::names::{parse_choice, parse_file};
 use crate::cli::{ProgressArgs, cache_parser, format_parser};
 
 /// Requests at once at most; qemu-img's.
@@ -19,19 +19,27 @@ Examples:
   ringdisk convert disk.img disk.qcow2             raw to qcow2
   ringdisk convert -O raw disk.qcow2 disk.img      and back
   ringdisk convert -c -o compression_type=zstd disk.qcow2 small.qcow2
-  ringdisk convert -n disk.qcow2 -O raw /dev/sdX   onto a device that is there already";
+  ringdisk convert -n disk.qcow2 -O raw /dev/sdX   onto a device that is there already
+  ringdisk convert -l monday disk.qcow2 then.img   an internal snapshot
+  ringdisk convert part1.img part2.img whole.img   several images, one behind the other";
 
-/// Copy an image into another, of any format
+/// Copy an image, or several one behind the other, into another, of any format
 ///
 /// Without --target-format the copy is a qcow2 when its name ends in .qcow2, and raw otherwise.
 #[derive(Args, Debug)]
-#[command(after_help = CONVERT_EXAMPLES, override_usage = "ringdisk convert [OPTIONS] SOURCE \
+#[command(args_override_self = true)]
+#[command(after_help = CONVERT_EXAMPLES, override_usage = "ringdisk convert [OPTIONS] SOURCE... \
     TARGET")]
 pub(crate) struct ConvertArgs {
     /// Format of the source [default: look at its first bytes]
     #[arg(short, long, alias = "source-format", value_name = "FORMAT",
           value_parser = format_parser())]
     pub(crate) format: Option<Format>,
+
+    /// Copy an internal snapshot of the source: an id or a name, or
+    /// snapshot.id=ID,snapshot.name=NAME
+    #[arg(short = 'l', long, value_name = "SNAPSHOT", value_parser = parse_choice)]
+    pub(crate) snapshot: Option<SnapshotChoice>,
 
     /// How the page cache is used for the source
     #[arg(short = 'T', long, value_name = "MODE", value_parser = cache_parser(),
@@ -53,6 +61,11 @@ pub(crate) struct ConvertArgs {
     /// Format of the target
     #[arg(short = 'O', long, value_name = "FORMAT", value_parser = format_parser())]
     pub(crate) target_format: Option<Format>,
+
+    /// Read the name of the target as options, such as driver=qcow2,file.filename=disk.qcow2; needs
+    /// --no-create
+    #[arg(long, conflicts_with = "target_format")]
+    pub(crate) target_image_opts: bool,
 
     /// Options of the target's format, as NAME=VALUE,NAME=VALUE; help lists them
     #[arg(short = 'o', long, alias = "target-format-options", value_name = "OPTIONS")]
@@ -103,12 +116,20 @@ pub(crate) struct ConvertArgs {
     #[arg(short = 'W', long)]
     pub(crate) oob_writes: bool,
 
+    /// Let the file system copy where it can, by reference where it has that: from images of any
+    /// format to raw ones
+    #[arg(short = 'C', long, conflicts_with_all = ["sparse_size", "compress"])]
+    pub(crate) copy_range_offloading: bool,
+
     #[command(flatten)]
     pub(crate) show: ProgressArgs,
 
-    /// The source, and then the target
+    /// The source, or several, which are put together; and last the target
     #[arg(value_name = "FILE", value_hint = ValueHint::FilePath, num_args = 0..)]
     pub(crate) files: Vec<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) name: NameArgs,
 
     #[command(flatten)]
     pub(crate) pool: PoolArgs,
@@ -120,6 +141,7 @@ pub(crate) struct ConvertArgs {
 /// wrong; 3 the map of one cannot be read; 4 its bytes cannot be read. A longer image whose rest is
 /// zeroes counts as the same, unless --strict.
 #[derive(Args, Debug)]
+#[command(args_override_self = true)]
 pub(crate) struct CompareArgs {
     /// Format of FILE1 [default: look at its first bytes]
     #[arg(short, long, alias = "a-format", value_name = "FORMAT", value_parser = format_parser())]
@@ -154,6 +176,9 @@ pub(crate) struct CompareArgs {
     pub(crate) second: PathBuf,
 
     #[command(flatten)]
+    pub(crate) name: NameArgs,
+
+    #[command(flatten)]
     pub(crate) pool: PoolArgs,
 }
 
@@ -161,6 +186,7 @@ pub(crate) struct CompareArgs {
 ///
 /// Either for a new disk of --size bytes, or for a copy of FILE.
 #[derive(Args, Debug)]
+#[command(args_override_self = true)]
 #[command(override_usage = "ringdisk measure [OPTIONS] --size SIZE\n       \
                             ringdisk measure [OPTIONS] FILE")]
 pub(crate) struct MeasureArgs {
@@ -186,12 +212,20 @@ pub(crate) struct MeasureArgs {
     #[arg(short = 'U', long)]
     pub(crate) force_share: bool,
 
+    /// Measure an internal snapshot of FILE: an id or a name, or snapshot.id=ID,snapshot.name=NAME
+    #[arg(short = 'l', long, value_name = "SNAPSHOT", requires = "file",
+          value_parser = parse_choice)]
+    pub(crate) snapshot: Option<SnapshotChoice>,
+
     #[command(flatten)]
     pub(crate) output: OutputArgs,
 
     /// The image to be copied
     #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub(crate) file: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) name: NameArgs,
 
     #[command(flatten)]
     pub(crate) pool: PoolArgs,

@@ -18,10 +18,13 @@ use crate::cli::{ProgressArgs, format_parser, parse_limit};
 const CTL_EXAMPLES: &str = "\
 Examples:
   ringdisk ctl /srv/disk stats
+  ringdisk ctl /srv/disk stats --every 2s          with rates of the last two seconds
+  ringdisk ctl /srv/disk events                    I/O errors, clients that come and go, and so on
   ringdisk ctl /srv/disk resize +10G
   ringdisk ctl /srv/disk snapshot today.qcow2      further writes go to today.qcow2
   ringdisk ctl /srv/disk commit                    and back into the image below it
   ringdisk ctl /srv/disk backing -F qcow2 copy.qcow2    a copy of the image below takes its place
+  ringdisk ctl /srv/disk limit iops=5000,bps-write=50M
   ringdisk ctl /srv/disk stop                      when nobody uses it any more; --force: now
   ringdisk ctl /run/vm1.sock resize +10G           a disk of `ringdisk serve`: its guest sees the \
   new size";
@@ -53,18 +56,30 @@ pub(crate) struct CtlArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum CtlCommand {
-    /// Show the counters
+    /// Say what the disk does, on one screen
     Stats {
-        /// As JSON
-        #[arg(long)]
+        /// As JSON, with all counters
+        #[arg(long, conflicts_with = "every")]
         json: bool,
+        /// All counters, also those of queue threads and rings
+        #[arg(long, conflicts_with_all = ["json", "every"])]
+        internals: bool,
+        /// Again after each TIME, with what was done in between; Ctrl-C ends it
+        #[arg(long, value_name = "TIME", value_parser = parse_limit)]
+        every: Option<Duration>,
     },
+    /// Print what happens as it happens, as lines of JSON; Ctrl-C ends it
+    ///
+    /// Each line has `event` (io-error, disk-full, fault, needs-reset, client-came, client-gone,
+    /// stopping, handed-over, lost), `time`, `number` and `text`. A reader that is too slow gets
+    /// `lost` with the number of events that it has missed.
+    Events,
     /// Change the size of the disk
     Resize {
         /// The new size, such as 20G, +5G or -1G
         #[arg(value_name = "SIZE", value_parser = parse_size_change, allow_hyphen_values = true)]
         size: SizeChange,
-        /// Let the disk become smaller; what is behind its new end is lost
+        /// Let the disk become smaller; what lies past its new end is lost
         #[arg(long)]
         shrink: bool,
         /// What is prepared in the new part
@@ -122,6 +137,19 @@ pub(crate) enum CtlCommand {
         /// on or off
         #[arg(value_name = "on|off", value_parser = parse_switch, action = clap::ArgAction::Set)]
         on: bool,
+    },
+    /// Show the limits of the disk, or change some
+    ///
+    /// Those that LIMITS does not name stay as they are; a rate of 0 is no limit, `none` removes
+    /// all. Disks of one group (`--limit group=NAME`) have them together. A disk that the host
+    /// kernel serves (--accel) is served by the queue threads then.
+    Limit {
+        /// As with `--limit`: iops=5000,bps=0
+        #[arg(value_name = "LIMITS")]
+        change: Option<String>,
+        /// As JSON
+        #[arg(long)]
+        json: bool,
     },
     /// End the mount, as Ctrl-C does; of several disks of one process this one only
     ///

@@ -6,58 +6,38 @@ use std::time::Duration;
 
 use clap::{Args, ValueHint};
 use ringdisk_daemon::size::{parse_size, parse_time};
+use ringdisk_disk::name::FileName;
 use ringdisk_disk::{AllowedHost, Cache, DetectZeroes, Discard, Format};
+use ringdisk_disk::{ImageOptions, SnapshotChoice};
 
+use crate::cli::limit::{LimitWords, parse_limits};
+use crate::cli::names::parse_choice;
 use crate::cli::words::{
-    CacheSize, DETECT_ZEROES, DISCARD, one_of, parse_cache_size, parse_host, parse_switch,
+    CacheSize, DETECT_ZEROES, DISCARD, one_of, parse_cache_size, parse_host,
+    parse_new_image_options, parse_switch,
 };
 use crate::cli::{cache_parser, format_parser, is_named_qcow2};
 
 /// What is served; the IMAGE itself is with the command.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ImageArgs {
-    /// Serve a disk of SIZE bytes that keeps nothing, instead of an image
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options",
-          conflicts_with_all = ["create", "format", "cache", "direct", "allow_path",
-                                "allow_host", "reconnect", "force_share", "offset", "size",
-                                "partition", "snapshot", "overlay", "discard", "discard_no_unref",
-                                "detect_zeroes", "lazy_refcounts",
-                                "metadata_cache"])]
-    pub(crate) null: Option<u64>,
-
-    /// How long each request to a null disk takes, such as 100us
-    #[arg(long, value_name = "TIME", value_parser = parse_time, requires = "null",
-          help_heading = "Image options")]
-    pub(crate) latency: Option<Duration>,
-
-    /// Reads of a null disk give zeroes (they cost time; without it they give anything)
-    #[arg(long, requires = "null", help_heading = "Image options")]
-    pub(crate) read_zeroes: bool,
+    /// Never write to IMAGE
+    #[arg(short, long)]
+    pub(crate) read_only: bool,
 
     /// Make an image of SIZE bytes when there is no IMAGE: a qcow2 if its name ends so, or with -f
     /// qcow2; else a raw one
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options",
+    #[arg(long, value_name = "SIZE", value_parser = parse_size,
           conflicts_with = "read_only")]
     pub(crate) create: Option<u64>,
 
-    /// Options of the image that --create makes, as NAME=VALUE,NAME=VALUE (see `create -o help`)
-    #[arg(
-        short = 'o',
-        long,
-        value_name = "OPTIONS",
-        requires = "create",
-        help_heading = "Image options"
-    )]
-    pub(crate) options: Vec<String>,
-
     /// Leave IMAGE as it is: what is written goes to a temporary overlay, which is gone at the end
-    #[arg(long, help_heading = "Image options", conflicts_with_all = ["read_only", "create"])]
+    #[arg(long, conflicts_with_all = ["read_only", "create"])]
     pub(crate) snapshot: bool,
 
     /// Leave IMAGE as it is: what is written goes to FILE, a qcow2 overlay, made when it is not
     /// there
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Image \
-        options",
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath,
           conflicts_with_all = ["read_only", "create", "snapshot"])]
     pub(crate) overlay: Option<PathBuf>,
 
@@ -69,12 +49,30 @@ pub(crate) struct ImageArgs {
     /// user.ringdisk.format), and where it can keep none the writes stay refused. `serve` asks for
     /// the format of what is not qcow2 and has no such note. An image with the note that begins
     /// like another format, and a block device that does, are not guessed: say what they are.
-    #[arg(short, long, value_parser = format_parser(), help_heading = "Image options")]
+    #[arg(short, long, value_parser = format_parser())]
     pub(crate) format: Option<Format>,
 
-    /// Never write to IMAGE
-    #[arg(short, long, help_heading = "Image options")]
-    pub(crate) read_only: bool,
+    /// Serve partition N of the disk of IMAGE, as the kernel numbers it (1 is /dev/sda1; logical
+    /// ones from 5 on)
+    ///
+    /// The table (MBR, or GPT with sectors of 512 or 4096 bytes; an MBR counts in those of a block
+    /// device, else in 512) is read when the image is opened. No request reaches a byte outside the
+    /// partition. Refused: a partition that overlaps another one or goes past the end of the disk,
+    /// and an extended one.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..),
+          conflicts_with_all = ["offset", "size", "create"])]
+    pub(crate) partition: Option<u32>,
+
+    /// Options of the image that --create makes, as NAME=VALUE,NAME=VALUE (see `create -o help`)
+    #[arg(
+        short = 'o',
+        long,
+        value_name = "OPTIONS",
+        value_parser = parse_new_image_options,
+        requires = "create",
+        help_heading = "Image options"
+    )]
+    pub(crate) options: Vec<String>,
 
     /// How the host's page cache and flushes are used
     ///
@@ -90,6 +88,25 @@ pub(crate) struct ImageArgs {
     #[arg(long, conflicts_with = "cache", help_heading = "Image options")]
     pub(crate) direct: bool,
 
+    /// Serve an internal snapshot of IMAGE, a qcow2: an id or a name, or
+    /// snapshot.id=ID,snapshot.name=NAME; needs --read-only
+    ///
+    /// The disk has the size of that time. It cannot be handed over (--upgrade).
+    #[arg(long, value_name = "SNAPSHOT", value_parser = parse_choice, requires = "read_only",
+          help_heading = "Image options")]
+    pub(crate) load_snapshot: Option<SnapshotChoice>,
+
+    /// Read the name of IMAGE as options, such as driver=qcow2,file.filename=disk.qcow2
+    ///
+    /// A comma inside a value is written twice. The same can be written as JSON in place of any
+    /// name: 'json:{"driver":"qcow2","file":{"filename":"disk.qcow2"}}'.
+    #[arg(long, conflicts_with_all = ["format", "create"], help_heading = "Image options")]
+    pub(crate) image_opts: bool,
+
+    /// The name of IMAGE says that its backing file does not count.
+    #[arg(skip)]
+    pub(crate) without_backing: bool,
+
     /// Serve the disk of IMAGE from this byte on (of any format: a place on its disk, not in its
     /// file)
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options")]
@@ -100,18 +117,6 @@ pub(crate) struct ImageArgs {
     /// A disk with a size of its own cannot be resized.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Image options")]
     pub(crate) size: Option<u64>,
-
-    /// Serve partition N of the disk of IMAGE, as the kernel numbers it (1 is /dev/sda1; logical
-    /// ones from 5 on)
-    ///
-    /// The table (MBR, or GPT with sectors of 512 or 4096 bytes; an MBR counts in those of a block
-    /// device, else in 512) is read when the image is opened. No request reaches a byte outside the
-    /// partition. Refused: a partition that overlaps another one or goes past the end of the disk,
-    /// and an extended one.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..),
-          help_heading = "Image options",
-          conflicts_with_all = ["offset", "size", "create"])]
-    pub(crate) partition: Option<u32>,
 
     /// A directory (with all below) or file that backing and data file names of IMAGE may lead to
     ///
@@ -159,6 +164,16 @@ pub(crate) struct ImageArgs {
           help_heading = "Image options")]
     pub(crate) detect_zeroes: DetectZeroes,
 
+    /// Limit requests and bytes per second: iops=1000,bps-write=50M,iops-max=5000
+    ///
+    /// {iops,bps}, for all requests, or {iops,bps}-{read,write}; each with -max, the rate of a
+    /// burst, and -max-length, how many seconds one may last [default: a burst is as much at once];
+    /// iops-size: a longer request counts as several. They mean what they mean in QEMU.
+    /// group=NAME: the disks of this process with that NAME share the limits, and take turns. May
+    /// be given several times. `ringdisk ctl TARGET limit` changes them.
+    #[arg(long, value_name = "LIMITS", value_parser = parse_limits, help_heading = "Image options")]
+    pub(crate) limit: Vec<LimitWords>,
+
     /// Write reference counts of a qcow2 late, or not [default: as the image says]
     ///
     /// Allocating becomes faster; after a crash the next one who writes has to rebuild the counts.
@@ -171,9 +186,73 @@ pub(crate) struct ImageArgs {
     #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = parse_cache_size,
           help_heading = "Image options")]
     pub(crate) metadata_cache: CacheSize,
+
+    /// Serve a disk of SIZE bytes that keeps nothing, instead of an image
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Test options",
+          conflicts_with_all = ["create", "image_opts", "load_snapshot", "format", "cache",
+                                "direct", "allow_path", "allow_host", "reconnect", "force_share",
+                                "offset", "size",
+                                "partition", "snapshot", "overlay", "discard", "discard_no_unref",
+                                "detect_zeroes", "lazy_refcounts",
+                                "metadata_cache"])]
+    pub(crate) null: Option<u64>,
+
+    /// How long each request to a null disk takes, such as 100us
+    #[arg(long, value_name = "TIME", value_parser = parse_time, requires = "null",
+          help_heading = "Test options")]
+    pub(crate) latency: Option<Duration>,
+
+    /// Reads of a null disk give zeroes (that costs time; without it they return undefined data)
+    #[arg(long, requires = "null", help_heading = "Test options")]
+    pub(crate) read_zeroes: bool,
 }
 
 impl ImageArgs {
+    /// Takes in what the name of an image says beside its path ([`FileName`]).
+    ///
+    /// * `image`: becomes the path, or the URI of an NBD export.
+    ///
+    /// Errors: a description that is wrong, of what we do not have, or that contradicts options.
+    pub(crate) fn take_name(&mut self, image: &mut PathBuf) -> Result<(), String> {
+        let name = match self.image_opts {
+            true => FileName::of_options(&image.to_string_lossy()),
+            false => FileName::of_user(image),
+        };
+        let name = name.map_err(|error| error.to_string())?;
+        if name.nbd.is_none() && name.path == *image {
+            return Ok(());
+        }
+        self.read_only |= name.node.read_only == Some(true);
+        let mut options = ImageOptions {
+            format: self.format,
+            read_only: self.read_only,
+            cache: self.cache_mode(),
+            window_offset: self.offset.unwrap_or(0),
+            window_size: self.size,
+            partition: self.partition,
+            force_share: self.force_share,
+            discard: self.discard,
+            discard_no_unref: self.discard_no_unref,
+            detect_zeroes: self.detect_zeroes,
+            lazy_refcounts: self.lazy_refcounts,
+            ..ImageOptions::default()
+        };
+        name.add_to(&mut options).map_err(|error| error.to_string())?;
+        self.format = options.format;
+        (self.cache, self.direct) = (options.cache, false);
+        self.offset = Some(options.window_offset).filter(|offset| *offset != 0).or(self.offset);
+        self.size = options.window_size;
+        self.force_share = options.force_share;
+        self.discard = options.discard;
+        self.discard_no_unref = options.discard_no_unref;
+        self.detect_zeroes = options.detect_zeroes;
+        self.lazy_refcounts = options.lazy_refcounts;
+        self.without_backing = options.without_backing;
+        self.image_opts = false;
+        *image = name.plain_path();
+        Ok(())
+    }
+
     /// The cache mode with `--direct` taken in.
     pub(crate) fn cache_mode(&self) -> Cache {
         if self.direct { Cache::None } else { self.cache }

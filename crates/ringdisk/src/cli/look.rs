@@ -28,6 +28,17 @@ impl OutputArgs {
     }
 }
 
+/// How images are named.
+#[derive(Args, Clone, Copy, Debug, Default)]
+pub(crate) struct NameArgs {
+    /// Read the name of the image as options, such as driver=qcow2,file.filename=disk.qcow2
+    ///
+    /// A comma inside a value is written twice. The same can be written as JSON in place of any
+    /// name: 'json:{"driver":"qcow2","file":{"filename":"disk.qcow2"}}'.
+    #[arg(long, conflicts_with = "format")]
+    pub(crate) image_opts: bool,
+}
+
 /// Where the files that images name may be.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct PoolArgs {
@@ -60,6 +71,9 @@ pub(crate) struct LookArgs {
     pub(crate) force_share: bool,
 
     #[command(flatten)]
+    pub(crate) name: NameArgs,
+
+    #[command(flatten)]
     pub(crate) pool: PoolArgs,
 
     #[command(flatten)]
@@ -72,6 +86,7 @@ pub(crate) struct LookArgs {
 /// what it depends on; with --backing-chain the same for every backing file. An image whose backing
 /// file cannot be opened is shown alone, with a warning.
 #[derive(Args, Debug)]
+#[command(args_override_self = true)]
 pub(crate) struct InfoArgs {
     #[command(flatten)]
     pub(crate) look: LookArgs,
@@ -87,6 +102,7 @@ pub(crate) struct InfoArgs {
 /// --json: every range of the disk with the keys start, length, depth, present, zero, data,
 /// compressed and offset, as qemu-img shows them.
 #[derive(Args, Debug)]
+#[command(args_override_self = true)]
 pub(crate) struct MapArgs {
     #[command(flatten)]
     pub(crate) look: LookArgs,

@@ -7,15 +7,21 @@
 
 mod bitmap;
 mod change;
+pub(crate) mod config;
 mod copy;
 mod ctl;
 mod disk_spec;
 mod image;
+mod limit;
+mod log;
 mod look;
 mod mount;
 mod names;
 mod placement;
+mod ps;
+mod report;
 mod serve;
+mod top;
 mod topology;
 mod user;
 mod words;
@@ -28,18 +34,25 @@ pub(crate) use change::{CheckArgs, CommitArgs, RebaseArgs, ResizeArgs, SnapshotA
 pub(crate) use change::{CreateArgs, SnapshotWork};
 use clap::builder::PossibleValuesParser;
 use clap::builder::TypedValueParser;
-use clap::error::ErrorKind;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand, ValueHint};
 use clap_complete::Shell;
+pub(crate) use config::ConfigArgs;
 pub(crate) use copy::{CompareArgs, ConvertArgs, MeasureArgs};
 pub(crate) use ctl::{CtlArgs, CtlCommand};
 pub(crate) use disk_spec::DiskWords;
 pub(crate) use image::ImageArgs;
-pub(crate) use look::{InfoArgs, LookArgs, MapArgs, PoolArgs};
+pub(crate) use limit::LimitWords;
+pub(crate) use log::LogArgs;
+pub(crate) use look::{InfoArgs, LookArgs, MapArgs, NameArgs, PoolArgs};
 pub(crate) use mount::{MountArgs, MountPaths, StopTimeout, UmountArgs, parse_limit};
 pub(crate) use placement::PlacementArgs;
+pub(crate) use ps::{MetricsCommandArgs, PsArgs};
+pub(crate) use report::ReportArgs;
 use ringdisk_disk::{Cache, Format};
-pub(crate) use serve::{AccelWord, Address, DeviceArgs, DiskArgs, NbdArgs, ServeArgs, ServedDisk};
+pub(crate) use serve::{AccelWord, Address, DiskArgs, NbdArgs, ServeArgs, ServedDisk};
+pub(crate) use serve::{NbdAccessArgs, TlsWord, VerifyWord};
+pub(crate) use top::TopArgs;
 pub(crate) use topology::TopologyArgs;
 pub(crate) use user::UserArgs;
 pub(crate) use words::{DETECT_ZEROES, DISCARD, PACKED, PREALLOCATION, SandboxArgs, word_of};
@@ -62,6 +75,7 @@ Examples:
   ringdisk mount --create 10G disk.qcow2 disk  make a qcow2 and serve it (Ctrl-C ends it)
   ringdisk mount --daemonize disk.qcow2 /srv/disk
                                                serve an image in the background
+  ringdisk ps                                  what is served here, and who uses it
   ringdisk ctl /srv/disk stats                 what it is doing
   ringdisk umount /srv/disk                    and end that
   ringdisk serve disk.qcow2 --vhost-user-blk /run/vm1.sock
@@ -97,7 +111,11 @@ pub(crate) enum Command {
     Mount(Box<MountArgs>),
     Umount(UmountArgs),
     Serve(Box<ServeArgs>),
+    Ps(PsArgs),
+    Top(TopArgs),
     Ctl(CtlArgs),
+    Metrics(MetricsCommandArgs),
+    Report(ReportArgs),
     Topology(Box<TopologyArgs>),
     Create(CreateArgs),
     Info(InfoArgs),
@@ -118,7 +136,7 @@ pub(crate) enum Command {
 
 /// Serve an image over NBD, with the command line of qemu-nbd
 ///
-/// Everything behind `nbd` is read as `qemu-nbd` reads it: `ringdisk nbd --help` lists it. A link
+/// Everything after `nbd` is read as `qemu-nbd` reads it: `ringdisk nbd --help` lists it. A link
 /// to ringdisk with the name qemu-nbd does the same.
 #[derive(Args, Debug)]
 #[command(disable_help_flag = true)]
@@ -167,6 +185,21 @@ fn format_parser() -> impl TypedValueParser<Value = Format> {
 fn cache_parser() -> impl TypedValueParser<Value = Cache> {
     PossibleValuesParser::new(["writeback", "none", "writethrough", "directsync", "unsafe"])
         .try_map(|text| text.parse::<Cache>())
+}
+
+/// What other tools call `ps`.
+const LIKE_PS: [&str; 5] = ["ls", "list", "status", "show", "mounts"];
+
+/// Adds the command that is meant, where a word is another tool's name of it.
+pub(crate) fn with_suggestion(mut error: clap::Error) -> clap::Error {
+    let word = error.get(ContextKind::InvalidSubcommand);
+    let is_like_ps =
+        matches!(word, Some(ContextValue::String(word)) if LIKE_PS.contains(&word.as_str()));
+    if is_like_ps {
+        let ps = ContextValue::Strings(vec![String::from("ps")]);
+        error.insert(ContextKind::SuggestedSubcommand, ps);
+    }
+    error
 }
 
 /// The definition of one command, so that an error shows that command's usage.

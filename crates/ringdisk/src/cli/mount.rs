@@ -8,7 +8,7 @@ use ringdisk_daemon::size::parse_time;
 use ringdisk_fuse::{Stay, ZeroCopy};
 
 use crate::cli::words::{STAY, SandboxArgs, ZERO_COPY, one_of};
-use crate::cli::{ImageArgs, PlacementArgs, UserArgs, refuse};
+use crate::cli::{ConfigArgs, ImageArgs, LogArgs, PlacementArgs, UserArgs, refuse};
 
 const MOUNT_LONG: &str = "\
 Serves the disk inside IMAGE as the file MOUNTPOINT until it is unmounted or stopped by Ctrl-C \
@@ -28,24 +28,36 @@ Times need a unit: 250us, 1ms, 5s.";
 
 const MOUNT_EXAMPLES: &str = "\
 Examples:
+
+A disk to work with:
   ringdisk mount --create 10G disk.qcow2 disk
       make a qcow2 image and use it at once: mkfs.ext4 disk
-  ringdisk mount disk.qcow2 disk.raw
+  ringdisk mount --daemonize disk.qcow2 /srv/disk
+      in the background; the command returns when the file is there
+  ringdisk umount /srv/disk
+      and end that; `ringdisk ps` shows what is served
+
+Look inside, or try something:
+  ringdisk mount --read-only disk.qcow2 disk.raw
       look into an image; in another terminal: fdisk -l disk.raw
   ringdisk mount --partition 2 disk.qcow2 part2
       one partition of its disk; then mount -o loop part2 /mnt
   ringdisk mount --snapshot disk.qcow2 disk
-      try something; what is written is gone at the end
+      what is written is gone at the end
+  ringdisk mount --overlay work.qcow2 disk.qcow2 disk
+      what is written goes to work.qcow2
+
+As a service, for years:
+  ringdisk mount --daemonize --keep-mount --pidfile /run/disk.pid disk.qcow2 /srv/disk
+      the mount outlives a crash of the serving process
+  ringdisk mount --upgrade disk.qcow2 /srv/disk
+      go on with it in a new process of this version, while it is in use
+
+Speed:
   ringdisk mount --direct --threads 4 -f raw /dev/sdb1 disk
       serve a block device without the page cache, with four queues
-  ringdisk mount --cpus 0-3 --numa off disk.img disk
-      with queue threads on four CPUs; `ringdisk topology disk` shows them
-  ringdisk mount --daemonize --pidfile /run/disk.pid disk.img /srv/disk
-      in the background; the command returns when the mount answers
-  ringdisk mount --upgrade disk.img /srv/disk
-      go on with it in a new process of this version, while it is in use
-  ringdisk mount --null 1T --latency 100us /tmp/null
-      a disk that keeps nothing, to measure everything but storage";
+  ringdisk mount --cpus 0-3 --numa off disk.qcow2 disk
+      with queue threads on four CPUs; `ringdisk topology disk` shows them";
 
 /// Serve an image as a file
 #[derive(Args, Debug)]
@@ -65,16 +77,24 @@ pub(crate) struct MountArgs {
     #[arg(value_name = "MOUNTPOINT", value_hint = ValueHint::FilePath)]
     mountpoint: Option<PathBuf>,
 
-    #[command(flatten)]
-    pub(crate) disk: ImageArgs,
+    /// Serve in the background; return when the mount answers
+    ///
+    /// An error during the start is reported as usual, with its exit code. Later messages go where
+    /// --log says. Standard output and error stay open only where they are regular files.
+    #[arg(long)]
+    pub(crate) daemonize: bool,
 
     /// Let clients make the disk larger: by a write past the end, truncate or fallocate
     ///
     /// Otherwise its size is fixed: a truncation to another size fails (EPERM), and opening the
     /// file with O_TRUNC, as `cp` and `>` do, keeps the size and the content. `ringdisk ctl
     /// MOUNTPOINT resize` changes the size at any time.
-    #[arg(long, conflicts_with = "read_only", help_heading = "File options")]
+    #[arg(long, conflicts_with = "read_only")]
     pub(crate) growable: bool,
+
+    /// Let other users open the file, as far as its mode allows
+    #[arg(long)]
+    pub(crate) allow_other: bool,
 
     /// Let clients make the disk larger and smaller, as any file; what they cut off is lost
     ///
@@ -82,13 +102,12 @@ pub(crate) struct MountArgs {
     #[arg(long, conflicts_with = "read_only", help_heading = "File options")]
     pub(crate) resizable: bool,
 
-    /// Let other users open the file, as far as its mode allows
-    #[arg(long, help_heading = "File options")]
-    pub(crate) allow_other: bool,
-
     /// Keep the file's contents in the kernel's page cache (for buffered reads that repeat)
     #[arg(long, help_heading = "File options")]
     pub(crate) kernel_cache: bool,
+
+    #[command(flatten)]
+    pub(crate) config: ConfigArgs,
 
     #[command(flatten)]
     pub(crate) placement: PlacementArgs,
@@ -115,7 +134,7 @@ pub(crate) struct MountArgs {
     /// --growable, and reads and writes are not in the statistics. Other growth needs fallocate of
     /// the image's file system, which never cuts what the kernel has appended meanwhile.
     #[arg(long, help_heading = "Serving options", conflicts_with_all = ["null", "kernel_cache",
-          "snapshot", "overlay", "zero_copy"])]
+          "snapshot", "overlay", "zero_copy", "limit"])]
     pub(crate) passthrough: bool,
 
     /// Each entry of a ring has a payload of its own, as before Linux 7.3: to compare
@@ -145,12 +164,8 @@ pub(crate) struct MountArgs {
         options")]
     pub(crate) stop_timeout: Option<StopTimeout>,
 
-    /// Serve in the background; return when the mount answers
-    ///
-    /// An error during the start is reported as usual, with its exit code. Standard output and
-    /// error stay open only where they are regular files.
-    #[arg(long, help_heading = "Serving options")]
-    pub(crate) daemonize: bool,
+    #[command(flatten)]
+    pub(crate) log: LogArgs,
 
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
@@ -191,6 +206,9 @@ pub(crate) struct MountArgs {
     /// Print IOPS, bytes, latencies, depth and CPU time per request on standard error at the end
     #[arg(long, help_heading = "Serving options")]
     pub(crate) stats: bool,
+
+    #[command(flatten)]
+    pub(crate) disk: ImageArgs,
 }
 
 /// End a mount
@@ -199,9 +217,14 @@ pub(crate) struct MountArgs {
 /// server made it, are removed by it.
 #[derive(Args, Debug)]
 pub(crate) struct UmountArgs {
-    /// The file that the image is served as
-    #[arg(value_name = "MOUNTPOINT", value_hint = ValueHint::FilePath)]
-    pub(crate) mountpoint: PathBuf,
+    /// The file that the image is served as; several are ended one after the other
+    #[arg(value_name = "MOUNTPOINT", value_hint = ValueHint::FilePath,
+          required_unless_present = "all")]
+    pub(crate) mountpoints: Vec<PathBuf>,
+
+    /// End all mounts of this user (as root: of all users)
+    #[arg(short, long, conflicts_with = "mountpoints")]
+    pub(crate) all: bool,
 
     /// Take the mount away although it is in use; it ends when its last user closes it
     #[arg(short, long, conflicts_with = "force")]
@@ -255,6 +278,17 @@ pub(crate) struct MountPaths {
 }
 
 impl MountArgs {
+    /// Takes in what the name of the image says beside its path.
+    ///
+    /// Errors: as [`ImageArgs::take_name`].
+    pub(crate) fn take_name(&mut self) -> Result<(), clap::Error> {
+        if self.disk.null.is_some() {
+            return Ok(());
+        }
+        let taken = self.disk.take_name(&mut self.image);
+        taken.map_err(|text| refuse("mount", clap::error::ErrorKind::ValueValidation, text))
+    }
+
     /// Sorts the paths out.
     ///
     /// Errors: one path too few or too many.

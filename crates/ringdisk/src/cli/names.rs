@@ -3,6 +3,7 @@
 //! Promises: what is accepted here can be listed on one line, typed again, and stored by QEMU too.
 
 use ringdisk_daemon::terminal::visible;
+use ringdisk_disk::SnapshotChoice;
 
 /// Longest name of an internal snapshot, bytes: QEMU keeps 255.
 const SNAPSHOT_BYTES_MAX: usize = 255;
@@ -24,6 +25,11 @@ pub(crate) fn parse_bitmap(text: &str) -> Result<String, String> {
 /// Reads the name of a snapshot or bitmap that is there already: whatever it is, but something.
 pub(crate) fn parse_existing(text: &str) -> Result<String, String> {
     if text.is_empty() { Err(String::from("the name is empty")) } else { Ok(text.to_owned()) }
+}
+
+/// Reads which internal snapshot is meant.
+pub(crate) fn parse_choice(text: &str) -> Result<SnapshotChoice, String> {
+    text.parse()
 }
 
 /// Reads the name of a file that is written into an image; empty: none.

@@ -1,6 +1,7 @@
 //! The words of `ringdisk serve`.
 
 mod nbd;
+mod nbd_access;
 
 use std::path::PathBuf;
 
@@ -16,8 +17,9 @@ use ringdisk_vhost::export::{
 };
 
 use crate::cli::words::{ENGINE, NUMA, ON_ERROR, PACKED, SECOND, one_of};
-use crate::cli::{DiskWords, ImageArgs, SandboxArgs, UserArgs, refuse};
-pub(crate) use nbd::{Address, NbdArgs, NbdDiskArgs};
+use crate::cli::{ConfigArgs, DiskWords, ImageArgs, LogArgs, SandboxArgs, UserArgs, refuse};
+pub(crate) use nbd::{Address, NbdArgs, NbdDiskArgs, parse_address};
+pub(crate) use nbd_access::{NbdAccessArgs, TlsWord, VerifyWord};
 
 const SERVE_LONG: &str = "\
 Serves the disk inside IMAGE to a virtual machine, through the socket SOCKET (vhost-user-blk), \
@@ -86,6 +88,13 @@ pub(crate) struct ServeArgs {
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath, conflicts_with = "null")]
     image: Option<PathBuf>,
 
+    /// Serve in the background; return when the sockets answer
+    ///
+    /// An error during the start is reported as usual, with its exit code. Later messages go where
+    /// --log says. Standard output and error stay open only where they are regular files.
+    #[arg(long)]
+    pub(crate) daemonize: bool,
+
     /// A disk of several, as KEY=VALUE,KEY=VALUE: image=root.qcow2,socket=/run/vm1.sock,serial=root
     #[arg(long, value_name = "SPEC", help_heading = "Socket options",
           conflicts_with_all = ["image", "null", "create", "overlay", "vhost_user_blk", "connect",
@@ -94,22 +103,15 @@ pub(crate) struct ServeArgs {
     disk: Vec<String>,
 
     #[command(flatten)]
-    one: DiskArgs,
+    pub(crate) nbd: NbdArgs,
 
     #[command(flatten)]
-    pub(crate) nbd: NbdArgs,
+    pub(crate) config: ConfigArgs,
 
     /// Take over, with everything that is connected, from the process that serves the same disks
     /// now
     #[arg(long, conflicts_with = "incoming", help_heading = "Serving options")]
     pub(crate) upgrade: bool,
-
-    /// Serve in the background; return when the sockets answer
-    ///
-    /// An error during the start is reported as usual, with its exit code. Standard output and
-    /// error stay open only where they are regular files.
-    #[arg(long, help_heading = "Serving options")]
-    pub(crate) daemonize: bool,
 
     /// Let the virtual machine go on when the serving process dies: a second process holds its
     /// connection and its memory, and starts another one
@@ -121,6 +123,9 @@ pub(crate) struct ServeArgs {
           "socket_name"],
           help_heading = "Serving options")]
     pub(crate) keep: bool,
+
+    #[command(flatten)]
+    pub(crate) log: LogArgs,
 
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
@@ -136,19 +141,23 @@ pub(crate) struct ServeArgs {
     /// Print IOPS, bytes, latencies, depth and CPU time per request on standard error at the end
     #[arg(long, help_heading = "Serving options")]
     pub(crate) stats: bool,
+
+    // Last, as its test options are what people need least.
+    #[command(flatten)]
+    one: DiskArgs,
 }
 
 /// What each disk of a process has for itself.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct DiskArgs {
     #[command(flatten)]
-    pub(crate) source: ImageArgs,
-    #[command(flatten)]
     pub(crate) place: SocketArgs,
     #[command(flatten)]
     pub(crate) device: DeviceArgs,
     #[command(flatten)]
     pub(crate) nbd: NbdDiskArgs,
+    #[command(flatten)]
+    pub(crate) source: ImageArgs,
 }
 
 /// Where front ends come from.
@@ -408,7 +417,7 @@ impl ServeArgs {
     ///
     /// Errors: words that make no sense together.
     pub(crate) fn disks(&self) -> Result<Vec<ServedDisk>, clap::Error> {
-        let disks = match self.disk.as_slice() {
+        let mut disks = match self.disk.as_slice() {
             [] => vec![ServedDisk { image: self.image.clone(), args: self.one.clone() }],
             specs => {
                 let mut disks = Vec::new();
@@ -422,6 +431,12 @@ impl ServeArgs {
                 disks
             }
         };
+        for disk in &mut disks {
+            if let Some(image) = &mut disk.image {
+                let taken = disk.args.source.take_name(image);
+                taken.map_err(|text| refuse("serve", ErrorKind::ValueValidation, text))?;
+            }
+        }
         let is_missing =
             |disk: &ServedDisk| disk.image.is_none() && disk.args.source.null.is_none();
         if let Some(number) = disks.iter().position(is_missing) {
@@ -445,6 +460,11 @@ impl ServeArgs {
                 return Err(refuse("serve", ErrorKind::ValueValidation, text));
             }
             device.check_accel().map_err(|(kind, text)| refuse("serve", kind, text))?;
+            if device.accel == AccelWord::Require && !disk.args.source.limit.is_empty() {
+                let text = "--accel require and --limit contradict each other: the kernel knows no \
+                            limits";
+                return Err(refuse("serve", ErrorKind::ArgumentConflict, text));
+            }
         }
         disks.iter().try_for_each(|disk| self.check_kept(&disk.args))?;
         let check_nbd = |disk: &ServedDisk| self.nbd.check(&disk.args);

@@ -15,6 +15,20 @@ pub(crate) fn parse_host(text: &str) -> Result<AllowedHost, String> {
     text.parse().map_err(|error: ringdisk_disk::Error| error.to_string())
 }
 
+/// Reads options of a new image; says of those that belong to a mount how they are written here.
+pub(crate) fn parse_new_image_options(text: &str) -> Result<String, String> {
+    let of_mounts = |word: &str| match word {
+        "ro" => Some("`-o ro` is written --read-only here"),
+        "rw" => Some("a mount can be written unless --read-only is given: leave `-o rw` out"),
+        "allow_other" => Some("`-o allow_other` is written --allow-other here"),
+        _ => None,
+    };
+    match text.split(',').find_map(of_mounts) {
+        Some(instead) => Err(format!("{instead}; -o takes the options of a new image (--create)")),
+        None => Ok(text.to_owned()),
+    }
+}
+
 /// The words of an option: each with what it means, for the help, and its value.
 pub(crate) type Words<T> = [(&'static str, &'static str, T)];
 

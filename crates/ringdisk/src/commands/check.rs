@@ -4,11 +4,12 @@
 //! check from its end is code 1.
 
 use std::fmt::Write as _;
+use std::path::Path;
 use std::sync::Arc;
 
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::terminal::{self, visible};
-use ringdisk_disk::Format;
+use ringdisk_disk::{Format, ImageOptions};
 use ringdisk_qcow2::{CheckHooks, CheckOptions, CheckReport, Qcow2};
 use ringdisk_ring::Runtime;
 use ringdisk_storage::{Lock, OpenOptions, Storage};
@@ -16,6 +17,7 @@ use serde_json::{Map, Value, json};
 
 use crate::cli::CheckArgs;
 use crate::commands::look;
+use crate::commands::named::Named;
 use crate::commands::operation::Operation;
 use crate::commands::output::json_text;
 use crate::commands::own_image::OwnImage;
@@ -37,15 +39,22 @@ pub(crate) fn run(args: &CheckArgs) -> Result<u8, Failure> {
 
 fn checked(args: &CheckArgs) -> Result<u8, Failure> {
     let mut runtime = look::runtime()?;
-    let options = OpenOptions {
+    let named = Named::of(args.name, &args.file)?;
+    let asked = named.options(ImageOptions {
+        format: args.format,
         read_only: args.repair.is_none(),
-        direct: args.cache.direct(),
-        lock: if args.force_share { Lock::ForceShare } else { Lock::Auto },
+        cache: args.cache,
+        force_share: args.force_share,
+        ..ImageOptions::default()
+    })?;
+    let storage = named.storage(&OpenOptions {
+        read_only: args.repair.is_none(),
+        direct: asked.cache.direct(),
+        lock: if asked.force_share { Lock::ForceShare } else { Lock::Auto },
         ..OpenOptions::default()
-    };
-    let storage = Arc::new(Storage::open(&args.file, &options)?);
+    })?;
     let ring = runtime.ring().clone();
-    let format = match args.format {
+    let format = match asked.format {
         Some(format) => format,
         None => runtime.block_on(look::format_of(&ring, &storage))?,
     };
@@ -54,7 +63,7 @@ fn checked(args: &CheckArgs) -> Result<u8, Failure> {
         return Err(Failure::new(Exit::Unsupported, text).with_code(NOTHING_TO_CHECK));
     }
     let repair = args.repair.unwrap_or_default();
-    let data = data_file(&mut runtime, args, &storage)?;
+    let data = data_file(&mut runtime, args, named.path(), &storage)?;
     let job = Operation::start("check", args.show)?;
     let result = {
         let progress = job.progress();
@@ -88,6 +97,7 @@ fn checked(args: &CheckArgs) -> Result<u8, Failure> {
 fn data_file(
     runtime: &mut Runtime,
     args: &CheckArgs,
+    path: &Path,
     storage: &Arc<Storage>,
 ) -> Result<Option<Arc<Storage>>, Failure> {
     let ring = runtime.ring().clone();
@@ -100,7 +110,7 @@ fn data_file(
     };
     let how = OwnImage { format: None, writable: false, force_share: args.force_share };
     let context = |failure: Failure| failure.context("the external data file");
-    how.data_file(image.info(), &args.file, &args.pool).map(Some).map_err(context)
+    how.data_file(image.info(), path, &args.pool).map(Some).map_err(context)
 }
 
 /// The keys of qemu-img, in its order; it leaves those out that are 0.

@@ -2,10 +2,11 @@
 
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::terminal;
-use ringdisk_disk::{Disk, Format, ImageOptions, Source, jobs};
+use ringdisk_disk::{Format, ImageOptions, jobs};
 
 use crate::cli::CommitArgs;
 use crate::commands::look;
+use crate::commands::named::{Named, of_pool};
 use crate::commands::operation::Operation;
 
 /// Commits.
@@ -18,11 +19,9 @@ pub(crate) fn run(args: &CommitArgs) -> Result<(), Failure> {
         format: args.format,
         trust_base_format: args.base_format == Some(Format::Raw),
         cache: args.cache,
-        allow_paths: args.pool.allow_path.clone(),
-        allow_hosts: args.pool.allow_host.clone(),
-        ..ImageOptions::default()
+        ..of_pool(&args.pool)
     };
-    let disk = runtime.block_on(Disk::open(&ring, Source::Path(args.file.clone()), &options))?;
+    let disk = Named::of(args.name, &args.file)?.open(&mut runtime, options)?;
     let commit =
         jobs::Commit { base: args.base.clone(), base_format: args.base_format, keep: args.drop };
     let job = Operation::start("commit", args.show)?;

@@ -7,12 +7,13 @@ use std::sync::Arc;
 
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::terminal;
-use ringdisk_disk::jobs::{CompareOptions, Comparison, Difference, compare};
-use ringdisk_disk::{Disk, Format, ImageOptions, Source};
+use ringdisk_disk::jobs::{BAD_TABLES, CompareOptions, Comparison, Difference, compare};
+use ringdisk_disk::{Disk, Format, ImageOptions};
 use ringdisk_ring::Runtime;
 
 use crate::cli::CompareArgs;
 use crate::commands::look;
+use crate::commands::named::{Named, of_pool};
 use crate::commands::operation::Operation;
 
 /// qemu-img's codes.
@@ -36,7 +37,7 @@ pub(crate) fn run(args: &CompareArgs) -> Result<u8, Failure> {
     let result = runtime.block_on(compare(&ring, &first, &second, options, job.progress()));
     let compared = result.map_err(|error| {
         // The words of the job say which of the two it was.
-        let looking = error.message().starts_with("cannot look up");
+        let looking = error.message().contains(BAD_TABLES);
         Failure::from(error).with_code(if looking { CANNOT_LOOK_UP } else { CANNOT_READ })
     });
     let compared = job.end(compared, "nothing was changed")?;
@@ -80,11 +81,8 @@ fn open(
         format,
         read_only: true,
         cache: args.cache,
-        allow_paths: args.pool.allow_path.clone(),
-        allow_hosts: args.pool.allow_host.clone(),
         force_share: args.force_share,
-        ..ImageOptions::default()
+        ..of_pool(&args.pool)
     };
-    let ring = runtime.ring().clone();
-    Ok(runtime.block_on(Disk::open(&ring, Source::Path(image.to_owned()), &options))?)
+    Named::of(args.name, image)?.open(runtime, options)
 }

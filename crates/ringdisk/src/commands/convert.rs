@@ -3,7 +3,7 @@
 //! Promises: nothing of a new target stays when the copy fails or is stopped; a target that was
 //! there before is only then called incomplete when something was written to it.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ringdisk_daemon::failure::{Exit, Failure};
@@ -12,7 +12,7 @@ use ringdisk_daemon::size::human_size_exact;
 use ringdisk_daemon::terminal::{self, visible};
 use ringdisk_disk::jobs::{self, ConvertOptions, ConvertReport, SPARSE_BYTES_DEFAULT};
 use ringdisk_disk::name::is_export;
-use ringdisk_disk::{AllowedHost, Disk, Format, ImageOptions, Layer, Source};
+use ringdisk_disk::{AllowedHost, Disk, Format, ImageOptions, Layer};
 use ringdisk_qcow2::{Bitmap, Qcow2};
 use ringdisk_ring::Runtime;
 use ringdisk_storage::Kind;
@@ -20,6 +20,7 @@ use ringdisk_storage::Kind;
 use crate::cli::{ConvertArgs, is_named_qcow2};
 use crate::commands::create::{is_same, take_backing};
 use crate::commands::look;
+use crate::commands::named::{Named, of_pool};
 use crate::commands::operation::Operation;
 use crate::commands::own_image::OwnImage;
 use crate::new_image::{Described, NewImage};
@@ -36,11 +37,7 @@ fn usage(text: impl Into<String>) -> Failure {
 /// Errors: options that make no sense, those of opening source and target, of reading and writing;
 /// stopped by a signal.
 pub(crate) fn run(args: &ConvertArgs) -> Result<(), Failure> {
-    let target = args.files.last().map(std::path::PathBuf::as_path);
-    let format = args.target_format.unwrap_or(match target {
-        Some(target) if is_named_qcow2(target) => Format::Qcow2,
-        _ => Format::Raw,
-    });
+    let format = target_format(args)?;
     let mut image = match NewImage::parse(format, &args.options)? {
         Described::Help(text) => {
             terminal::say(text);
@@ -48,36 +45,83 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<(), Failure> {
         }
         Described::Image(image) => image,
     };
-    let (source, target) = match args.files.as_slice() {
-        [source, target] => (source, target),
-        [] | [_] => return Err(usage("give the source, and last the target")),
-        _ => {
-            return Err(Failure::new(
-                Exit::Unsupported,
-                "several sources cannot be put together in this version",
-            ));
-        }
+    let Some((target, sources)) = args.files.split_last().filter(|(_, from)| !from.is_empty())
+    else {
+        return Err(usage("give the source, and last the target"));
     };
     let options = check(args, &mut image)?;
+    let target = &target_of(args, target)?;
     let mut runtime = look::runtime()?;
-    let from = open_source(&mut runtime, args, source)?;
-    let bitmaps = bitmaps_to_copy(args, &from, format)?;
+    let from = sources
+        .iter()
+        .map(|source| open_source(&mut runtime, args, source))
+        .collect::<Result<Vec<_>, Failure>>()?;
+    // There is one at least.
+    let bitmaps = from.first().map(|first| bitmaps_to_copy(args, first, format));
+    let bitmaps = bitmaps.transpose()?.unwrap_or_default();
     let fresh = NewFiles::default();
     let job = Operation::start("convert", args.show)?;
     let work = Work { args, image: &image, format, target, options: &options };
     let result = work.copy(&mut runtime, &from, &fresh, &job, &bitmaps);
     let sound = match args.no_create {
-        true => format!("'{}' is incomplete", target.display()),
+        true => format!("'{}' is incomplete", target.path().display()),
         false => String::from("the target was not made"),
     };
     let report = job.end(result, &sound).inspect_err(|_| fresh.undo())?;
     fresh.keep();
-    tell_unreadable(&report, source);
+    tell_unreadable(&report, sources);
+    Ok(())
+}
+
+/// The name of the target.
+///
+/// Errors: a name that is wrong.
+fn target_of(args: &ConvertArgs, target: &Path) -> Result<Named, Failure> {
+    match args.no_create || args.target_image_opts {
+        true => Named::read(args.target_image_opts, target),
+        false => Named::of_new(target),
+    }
+}
+
+/// The format of the target.
+///
+/// Errors: a name that is wrong.
+fn target_format(args: &ConvertArgs) -> Result<Format, Failure> {
+    let Some(target) = args.files.last() else { return Ok(Format::Raw) };
+    let target = target_of(args, target)?;
+    let named = target.options(ImageOptions::default())?.format;
+    Ok(args.target_format.or(named).unwrap_or(match is_named_qcow2(target.path()) {
+        true => Format::Qcow2,
+        false => Format::Raw,
+    }))
+}
+
+/// Refuses what makes no sense for several sources.
+fn check_several(args: &ConvertArgs) -> Result<(), Failure> {
+    if args.files.len() <= 2 {
+        return Ok(());
+    }
+    if args.backing.is_some() || args.options.iter().any(|text| text.contains("backing_file=")) {
+        return Err(usage(
+            "Having a backing file for the target makes no sense when concatenating multiple \
+             input images",
+        ));
+    }
+    if args.snapshot.is_some() {
+        return Err(usage("No support for concatenating multiple snapshot"));
+    }
+    if args.bitmaps {
+        return Err(usage("Copying bitmaps only possible with single source"));
+    }
     Ok(())
 }
 
 /// Refuses what makes no sense before anything is opened.
 fn check(args: &ConvertArgs, image: &mut NewImage) -> Result<ConvertOptions, Failure> {
+    check_several(args)?;
+    if args.target_image_opts && !args.no_create {
+        return Err(usage("--target-image-opts requires use of -n flag").hint("add --no-create"));
+    }
     let sparse_bytes = args.sparse_size.unwrap_or(SPARSE_BYTES_DEFAULT);
     if !sparse_bytes.is_multiple_of(jobs::SECTOR_BYTES) || sparse_bytes > SPARSE_BYTES_MAX {
         return Err(usage("--sparse-size is a multiple of 512 up to 16M, or 0"));
@@ -104,6 +148,7 @@ fn check(args: &ConvertArgs, image: &mut NewImage) -> Result<ConvertOptions, Fai
         compressed: args.compress,
         target_has_backing: image.backing().is_some(),
         salvage: args.salvage,
+        copy_range: args.copy_range_offloading,
         ..ConvertOptions::default()
     })
 }
@@ -117,13 +162,21 @@ fn open_source(
         format: args.format,
         read_only: true,
         cache: args.source_cache,
-        allow_paths: args.pool.allow_path.clone(),
-        allow_hosts: args.pool.allow_host.clone(),
         force_share: args.force_share,
-        ..ImageOptions::default()
+        internal_snapshot: args.snapshot.clone(),
+        ..of_pool(&args.pool)
     };
-    let ring = runtime.ring().clone();
-    Ok(runtime.block_on(Disk::open(&ring, Source::Path(source.to_owned()), &options))?)
+    Named::of(args.name, source)?.open(runtime, options)
+}
+
+/// Bytes of all disks; each but the last ends at a sector.
+fn total(disks: &[Arc<Disk>]) -> u64 {
+    let last = disks.len().saturating_sub(1);
+    let sizes = disks.iter().enumerate().map(|(number, disk)| match number == last {
+        true => disk.size(),
+        false => disk.size().next_multiple_of(jobs::SECTOR_BYTES),
+    });
+    sizes.fold(0, u64::saturating_add)
 }
 
 /// The qcow2 on top of a disk.
@@ -165,7 +218,7 @@ struct Work<'a> {
     args: &'a ConvertArgs,
     image: &'a NewImage,
     format: Format,
-    target: &'a Path,
+    target: &'a Named,
     options: &'a ConvertOptions,
 }
 
@@ -173,36 +226,35 @@ impl Work<'_> {
     fn copy(
         &self,
         runtime: &mut Runtime,
-        from: &Arc<Disk>,
+        from: &[Arc<Disk>],
         fresh: &NewFiles,
         job: &Operation,
         bitmaps: &[Bitmap],
     ) -> Result<ConvertReport, Failure> {
         let ring = runtime.ring().clone();
+        let target = self.target.path();
+        let size = total(from);
         // A raw export is made already, and a server may serve one client only.
-        let is_made = is_export(self.target) && self.format == Format::Raw;
+        let is_made = is_export(target) && self.format == Format::Raw;
         if !self.args.no_create && !is_made {
-            if !is_export(self.target) {
-                check_new_name(self.target)?;
+            if !is_export(target) {
+                check_new_name(target)?;
             }
-            let names: Vec<Arc<Layer>> = from.layers();
-            if names.iter().any(|layer| is_same(layer.name(), self.target)) {
-                return Err(usage(format!(
-                    "'{}' is the source, or below it",
-                    self.target.display()
-                )));
+            let names: Vec<Arc<Layer>> = from.iter().flat_map(|from| from.layers()).collect();
+            if names.iter().any(|layer| is_same(layer.name(), target)) {
+                return Err(usage(format!("'{}' is the source, or below it", target.display())));
             }
-            runtime.block_on(self.image.make(&ring, self.target, from.size(), fresh))?;
+            runtime.block_on(self.image.make(&ring, target, size, fresh))?;
         }
         let to = self.open_target(runtime)?;
-        if is_made && to.size() < from.size() {
+        if is_made && to.size() < size {
             return Err(Failure::new(
                 Exit::Image,
                 format!(
                     "the export '{}' has {} and cannot hold a disk of {}",
-                    self.target.display(),
+                    target.display(),
                     human_size_exact(to.size()),
-                    human_size_exact(from.size())
+                    human_size_exact(size)
                 ),
             ));
         }
@@ -220,9 +272,9 @@ impl Work<'_> {
         let copied = runtime
             .block_on(jobs::convert(&ring, from, &to, &options, job.progress()))
             .map_err(Failure::from);
-        let report = look::close(runtime, &to, self.target, copied)?;
+        let report = look::close(runtime, &to, target, copied)?;
         drop(to);
-        if !bitmaps.is_empty() {
+        if let (Some(from), false) = (from.first(), bitmaps.is_empty()) {
             self.copy_bitmaps(runtime, from, bitmaps)?;
         }
         Ok(report)
@@ -234,7 +286,7 @@ impl Work<'_> {
         // The user has just named the backing file, so it may be where it is.
         if let Some(name) = self.image.backing() {
             let parsed = ringdisk_disk::name::FileName::parse(name.as_bytes())?;
-            let path = crate::commands::create::backing_path(self.target, &parsed);
+            let path = crate::commands::create::backing_path(self.target.path(), &parsed);
             match parsed.nbd {
                 Some(address) => allow_hosts.push(AllowedHost::Server(address.server)),
                 None => allow_paths.push(path),
@@ -247,9 +299,7 @@ impl Work<'_> {
             allow_hosts,
             ..ImageOptions::default()
         };
-        let ring = runtime.ring().clone();
-        let source = Source::Path(self.target.to_owned());
-        Ok(runtime.block_on(Disk::open(&ring, source, &options))?)
+        self.target.open(runtime, options)
     }
 
     /// Gives the target the bitmaps of the source, with what they have recorded.
@@ -278,7 +328,7 @@ impl Work<'_> {
             Ok::<(), Failure>(())
         });
         let closed = runtime.block_on(target.close(&ring)).map_err(|errno| {
-            let doing = format!("cannot write '{}' to the end", self.target.display());
+            let doing = format!("cannot write '{}' to the end", self.target.path().display());
             Failure::system(doing, &errno.into(), Exit::Storage)
         });
         copied.and(closed)
@@ -286,7 +336,7 @@ impl Work<'_> {
 }
 
 /// Says what could not be read.
-fn tell_unreadable(report: &ConvertReport, source: &Path) {
+fn tell_unreadable(report: &ConvertReport, sources: &[PathBuf]) {
     if report.unreadable_bytes == 0 {
         return;
     }
@@ -300,6 +350,6 @@ fn tell_unreadable(report: &ConvertReport, source: &Path) {
     terminal::warn(format_args!(
         "{} bytes of '{}' could not be read",
         report.unreadable_bytes,
-        source.display()
+        sources.iter().map(|source| source.to_string_lossy()).collect::<Vec<_>>().join("', '")
     ));
 }

@@ -15,6 +15,7 @@ use ringdisk_storage::Storage;
 
 use crate::cli::{CreateArgs, is_named_qcow2};
 use crate::commands::look;
+use crate::commands::named::Named;
 use crate::commands::operation;
 use crate::new_image::{Described, NewImage};
 
@@ -37,6 +38,8 @@ pub(crate) fn run(args: &CreateArgs) -> Result<(), Failure> {
     };
     let usage = |text: &str| Failure::new(Exit::Usage, text);
     let file = args.file.as_deref().ok_or_else(|| usage("the name of the new image is missing"))?;
+    let (given, named) = (file, Named::of_new(file)?);
+    let file = named.path();
     check_new_name(file)?;
     take_backing(&mut image, args.backing.as_deref(), args.backing_format)?;
     let mut runtime = look::runtime()?;
@@ -56,7 +59,7 @@ pub(crate) fn run(args: &CreateArgs) -> Result<(), Failure> {
         }
     };
     if !args.quiet {
-        terminal::say(image.line(file, size));
+        terminal::say(image.line(given, size));
     }
     let fresh = NewFiles::default();
     let watcher = undo_on_signal(&fresh)?;

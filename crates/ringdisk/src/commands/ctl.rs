@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use ringdisk_daemon::control::client::{ANSWER, Client, Timeout};
 use ringdisk_daemon::control::protocol::{
-    Accel, Command, Commit, NewBacking, NewSize, Resize, Snapshot, Stop,
+    Accel, Command, Commit, Limit, NewBacking, NewSize, Resize, Snapshot, Stop,
 };
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::mount_lock;
@@ -20,6 +20,7 @@ use crate::cli::{CtlArgs, CtlCommand, PREALLOCATION, ProgressArgs, word_of};
 use crate::commands::look;
 use crate::commands::operation::Operation;
 use crate::commands::output::json_text;
+use crate::commands::watch;
 
 /// Notes what a file names that a server may write for a commit from now on.
 ///
@@ -46,6 +47,13 @@ const STOP_ANSWER: Duration = Duration::from_secs(10);
 pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
     let limit = args.timeout.unwrap_or(ANSWER);
     let mut client = Client::connect(&args.target, limit)?;
+    match &args.command {
+        CtlCommand::Events => return watch::events(args, &mut client),
+        CtlCommand::Stats { every: Some(every), .. } => {
+            return watch::repeat(&mut client, *every, limit);
+        }
+        _ => {}
+    }
     let command = command_of(&args.command)?;
     if let CtlCommand::Backing { file, .. } = &args.command
         && !file.as_os_str().is_empty()
@@ -66,7 +74,7 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
             "the server was asked to stop, which nobody waits for any longer",
         ),
         // These are answered at once.
-        CtlCommand::Stats { .. } => {
+        CtlCommand::Stats { .. } | CtlCommand::Limit { change: None, .. } => {
             (client.call(&command, &progress, Timeout::Answer(limit)), "nothing was changed")
         }
         CtlCommand::Snapshot(_) | CtlCommand::Accel { .. } => (
@@ -78,14 +86,21 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
             "the server was asked to give it up; the image is sound",
         ),
     };
-    let changes = !matches!(args.command, CtlCommand::Stats { .. } | CtlCommand::Stop { .. });
+    let changes = !matches!(
+        args.command,
+        CtlCommand::Stats { .. } | CtlCommand::Limit { change: None, .. } | CtlCommand::Stop { .. }
+    );
     let result = result.map_err(|failure| match failure.code() == Exit::Timeout.code() {
         true if changes => failure.outcome(left),
         _ => failure,
     });
     let value = job.end(result, left)?;
     match &args.command {
-        CtlCommand::Stats { json: true } => terminal::say(json_text(&without_text(value))),
+        CtlCommand::Stats { json: true, .. } => terminal::say(json_text(&without_text(value))),
+        CtlCommand::Stats { internals: false, .. } => {
+            terminal::say(watch::text_of(&client, &value, None));
+        }
+        CtlCommand::Events => {}
         CtlCommand::Stats { .. } => {
             let text = value.get("text").and_then(Value::as_str).unwrap_or_default();
             terminal::say(visible_lines(text));
@@ -98,7 +113,12 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
             let text = value.get("text").and_then(Value::as_str).unwrap_or("Done.");
             terminal::say(visible_lines(text));
         }
-        CtlCommand::Commit { show, .. } if !show.quiet => terminal::say("Image committed."),
+        CtlCommand::Commit { show, .. } if !show.quiet => {
+            terminal::say("Image committed.");
+            if let Some(text) = value.get("text").and_then(Value::as_str) {
+                terminal::note(visible_lines(text));
+            }
+        }
         CtlCommand::Backing { show, .. } if !show.quiet => terminal::say("Backing file changed."),
         CtlCommand::Commit { .. } | CtlCommand::Backing { .. } => {}
         CtlCommand::Accel { on: true } => {
@@ -109,6 +129,15 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
             });
         }
         CtlCommand::Accel { on: false } => terminal::say("The queue threads serve the disk now."),
+        CtlCommand::Limit { json: true, .. } => terminal::say(json_text(&value)),
+        CtlCommand::Limit { .. } => {
+            let limits = value.get("limits").and_then(Value::as_str).unwrap_or_default();
+            let waiting = value.get("waiting").and_then(Value::as_u64).unwrap_or(0);
+            terminal::say(match waiting {
+                0 => visible(limits),
+                _ => format!("{} ({waiting} requests wait)", visible(limits)),
+            });
+        }
         CtlCommand::Stop { .. } => {}
     }
     Ok(())
@@ -193,6 +222,8 @@ fn command_of(command: &CtlCommand) -> Result<Command, Failure> {
     };
     Ok(match command {
         CtlCommand::Stats { .. } => Command::Stats,
+        CtlCommand::Limit { change, .. } => Command::Limit(Limit { change: change.clone() }),
+        CtlCommand::Events => Command::Events,
         CtlCommand::Stop { force } => Command::Stop(Stop { force: *force }),
         CtlCommand::Accel { on } => Command::Accel(Accel { on: *on }),
         CtlCommand::Resize { size, shrink, preallocation } => Command::Resize(Resize {

@@ -8,14 +8,14 @@ use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::size::{human_size, human_size_exact};
 use ringdisk_daemon::terminal::{self, Results, visible};
 use ringdisk_disk::name::FileName;
-use ringdisk_disk::{Disk, ImageOptions, Layer, Source, describe};
+use ringdisk_disk::{Disk, ImageOptions, Layer, describe};
 use ringdisk_qcow2::Info;
-use ringdisk_qcow2::limits::SECTOR;
 use ringdisk_ring::Runtime;
 use ringdisk_storage::Kind;
 use serde_json::{Map, Value};
 
 use crate::cli::InfoArgs;
+use crate::commands::named::{Named, of_pool};
 use crate::commands::output::json;
 use crate::commands::{look, snapshot};
 
@@ -37,18 +37,15 @@ pub(crate) fn run(args: &InfoArgs) -> Result<(), Failure> {
 
 /// Opens the image without its backing files, which may be gone.
 fn alone(runtime: &mut Runtime, args: &InfoArgs) -> Result<Arc<Disk>, Failure> {
+    let look = &args.look;
     let options = ImageOptions {
-        format: args.look.format,
+        format: look.format,
         read_only: true,
-        allow_paths: args.look.pool.allow_path.clone(),
-        allow_hosts: args.look.pool.allow_host.clone(),
-        force_share: args.look.force_share,
+        force_share: look.force_share,
         without_backing: true,
-        ..ImageOptions::default()
+        ..of_pool(&look.pool)
     };
-    let ring = runtime.ring().clone();
-    let source = Source::Path(args.look.image.clone());
-    Ok(runtime.block_on(Disk::open(&ring, source, &options))?)
+    Named::of(look.name, &look.image)?.open(runtime, options)
 }
 
 fn print(
@@ -134,8 +131,7 @@ fn child(out: &mut impl Write, layer: &Layer) -> io::Result<()> {
     writeln!(out, "Child node '/file':")?;
     writeln!(out, "    filename: {}", visible(&layer.name().to_string_lossy()))?;
     writeln!(out, "    protocol type: {kind}")?;
-    let len = file.len().next_multiple_of(SECTOR);
-    writeln!(out, "    file length: {}", human_size_exact(len))?;
+    writeln!(out, "    file length: {}", human_size_exact(file.len()))?;
     writeln!(out, "    disk size: {}", human_size(file.allocated_bytes()))
 }
 

@@ -5,11 +5,12 @@ use std::sync::Arc;
 
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_disk::probe::PROBE_LEN;
-use ringdisk_disk::{Disk, Format, ImageOptions, Source};
+use ringdisk_disk::{Disk, Format};
 use ringdisk_ring::{Config, IoBuf, Ring, Runtime};
 use ringdisk_storage::Storage;
 
-use crate::cli::{LookArgs, PoolArgs};
+use crate::cli::LookArgs;
+use crate::commands::named::Named;
 
 /// Submission entries of a ring that only looks: tables are read one by one or in small batches.
 const ENTRIES: u32 = 32;
@@ -33,29 +34,8 @@ pub(crate) fn runtime() -> Result<Runtime, Failure> {
 ///
 /// Errors: those of [`Disk::open`].
 pub(crate) fn open(runtime: &mut Runtime, args: &LookArgs) -> Result<Arc<Disk>, Failure> {
-    open_for_reading(runtime, &args.image, args.format, args.force_share, &args.pool)
-}
-
-/// The same for commands with other words.
-///
-/// Errors: those of [`Disk::open`].
-pub(crate) fn open_for_reading(
-    runtime: &mut Runtime,
-    image: &Path,
-    format: Option<Format>,
-    force_share: bool,
-    pool: &PoolArgs,
-) -> Result<Arc<Disk>, Failure> {
-    let options = ImageOptions {
-        format,
-        read_only: true,
-        allow_paths: pool.allow_path.clone(),
-        allow_hosts: pool.allow_host.clone(),
-        force_share,
-        ..ImageOptions::default()
-    };
-    let ring = runtime.ring().clone();
-    Ok(runtime.block_on(Disk::open(&ring, Source::Path(image.to_owned()), &options))?)
+    let image = Named::of(args.name, &args.image)?;
+    image.open_for_reading(runtime, args.format, args.force_share, &args.pool)
 }
 
 /// Closes a disk that was open for writing, however the work on it went.

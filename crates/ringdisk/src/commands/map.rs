@@ -122,12 +122,18 @@ impl Printer {
             self.out.write_all(b",\n")?;
         }
         self.count += 1;
-        serde_json::to_writer(&mut self.out, &range.to_json()).map_err(io::Error::from)
+        let text = serde_json::to_string(&range.to_json()).map_err(io::Error::from)?;
+        self.out.write_all(spaced(&text).as_bytes())
     }
 
     fn end(&mut self) -> io::Result<()> {
         if self.json { self.out.write_all(b"]\n") } else { Ok(()) }
     }
+}
+
+/// JSON of numbers and switches with the spaces of qemu-img, for scripts that look for its text.
+fn spaced(text: &str) -> String {
+    text.replace(',', ", ").replace(':', ": ").replace('{', "{ ")
 }
 
 /// A line for people: only ranges whose bytes are somewhere as they are, or compressed.

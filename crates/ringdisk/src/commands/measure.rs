@@ -4,12 +4,13 @@ use std::path::Path;
 
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::terminal;
-use ringdisk_disk::{Format, Layer};
+use ringdisk_disk::{Format, ImageOptions, Layer};
 use ringdisk_qcow2::{Measure, Measurement, measure_raw};
 use serde_json::{Map, Value, json};
 
 use crate::cli::MeasureArgs;
 use crate::commands::look;
+use crate::commands::named::{Named, of_pool};
 use crate::commands::output::json_text;
 use crate::new_image::{Described, NewImage};
 
@@ -66,8 +67,14 @@ fn fresh(image: &NewImage, size: u64) -> Result<Measurement, Failure> {
 /// A copy of a disk that is there.
 fn copy(args: &MeasureArgs, file: &Path, image: &NewImage) -> Result<Measurement, Failure> {
     let mut runtime = look::runtime()?;
-    let disk =
-        look::open_for_reading(&mut runtime, file, args.format, args.force_share, &args.pool)?;
+    let options = ImageOptions {
+        format: args.format,
+        read_only: true,
+        force_share: args.force_share,
+        internal_snapshot: args.snapshot.clone(),
+        ..of_pool(&args.pool)
+    };
+    let disk = Named::of(args.name, file)?.open(&mut runtime, options)?;
     let size = disk.size();
     if image.format == Format::Raw {
         return Ok(measure_raw(&file.to_string_lossy(), size)?);

@@ -29,6 +29,7 @@ use ringdisk_export::Threads;
 use ringdisk_fuse::placement::THREADS_AUTO_MAX_DEV;
 
 use crate::cli::{MountArgs, MountPaths};
+use crate::commands::metrics::MetricsSockets;
 use crate::serve;
 
 use start::{Opened, Start};
@@ -47,6 +48,7 @@ fn run_child(path: &Path) -> Result<u8, Failure> {
 ///
 /// Errors: everything that can go wrong; see [`Exit`].
 pub(crate) fn run(args: &MountArgs, paths: MountPaths) -> Result<u8, Failure> {
+    args.log.prepare(args.daemonize)?;
     let user = Wanted::of(&args.user.word)?;
     if args.upgrade {
         serve::check_upgrades(args)?;
@@ -96,6 +98,8 @@ fn serve(
     if args.upgrade {
         return upgrade(args, paths, background, user);
     }
+    // What cannot be had is found out before anything is made.
+    let metrics = MetricsSockets::make(&args.log.metrics)?;
     let mut start = Start::plan(args, paths, kept)?;
     let disk = match start.open()? {
         Opened::Disk(disk) => disk,
@@ -107,7 +111,7 @@ fn serve(
         return Ok(Exit::General.code());
     }
     let mut serving = match start.mount(disk)? {
-        Opened::Disk(serving) => serving,
+        Opened::Disk(serving) => serving.with_metrics(metrics),
         Opened::Ended(code) => return Ok(code),
     };
     serving.park()?;
@@ -127,9 +131,11 @@ fn upgrade(
     background: Option<Background>,
     user: Wanted,
 ) -> Result<u8, Failure> {
-    let Taken { mut serving, user, predecessor } = take::take_over(args, paths, user)?;
+    let Taken { serving, user, predecessor } = take::take_over(args, paths, user)?;
     // Names, the pid file and the control socket are free when the process before lets go of them.
     serving.succeed(predecessor);
+    let metrics = MetricsSockets::make_for(&args.log.metrics, true)?;
+    let mut serving = serving.with_metrics(metrics);
     serving.make_pidfile()?;
     let control = serving.attend()?;
     serving.confine(user, &control)?;

@@ -16,7 +16,7 @@ use ringdisk_disk::name::is_export;
 use ringdisk_disk::{Cache, Disk, Error, ErrorKind, Format, ImageOptions, NullOptions, Source};
 
 use crate::cli::ImageArgs;
-use crate::commands::look;
+use crate::commands::{limits, look};
 use crate::new_image::{Described, NewImage};
 
 /// What is to be served.
@@ -92,6 +92,8 @@ impl<'a> ImagePlan<'a> {
             allow_hosts: args.allow_host.clone(),
             reconnect: args.reconnect,
             force_share: args.force_share,
+            internal_snapshot: args.load_snapshot.clone(),
+            without_backing: args.without_backing,
             metadata_cache_bytes: args.metadata_cache.bytes(),
             discard: args.discard,
             discard_no_unref: args.discard_no_unref,
@@ -128,7 +130,9 @@ impl<'a> ImagePlan<'a> {
                 read_zeroes: args.read_zeroes,
                 latency: args.latency.unwrap_or_default(),
             };
-            return Ok(Disk::null(&options));
+            let disk = Disk::null(&options);
+            limits::apply(&args.limit, &disk)?;
+            return Ok(disk);
         };
         let mut format = args.format.or(self.made_format);
         if let Some((new, size)) = new {
@@ -173,6 +177,7 @@ impl<'a> ImagePlan<'a> {
         }
         let disk = result.map_err(|error| self.explain(error))?;
         self.check_read_only(&disk)?;
+        limits::apply(&args.limit, &disk)?;
         Ok(disk)
     }
 
@@ -184,6 +189,9 @@ impl<'a> ImagePlan<'a> {
         let shown = shell_word(&image.display().to_string());
         match kind {
             // A name that an image contains is not one that --create could make.
+            ErrorKind::NotFound if !is_export(image) && !image.exists() && self.args.read_only => {
+                failure.hint("an image that is only read must be there: look at its name")
+            }
             ErrorKind::NotFound if !is_export(image) && !image.exists() => {
                 failure.hint(format!("add `--create 10G` to make '{shown}'"))
             }
@@ -242,7 +250,12 @@ impl<'a> ImagePlan<'a> {
         let format = disk.layers().first().and_then(|top| top.format());
         let format = format.map(|format| format!(", {format}")).unwrap_or_default();
         let read_only = self.args.read_only || disk.is_read_only();
-        let mode = if read_only { ", read-only" } else { "" };
+        let mode = match (&self.args.overlay, self.args.snapshot) {
+            (Some(overlay), _) => format!(", what is written goes to {}", overlay.display()),
+            (None, true) => String::from(", what is written is lost at the end"),
+            (None, false) if read_only => String::from(", read-only"),
+            (None, false) => String::new(),
+        };
         let size = human_size(disk.size());
         format!("{image} ({size}{format}{mode})")
     }

@@ -25,6 +25,18 @@ pub(crate) fn json(out: &mut impl Write, value: &Value) -> io::Result<()> {
     writeln!(out, "{shown}")
 }
 
+/// A value in one line, without its end; nothing in it controls a terminal.
+pub(crate) fn json_line(value: &Value) -> String {
+    let mut line = String::new();
+    for c in value.to_string().chars() {
+        match c {
+            c if c.is_control() => line.push_str(&format!("\\u{:04x}", u32::from(c))),
+            c => line.push(c),
+        }
+    }
+    line
+}
+
 /// The same as text, without the line break.
 pub(crate) fn json_text(value: &Value) -> String {
     let mut text = Vec::new();
@@ -43,5 +55,8 @@ mod tests {
         let text = json_text(&value);
         assert!(text.chars().all(|c| c == '\n' || !c.is_control()), "{text:?}");
         assert_eq!(serde_json::from_str::<Value>(&text).expect("JSON"), value);
+        let line = json_line(&value);
+        assert!(line.chars().all(|c| !c.is_control()), "{line:?}");
+        assert_eq!(serde_json::from_str::<Value>(&line).expect("JSON"), value);
     }
 }

@@ -8,16 +8,17 @@ use std::sync::Arc;
 
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::terminal::shell_word;
-use ringdisk_disk::Format;
 use ringdisk_disk::name::FileName;
 use ringdisk_disk::names_note::Names;
 use ringdisk_disk::resolve::{Access, Resolver};
+use ringdisk_disk::{Format, ImageOptions};
 use ringdisk_qcow2::{Info, Qcow2};
 use ringdisk_ring::Runtime;
 use ringdisk_storage::{Lock, OpenOptions, Storage};
 
 use crate::cli::PoolArgs;
 use crate::commands::look;
+use crate::commands::named::Named;
 
 /// How to open.
 #[derive(Clone, Copy, Debug, Default)]
@@ -36,18 +37,25 @@ impl OwnImage {
     pub(crate) fn open(
         self,
         runtime: &mut Runtime,
-        path: &Path,
+        named: &Named,
         pool: &PoolArgs,
         what: &str,
     ) -> Result<Qcow2, Failure> {
-        let options = OpenOptions {
+        let asked = named.options(ImageOptions {
+            format: self.format,
             read_only: !self.writable,
-            lock: if self.force_share { Lock::ForceShare } else { Lock::Auto },
+            force_share: self.force_share,
+            ..ImageOptions::default()
+        })?;
+        let path = named.path();
+        let storage = named.storage(&OpenOptions {
+            read_only: !self.writable,
+            direct: asked.cache.direct(),
+            lock: if asked.force_share { Lock::ForceShare } else { Lock::Auto },
             ..OpenOptions::default()
-        };
-        let storage = Arc::new(Storage::open(path, &options)?);
+        })?;
         let ring = runtime.ring().clone();
-        let format = match self.format {
+        let format = match asked.format {
             Some(format) => format,
             None => runtime.block_on(look::format_of(&ring, &storage))?,
         };

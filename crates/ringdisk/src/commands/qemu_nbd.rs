@@ -12,10 +12,12 @@ use std::path::Path;
 
 use clap::Parser;
 use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::helper::start::Role;
 use ringdisk_daemon::{limits, terminal};
-use ringdisk_qemu_nbd::{Invocation, Listen, Serve, help, parse, version};
+use ringdisk_nbd::TlsSource;
+use ringdisk_qemu_nbd::{Endpoint, Invocation, Listen, Serve, help, parse, tls, version};
 
-use crate::cli::{Cli, Command};
+use crate::cli::{Cli, Command, NbdAccessArgs, VerifyWord};
 use crate::log;
 
 /// The exit code of everything that goes wrong.
@@ -67,17 +69,54 @@ pub(crate) fn run(program: &str, words: impl IntoIterator<Item = OsString>) -> u
 ///
 /// Errors: the text for people, without the name of the program.
 fn serve(asked: &Serve) -> Result<u8, String> {
-    let words = words::of_serve(asked)?;
+    let is_activated = is_activated()?;
+    if let Some(text) = asked.said_place.filter(|_| is_activated) {
+        return Err(String::from(text));
+    }
+    let words = words::of_serve(asked, is_activated)?;
     let cli = Cli::try_parse_from(words).map_err(|error| usage(&error))?;
     let Command::Serve(mut args) = cli.command else { return Err(String::from("no disk")) };
     if let Some(label) = &asked.selinux_label {
         label_sockets(label)?;
     }
     args.nbd.is_quiet = true;
+    of_tls(asked, &mut args.nbd.access)?;
     log::start(cli.verbose, true);
     limits::raise();
     let disks = args.disks().map_err(|error| usage(&error))?;
     super::serve::run(&args, disks).map_err(|failure| text(asked, &failure))
+}
+
+/// What `--object` and `--tls-…` ask for.
+///
+/// Errors: as [`tls`].
+fn of_tls(asked: &Serve, access: &mut NbdAccessArgs) -> Result<(), String> {
+    let Some(meant) = tls(&asked.tls, Endpoint::Server)? else { return Ok(()) };
+    let verify = if meant.verify_peer { VerifyWord::Yes } else { VerifyWord::No };
+    access.tls_creds = Some(TlsSource::Directory(meant.directory));
+    access.tls_verify_peer = Some(verify);
+    access.rules = meant.allow;
+    Ok(())
+}
+
+/// Whether a service manager passes the listening socket: as descriptor 3.
+///
+/// Errors: it passes several.
+fn is_activated() -> Result<bool, String> {
+    let variable = |name| std::env::var(name).unwrap_or_default().parse::<u32>().ok();
+    // In the background the process is started anew, with the socket.
+    let process = match Role::Background.is_ours() {
+        true => rustix::process::getppid().map(|process| process.as_raw_nonzero().get()),
+        false => Some(rustix::process::getpid().as_raw_nonzero().get()),
+    };
+    let is_ours = variable("LISTEN_PID").is_some_and(|pid| process == i32::try_from(pid).ok());
+    match variable("LISTEN_FDS").filter(|_| is_ours) {
+        None | Some(0) => Ok(false),
+        Some(1) => Ok(true),
+        Some(_) => {
+            Err(String::from("qemu-nbd does not support socket activation with LISTEN_FDS > 1"))
+        }
+    }
 }
 
 /// The first line of what clap has to say.
@@ -103,7 +142,14 @@ fn text(asked: &Serve, failure: &Failure) -> String {
     let message = failure.message();
     let opened = |why: String| format!("Failed to blk_new_open '{file}': {why}");
     match failure.exit {
-        _ if message.starts_with("Bitmap '") => message.to_owned(),
+        _ if message.starts_with("Bitmap '") => {
+            // The image is known to who started this.
+            let (text, _) = message.split_once(" in '").unwrap_or((message, ""));
+            text.to_owned()
+        }
+        _ if message.contains("Failed to load snapshot:") => {
+            String::from("Failed to load snapshot: Can't find snapshot")
+        }
         _ if let Listen::Unix(path) = &asked.listen
             && path.parent().is_some_and(|parent| !parent.exists()) =>
         {

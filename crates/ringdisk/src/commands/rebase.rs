@@ -9,6 +9,7 @@ use ringdisk_disk::{Backing, ImageOptions, jobs};
 use crate::cli::RebaseArgs;
 use crate::commands::create::{backing_path, is_same};
 use crate::commands::look;
+use crate::commands::named::{Named, of_pool};
 use crate::commands::operation::Operation;
 
 /// Rebases.
@@ -23,6 +24,7 @@ pub(crate) fn run(args: &RebaseArgs) -> Result<(), Failure> {
         )
         .hint("give --cache and --backing-cache the same mode"));
     }
+    let named = Named::of(args.name, &args.file)?;
     let backing = match args.backing.as_deref() {
         None if !args.backing_unsafe => {
             return Err(usage("the new backing file is missing")
@@ -32,20 +34,23 @@ pub(crate) fn run(args: &RebaseArgs) -> Result<(), Failure> {
             return Err(usage("a format of a backing file is given, and no backing file"));
         }
         None | Some("") => None,
-        Some(name) => Some(backing(args, name)?),
+        Some(name) => Some(backing(args, named.path(), name)?),
     };
+    if args.compress && args.backing_unsafe {
+        return Err(usage("with --backing-unsafe nothing is copied that could be compressed"));
+    }
     let mut runtime = look::runtime()?;
     let ring = runtime.ring().clone();
-    let options = ImageOptions {
+    let options = named.options(ImageOptions {
         format: args.format,
         cache: args.cache,
-        allow_paths: args.pool.allow_path.clone(),
-        allow_hosts: args.pool.allow_host.clone(),
-        ..ImageOptions::default()
-    };
-    let work = jobs::Rebase { backing, header_only: args.backing_unsafe };
+        share_backing: args.force_share,
+        ..of_pool(&args.pool)
+    })?;
+    let work =
+        jobs::Rebase { backing, header_only: args.backing_unsafe, compressed: args.compress };
     let job = Operation::start("rebase", args.show)?;
-    let rebase = jobs::rebase(&ring, args.file.clone(), &options, &work, job.progress());
+    let rebase = jobs::rebase(&ring, named.path().to_owned(), &options, &work, job.progress());
     let result = runtime.block_on(rebase);
     job.end(
         result.map_err(Failure::from),
@@ -56,7 +61,7 @@ pub(crate) fn run(args: &RebaseArgs) -> Result<(), Failure> {
 /// The new backing file.
 ///
 /// Errors: a name that means nothing, no format, the image itself.
-fn backing(args: &RebaseArgs, name: &str) -> Result<Backing, Failure> {
+fn backing(args: &RebaseArgs, file: &Path, name: &str) -> Result<Backing, Failure> {
     let parsed = FileName::parse(name.as_bytes())?;
     let Some(format) = args.backing_format.or(parsed.format) else {
         return Err(Failure::new(
@@ -65,7 +70,6 @@ fn backing(args: &RebaseArgs, name: &str) -> Result<Backing, Failure> {
         )
         .hint("give --backing-format raw or --backing-format qcow2"));
     };
-    let file: &Path = &args.file;
     if is_same(&backing_path(file, &parsed), file) {
         return Err(Failure::new(
             Exit::Usage,

@@ -2,12 +2,13 @@
 
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::terminal;
-use ringdisk_disk::{Disk, Format, ImageOptions, ResizeOptions, Source};
+use ringdisk_disk::{Format, ImageOptions, ResizeOptions};
 use ringdisk_qcow2::Preallocation;
 use ringdisk_qcow2::limits::SECTOR;
 
 use crate::cli::{ProgressArgs, ResizeArgs};
 use crate::commands::look;
+use crate::commands::named::{Named, of_pool};
 use crate::commands::operation::Operation;
 
 /// Changes the size.
@@ -16,19 +17,15 @@ use crate::commands::operation::Operation;
 pub(crate) fn run(args: &ResizeArgs) -> Result<(), Failure> {
     let mut runtime = look::runtime()?;
     let ring = runtime.ring().clone();
-    let options = ImageOptions {
-        format: args.format,
-        allow_paths: args.pool.allow_path.clone(),
-        allow_hosts: args.pool.allow_host.clone(),
-        ..ImageOptions::default()
-    };
-    let disk = runtime.block_on(Disk::open(&ring, Source::Path(args.file.clone()), &options))?;
+    let options = ImageOptions { format: args.format, ..of_pool(&args.pool) };
+    let image = Named::of(args.name, &args.file)?;
+    let disk = image.open(&mut runtime, options)?;
     let old = disk.size();
     let size = args.size.apply(old).map_err(|text| Failure::new(Exit::Usage, text))?;
     if size < old && !args.shrink {
         return Err(Failure::new(
             Exit::Usage,
-            format!("the disk has {old} bytes; what is behind {size} would be lost"),
+            format!("the disk has {old} bytes; what lies past byte {size} would be lost"),
         )
         .hint("add --shrink if that is meant"));
     }
@@ -49,7 +46,7 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<(), Failure> {
     let job = Operation::start("resize", ProgressArgs { progress: false, quiet: true })?;
     let resize = disk.resize_unless_cancelled(&ring, size, options, job.progress());
     let resized = runtime.block_on(resize).map_err(Failure::of_change);
-    let closed = look::close(&mut runtime, &disk, &args.file, resized);
+    let closed = look::close(&mut runtime, &disk, image.path(), resized);
     job.end(closed, "the image is sound and has its old size")?;
     if !args.quiet {
         terminal::say("Image resized.");

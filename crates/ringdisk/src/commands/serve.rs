@@ -18,13 +18,14 @@ use std::time::Duration;
 
 use ringdisk_daemon::background::{self, Background};
 use ringdisk_daemon::confine::{self, Reach};
-use ringdisk_daemon::control::disk::{DiskControl, Serving};
+use ringdisk_daemon::control::disk::{DiskControl, ServedAs, Serving};
 use ringdisk_daemon::control::registry;
 use ringdisk_daemon::control::server::Server;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::helper;
 use ringdisk_daemon::helper::start::Role;
 use ringdisk_daemon::io_flusher;
+use ringdisk_daemon::log_target;
 use ringdisk_daemon::new_file::NewFiles;
 use ringdisk_daemon::notify::Notify;
 use ringdisk_daemon::pidfile::Pidfile;
@@ -38,6 +39,7 @@ use ringdisk_disk::Disk;
 use ringdisk_vhost::{ExportOptions, Listen};
 
 use crate::cli::{DiskArgs, PACKED, ServeArgs, ServedDisk, word_of};
+use crate::commands::metrics::MetricsSockets;
 use crate::commands::open::{ImagePlan, new_image, reach};
 use crate::commands::shown::ShownWords;
 use crate::new_image::NewImage;
@@ -91,18 +93,21 @@ struct Running {
 ///
 /// Errors: everything that can go wrong; see [`Exit`].
 pub(crate) fn run(args: &ServeArgs, disks: Vec<ServedDisk>) -> Result<u8, Failure> {
+    args.log.prepare(args.daemonize)?;
     let background = match args.daemonize {
         // Its parent is in the background already.
         true if args.keep && Role::Kept.is_ours() => None,
         true if Role::Background.is_ours() => Some(Background::enter()?),
-        true if std::env::var("LISTEN_PID")
-            .is_ok_and(|pid| pid == std::process::id().to_string()) =>
+        // The background process of `qemu-nbd` takes the socket by its number.
+        true if !args.nbd.is_quiet
+            && std::env::var("LISTEN_PID")
+                .is_ok_and(|pid| pid == std::process::id().to_string()) =>
         {
             return Err(Failure::new(
                 Exit::Usage,
                 "a process in the background does not get the sockets of the service manager",
             )
-            .hint("leave --daemonize away; the manager waits for Type=notify"));
+            .hint("leave --daemonize out; the manager waits for Type=notify"));
         }
         true => return background::run_child(),
         false => None,
@@ -184,10 +189,17 @@ fn serve(
         }
         created => created.transpose()?,
     };
+    let mut metrics = MetricsSockets::make_for(&args.log.metrics, args.upgrade)?;
+    let _answering =
+        metrics.start(running.iter().map(|disk| Arc::clone(&disk.commands)).collect())?;
+    let mut inside = running.iter().map(Running::inside).collect::<Vec<_>>();
+    if let Some(first) = inside.first_mut() {
+        first.names.extend(metrics.named());
+    }
     privileges::give_up(
         args.sandbox.word,
         user,
-        &running.iter().map(Running::inside).collect::<Vec<_>>(),
+        &inside,
         pidfile.as_ref(),
         &notify,
         args.upgrade,
@@ -212,7 +224,7 @@ fn serve(
     match background {
         Some(background) => background.ready(),
         None if kept.is_some() && args.daemonize => background::let_go(),
-        None => {}
+        None => log_target::begin(),
     }
     let handles: Vec<Handle> = running.iter().map(|disk| disk.served.handle()).collect();
     if let Some(kept) = &kept {
@@ -417,6 +429,8 @@ impl Placed {
         let handle = served.handle();
         let for_control = handle.clone();
         let commands = DiskControl::new(Arc::clone(&disk), handle, move |_| for_control.stop());
+        let socket = path.clone().unwrap_or_default();
+        let commands = commands.served_as(ServedAs::VhostUser { socket });
         let commands = Arc::new(commands.confined_later(restricted));
         let control = control(path.as_ref(), &commands, restricted);
         let successor = path.as_ref().and_then(|path| {

@@ -20,6 +20,7 @@ impl ShownWords {
         words.switch("--read-only", source.read_only);
         words.say("--discard", Some(word_of(DISCARD, source.discard).to_owned()));
         words.switch("--snapshot", source.snapshot);
+        words.say("--load-snapshot", source.load_snapshot.as_ref().map(ToString::to_string));
         words.number("--offset", source.offset);
         words.number("--size", source.size);
         words.number("--partition", source.partition.map(u64::from));

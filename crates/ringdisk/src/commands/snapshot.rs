@@ -9,6 +9,7 @@ use ringdisk_qcow2::Snapshot;
 
 use crate::cli::{SnapshotArgs, SnapshotWork};
 use crate::commands::look;
+use crate::commands::named::Named;
 use crate::commands::own_image::OwnImage;
 
 /// Lists the snapshots, or makes, applies or deletes one.
@@ -22,7 +23,8 @@ pub(crate) fn run(args: &SnapshotArgs) -> Result<(), Failure> {
         writable: work != SnapshotWork::List,
         force_share: args.force_share,
     };
-    let opened = what.open(&mut runtime, &args.file, &args.pool, "snapshots");
+    let file = Named::of(args.name, &args.file)?;
+    let opened = what.open(&mut runtime, &file, &args.pool, "snapshots");
     let mut image = match opened {
         // There is nothing to list, and that is no error, as for qemu-img.
         Err(failure) if failure.exit == Exit::Unsupported && !what.writable => {
@@ -55,10 +57,10 @@ pub(crate) fn run(args: &SnapshotArgs) -> Result<(), Failure> {
     Ok(result?).and(closed)
 }
 
-/// The list of qemu-img, with the date in UTC.
+/// The list of qemu-img.
 pub(crate) fn list(out: &mut impl Write, snapshots: &[Snapshot]) -> io::Result<()> {
     writeln!(out, "Snapshot list:")?;
-    line(out, ["ID", "TAG", "VM_SIZE", "DATE (UTC)", "VM_CLOCK", "ICOUNT"])?;
+    line(out, ["ID", "TAG", "VM_SIZE", "DATE", "VM_CLOCK", "ICOUNT"])?;
     for snapshot in snapshots {
         let clock = snapshot.vm_clock_nanoseconds / 1_000_000;
         let (hours, minutes) = (clock / 3_600_000, clock / 60_000 % 60);
@@ -69,7 +71,7 @@ pub(crate) fn list(out: &mut impl Write, snapshots: &[Snapshot]) -> io::Result<(
                 &visible(&snapshot.id),
                 &visible(&snapshot.name),
                 &human_size(snapshot.vm_state_bytes),
-                &date(snapshot.date_seconds),
+                &local_date(snapshot.date_seconds),
                 &format!("{hours:04}:{minutes:02}:{seconds:02}.{thousandths:03}"),
                 &snapshot.instruction_count.map_or(String::from("--"), |count| count.to_string()),
             ],
@@ -81,6 +83,12 @@ pub(crate) fn list(out: &mut impl Write, snapshots: &[Snapshot]) -> io::Result<(
 fn line(out: &mut impl Write, [id, name, size, date, clock, count]: [&str; 6]) -> io::Result<()> {
     let text = format!("{id:<7} {name:<16} {size:>8} {date:>19} {clock:>15} {count:>10}");
     writeln!(out, "{}", text.trim_end())
+}
+
+/// Seconds since 1970 as a date and time of the place where the program runs.
+fn local_date(seconds: u32) -> String {
+    let local = i64::from(seconds) + ringdisk_storage::local_offset(i64::from(seconds));
+    date(u32::try_from(local.max(0)).unwrap_or(u32::MAX))
 }
 
 /// Seconds since 1970 as a date and time in UTC.

@@ -5,31 +5,69 @@
 //! server runs again); so a child process does that, and this one ends in time.
 
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use ringdisk_daemon::control::client::{Client, Timeout};
 use ringdisk_daemon::control::protocol::Command as Request;
+use ringdisk_daemon::control::registry;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::mount_lock;
 use ringdisk_daemon::mount_users::{self, Place};
-use ringdisk_daemon::terminal::{self, visible};
+use ringdisk_daemon::run_as;
+use ringdisk_daemon::terminal::{self, shell_word, visible};
 use ringdisk_disk::Progress;
 use ringdisk_fuse::mount::{MountEntry, Unmount, mountpoint, table, unmount};
 use ringdisk_fuse::{Error, ErrorKind};
 
 use crate::cli::UmountArgs;
 
-/// Takes the mount away, and waits until its server has flushed, let go of the image and ended.
-/// Gives the exit code.
+/// Ends the mounts that are named, or all. Gives the exit code: of several mounts the first one
+/// that is a failure.
+///
+/// Errors: as [`end`]; of several mounts each has been said before the next one is ended.
+pub(crate) fn run(args: &UmountArgs) -> Result<u8, Failure> {
+    let mountpoints = if args.all { all()? } else { args.mountpoints.clone() };
+    if let [only] = mountpoints.as_slice() {
+        return end(args, only);
+    }
+    if mountpoints.is_empty() {
+        terminal::note("there is no mount that could be ended");
+    }
+    let mut first = Exit::Clean.code();
+    for path in &mountpoints {
+        let code = end(args, path).unwrap_or_else(|failure| {
+            terminal::complain(&failure);
+            failure.code()
+        });
+        first = if first == Exit::Clean.code() { code } else { first };
+    }
+    Ok(first)
+}
+
+/// The mounts of this user, or of all users for root; the last one first, as it may lie on another
+/// one.
+///
+/// Errors: there is no mount table.
+fn all() -> Result<Vec<PathBuf>, Failure> {
+    Ok(mounts_of(registry::user(), table::ours()?))
+}
+
+fn mounts_of(user: u32, mut mounts: Vec<MountEntry>) -> Vec<PathBuf> {
+    mounts.retain(|mount| user == 0 || registry::owner_of(mount) == Some(user));
+    mounts.into_iter().rev().map(|mount| mount.mountpoint).collect()
+}
+
+/// Takes a mount away, and waits until its server has flushed, let go of the image and ended. Gives
+/// the exit code.
 ///
 /// Errors: nothing of ours is mounted there, it is in use, or the system does not allow it; it
 /// takes longer than `--timeout`; what the server said of its end.
-pub(crate) fn run(args: &UmountArgs) -> Result<u8, Failure> {
+fn end(args: &UmountArgs, path: &Path) -> Result<u8, Failure> {
     // Resolved before the mount goes: afterwards the name may lead elsewhere.
-    let mountpoint = mountpoint::resolve(&args.mountpoint)?;
+    let mountpoint = mountpoint::resolve(path)?;
     let end = Instant::now() + args.timeout;
     let server = match args.only_detach {
         true => None,
@@ -56,12 +94,29 @@ pub(crate) fn run(args: &UmountArgs) -> Result<u8, Failure> {
     if !mount_lock::wait(&mountpoint, left(WAIT_MIN)) {
         return Err(still_there(&mountpoint, args.timeout));
     }
-    let Some(mut server) = server else { return Ok(Exit::Clean.code()) };
+    let Some(mut server) = server else {
+        note_leftover(&mountpoint);
+        return Ok(Exit::Clean.code());
+    };
     match server.wait_for_end(left(SAID), args.force, &Progress::new()) {
         Some(Err(failure)) => Err(failure),
         Some(Ok(())) => Ok(Exit::Clean.code()),
         // Where the lock could not be had, it says nothing of the server.
         None => Err(still_there(&mountpoint, args.timeout)),
+    }
+}
+
+/// Says that an empty file stays where a mount was whose server did not answer: most likely that
+/// one was killed, and had made it.
+fn note_leftover(mountpoint: &Path) {
+    let is_free = table::at(mountpoint).is_ok_and(|mount| mount.is_none());
+    let meta = std::fs::symlink_metadata(mountpoint);
+    if is_free && meta.is_ok_and(|meta| meta.is_file() && meta.len() == 0) {
+        let shown = shell_word(&mountpoint.display().to_string());
+        terminal::note(format_args!(
+            "the server of this mount did not answer, so the empty file below it is left: `rm \
+             {shown}` removes it"
+        ));
     }
 }
 
@@ -146,7 +201,14 @@ fn detach(mountpoint: &Path, how: Unmount) -> Result<(), Failure> {
     while_busy(|| unmount(mountpoint, how)).map_err(|error| {
         let is_busy = error.kind() == ErrorKind::Busy;
         let entry = table::at(mountpoint).ok().flatten();
-        let number = entry.filter(MountEntry::is_ours).and_then(|entry| entry.connection());
+        let entry = entry.filter(MountEntry::is_ours);
+        let may_fail = matches!(error.kind(), ErrorKind::Busy | ErrorKind::PermissionDenied);
+        if let Some(owner) = entry.as_ref().and_then(another_users).filter(|_| may_fail) {
+            let shown = mountpoint.display();
+            let text = format!("{shown} is a mount of {owner}, not yours");
+            return Failure::new(Exit::Permission, text).hint("its owner can end it, and root");
+        }
+        let number = entry.and_then(|entry| entry.connection());
         let failure = Failure::from(error);
         match number.filter(|_| is_busy) {
             Some(number) => {
@@ -160,6 +222,15 @@ fn detach(mountpoint: &Path, how: Unmount) -> Result<(), Failure> {
             None => failure,
         }
     })
+}
+
+/// The user whose mount this is, where that is another one than ours. `None`: it is ours, or we are
+/// root.
+fn another_users(mount: &MountEntry) -> Option<String> {
+    let user = registry::user();
+    let owner = registry::owner_of(mount).filter(|owner| user != 0 && *owner != user)?;
+    let name = run_as::user_name(owner);
+    Some(name.map_or_else(|| format!("user {owner}"), |name| format!("user {name}")))
 }
 
 /// How long a mount may be in use by a client that is about to close it: a program that has just
@@ -204,6 +275,24 @@ mod tests {
         });
         assert!(refused.is_err());
         assert_eq!(calls, 1);
+    }
+
+    #[test]
+    fn all_mounts_are_those_of_the_user_and_for_root_those_of_all() {
+        let mount = |path: &str, user: u32| MountEntry {
+            id: 1,
+            parent: 0,
+            device: (0, 1),
+            mountpoint: PathBuf::from(path),
+            options: String::new(),
+            fstype: String::from("fuse.ringdisk"),
+            source: "image".into(),
+            super_options: format!("rw,user_id={user},group_id=0"),
+        };
+        let mounts = || vec![mount("/a", 0), mount("/b", 1000), mount("/c", 1000)];
+        assert_eq!(mounts_of(1000, mounts()), ["/c", "/b"].map(PathBuf::from));
+        assert_eq!(mounts_of(0, mounts()), ["/c", "/b", "/a"].map(PathBuf::from));
+        assert!(mounts_of(7, mounts()).is_empty());
     }
 
     #[test]

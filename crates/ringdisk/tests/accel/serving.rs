@@ -99,7 +99,7 @@ fn the_kernel_serves_with_a_thread_for_each_virtqueue() {
         assert_eq!(of("cgroup").expect("its cgroup"), cgroup);
     }
     assert!(
-        ctl(&place.socket, &["stats"])
+        ctl(&place.socket, &["stats", "--internals"])
             .ok()
             .out
             .contains("serves the virtqueues (2 threads, kiocb)")

@@ -5,8 +5,10 @@
 mod common;
 mod keep;
 mod keep_setup;
+mod limits;
 mod migrate;
 mod nbd;
+mod nbd_tls;
 mod qemu_nbd;
 mod serve;
 mod serve_cli;

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 use std::time::Duration;
 
+use ringdisk_testkit::certificates;
 use ringdisk_testkit::mount::text;
 use ringdisk_testkit::process::{ok_words, until};
 
@@ -91,6 +92,28 @@ fn what_is_wrong_has_the_texts_of_qemu_nbd() {
             &["-f", "qcow2", "-k", "/nonexistent/a", image],
             "Failed to bind socket to /nonexistent/a: No such file or directory\n",
         ),
+        (
+            &["--object", "tls-creds-psk,id=t,dir=/x", "-k", socket, image],
+            "--object tls-creds-psk is not supported: use certificates",
+        ),
+        (
+            &["--tls-creds", "nope", "-k", socket, image],
+            "Failed to get TLS creds: No TLS credentials with id 'nope'\n",
+        ),
+        (
+            &[
+                "--object",
+                "tls-creds-x509,id=t,endpoint=server,dir=/nowhere",
+                "--tls-creds",
+                "t",
+                "-f",
+                "qcow2",
+                "-k",
+                socket,
+                image,
+            ],
+            "Unable to access credentials /nowhere/server-cert.pem: No such file or directory\n",
+        ),
         (&["-e", "x", image], "Invalid shared device number 'x'\n"),
         (&["-L", "-k", socket], "Failed to connect to '"),
     ] {
@@ -98,4 +121,87 @@ fn what_is_wrong_has_the_texts_of_qemu_nbd() {
         assert!(said.starts_with(&format!("qemu-nbd: {wanted}")), "{words:?}: {said}");
     }
     assert!(!place.socket.exists());
+}
+
+#[test]
+fn certificates_and_names_are_objects_as_callers_write_them() {
+    let place = Place::new("raw");
+    let directory = place.directory.path();
+    let _authority = certificates::all(directory);
+    let (image, socket) = (text(&place.image), text(&place.socket));
+    let creds =
+        |endpoint: &str| format!("tls-creds-x509,id=t,endpoint={endpoint},dir={}", text(directory));
+    let (server, client) = (creds("server"), creds("client"));
+    let own = ["-t", "--fork", "-f", "raw", "-k", socket, "--object", &server, "--tls-creds", "t"];
+    let pid = directory.join("pid");
+    let uri =
+        format!("nbds+unix://localhost/?socket={socket}&tls-certificates={}", text(directory));
+    let list = ["-L", "-k", socket, "--object", &client, "--tls-creds", "t"];
+    for (identity, comes) in [("O=A,,CN=a client", true), ("CN=other", false)] {
+        let authz = format!("authz-simple,id=a,identity={identity}");
+        let more = ["--object", &authz, "--tls-authz", "a", "--pid-file", text(&pid), image];
+        assert!(output(&[&own[..], &more].concat()).status.success());
+        let came = output(&[&list[..], &["--tls-hostname", "localhost"]].concat());
+        assert_eq!(came.status.success(), comes, "{came:?}");
+        if comes {
+            ok_words(&["nbdinfo", "--size", &uri]);
+            let other = output(&[&list[..], &["--tls-hostname", "other"]].concat());
+            assert_eq!(other.status.code(), Some(1));
+        }
+        // A plain client hears why.
+        let said = error(&["-L", "-k", socket]);
+        assert!(said.contains("Option 0x3 not permitted before TLS"), "{said}");
+        ok_words(&["kill", fs::read_to_string(&pid).expect("a pid").trim()]);
+        assert!(until(SOON, || (!place.socket.exists()).then_some(())).is_some());
+    }
+}
+
+#[test]
+fn a_socket_of_a_service_manager_is_served_in_the_foreground_and_in_the_background() {
+    let place = Place::new("raw");
+    let (image, socket) = (text(&place.image), text(&place.socket));
+    let listener = std::os::unix::net::UnixListener::bind(&place.socket).expect("bind");
+    let start = |words: &str, wait: bool| {
+        let set = "LISTEN_PID=$$ LISTEN_FDS=1";
+        let program = env!("CARGO_BIN_EXE_ringdisk");
+        let script = format!("exec env {set} {program} nbd {words} 3<&0 0</dev/null");
+        let input = listener.try_clone().expect("a descriptor");
+        let mut command = Command::new("sh");
+        command
+            .arg("-c")
+            .arg(script)
+            .stdin(std::process::Stdio::from(std::os::fd::OwnedFd::from(input)));
+        let mut child = command.stderr(std::process::Stdio::piped()).spawn().expect("a server");
+        if wait {
+            Some(child.wait_with_output().expect("its end"))
+        } else {
+            drop(child.stderr.take());
+            None
+        }
+    };
+    assert!(start(&format!("-f raw {image}"), false).is_none());
+    // The first client ends it; the socket stays.
+    ok_words(&["qemu-io", "-f", "raw", "-c", "read 0 1M", &uri(&place.socket)]);
+    assert!(place.socket.exists());
+    let pid = place.directory.path().join("pid");
+    let words = format!("-f raw -t --fork --pid-file {} {image}", text(&pid));
+    let ended = || {
+        let free = Command::new("qemu-io").args(["-f", "raw", "-c", "read 0 1", image]).output();
+        free.is_ok_and(|output| output.status.success()).then_some(())
+    };
+    assert!(until(SOON, ended).is_some(), "the first server holds the image");
+    let output = start(&words, true).expect("an end");
+    assert!(output.status.success(), "{output:?}");
+    ok_words(&["qemu-io", "-f", "raw", "-c", "read 0 1M", &uri(&place.socket)]);
+    ok_words(&["kill", fs::read_to_string(&pid).expect("a pid").trim()]);
+    assert!(until(SOON, || (!pid.exists()).then_some(())).is_some());
+    for (words, wanted) in [
+        (format!("-k {socket} {image}"), "Unix socket can't be set when using socket activation"),
+        (format!("-p 1 {image}"), "TCP port number can't be set when using socket activation"),
+        (format!("-b ::1 {image}"), "The interface can't be set when using socket activation"),
+    ] {
+        let output = start(&words, true).expect("an end");
+        let said = String::from_utf8(output.stderr).expect("text");
+        assert!(said.contains(wanted), "{said}");
+    }
 }

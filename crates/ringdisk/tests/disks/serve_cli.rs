@@ -180,7 +180,7 @@ fn sockets_of_a_service_manager_are_those_of_the_disks() {
         2,
         &["not said where the disk is to be served"],
     );
-    activated(&["disk.img", "--daemonize"], "vm1", 2, &["leave --daemonize away"]);
+    activated(&["disk.img", "--daemonize"], "vm1", 2, &["leave --daemonize out"]);
     assert!(directory.path().join("vm.sock").exists());
 }
 

@@ -112,7 +112,7 @@ fn stats_tell_programs_and_people_what_was_served() {
     assert_eq!(value["layers"][0]["format"], "qcow2");
     assert_eq!(value["total"]["write-bytes"], MIB);
     assert_eq!(value["fault"], Value::Null);
-    let text = ctl(&disk, &["stats"]).ok().out;
+    let text = ctl(&disk, &["stats", "--internals"]).ok().out;
     for words in ["IOPS", "latency", "CPU", "metadata", "base.qcow2"] {
         assert!(text.contains(words), "{words}: {text}");
     }

@@ -9,6 +9,7 @@ mod common;
 mod crash;
 mod ctl;
 mod lifecycle;
+mod limits;
 mod semantics;
 mod storage;
 mod user;

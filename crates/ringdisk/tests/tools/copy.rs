@@ -266,7 +266,6 @@ fn what_makes_no_sense_is_refused_and_nothing_is_made() {
         (&["full.img"][..], "the target"),
         (&[], "the target"),
         (&["nosuch.img", "x"], "nosuch.img"),
-        (&["full.img", "sparse.img", "x"], "several sources"),
         (&["-O", "vmdk", "full.img", "x"], "possible values"),
         (&["-c", "-O", "raw", "full.img", "x"], "cannot be compressed"),
         (&["-S", "100", "full.img", "x"], "multiple of 512"),

@@ -6,8 +6,16 @@ mod change;
 mod cli;
 #[path = "../common/mod.rs"]
 mod common;
+mod config;
 mod copy;
 mod create;
+mod kind_words;
 mod mount;
+mod names;
 mod nbd;
+mod nbd_tls;
+mod nbdkit;
+mod ps;
+mod qemu_img;
 mod readme;
+mod watch;

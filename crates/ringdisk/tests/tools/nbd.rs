@@ -17,9 +17,9 @@ use crate::common::tools::{qemu_img, ringdisk};
 use crate::common::{MIB, open, refused, serve};
 
 /// A running qemu-nbd.
-struct Server {
+pub(crate) struct Server {
     child: Child,
-    socket: PathBuf,
+    pub(crate) socket: PathBuf,
     words: Vec<String>,
 }
 
@@ -32,7 +32,7 @@ impl Drop for Server {
 
 impl Server {
     /// Serves `image` until the end of the test.
-    fn start(d: &Path, socket: &str, words: &[&str]) -> Server {
+    pub(crate) fn start(d: &Path, socket: &str, words: &[&str]) -> Server {
         let socket = d.join(socket);
         let mut all = vec![String::from("-k"), text(&socket).to_owned()];
         all.extend(words.iter().map(|word| (*word).to_owned()));
@@ -51,7 +51,7 @@ impl Server {
     }
 
     /// It is killed, and another one takes its place after a while.
-    fn replace(&mut self) {
+    pub(crate) fn replace(&mut self) {
         self.child.kill().and_then(|()| self.child.wait()).expect("kill");
         std::thread::sleep(Duration::from_millis(200));
         self.child = Server::spawn(&self.socket, &self.words);
@@ -62,12 +62,12 @@ impl Server {
     }
 }
 
-fn there() -> bool {
+pub(crate) fn there() -> bool {
     needs("qemu-nbd", has("qemu-nbd"))
 }
 
 /// A raw image with data and holes.
-fn raw(d: &Path, name: &str) -> PathBuf {
+pub(crate) fn raw(d: &Path, name: &str) -> PathBuf {
     let image = d.join(name);
     images::sparse(&image, 16 * MIB);
     let file = fs::File::options().write(true).open(&image).expect("open");
@@ -241,7 +241,7 @@ fn addresses_that_cannot_be_used_are_refused_in_words() {
     let directory = scratch();
     let d = directory.path();
     for (name, words) in [
-        ("nbds://host/x", "TLS is not supported"),
+        ("nbds://host/x", "tls-certificates=DIR"),
         ("nbd+unix:///x", "socket=PATH"),
         ("nbd://127.0.0.1:1/x", "no server listens"),
         ("nbd+unix:///?socket=nothing", "no server listens"),

@@ -46,6 +46,17 @@ impl fmt::Display for NbdServer {
     }
 }
 
+/// How a client of a server encrypts.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct NbdTls {
+    /// Directory of certificates in QEMU's layout (`ca-cert.pem`; `client-cert.pem` with
+    /// `client-key.pem` where the server wants one).
+    pub certificates: PathBuf,
+    /// The name that the server's certificate has to have; `None`: that of the host, or
+    /// `localhost` for a Unix socket.
+    pub hostname: Option<String>,
+}
+
 /// An export of a server.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct NbdAddress {
@@ -53,6 +64,8 @@ pub struct NbdAddress {
     pub server: NbdServer,
     /// Name of the export; empty: the default one.
     pub export: Vec<u8>,
+    /// TLS is used; a server without it is refused. `None`: nothing is encrypted.
+    pub tls: Option<NbdTls>,
 }
 
 /// The reason why a name is no address of an NBD export.
@@ -93,13 +106,10 @@ impl NbdAddress {
 
     /// Parses a name that [`NbdAddress::is_meant`].
     ///
-    /// Errors: TLS and other transports, parts that are missing, malformed or unknown.
+    /// Errors: other transports, parts that are missing, malformed or unknown.
     pub fn parse(name: &[u8]) -> Result<NbdAddress, BadAddress> {
         let Ok(text) = std::str::from_utf8(name) else { return bad("the name is not UTF-8") };
         let Some((scheme, rest)) = text.split_once(':') else { return bad("no NBD address") };
-        if scheme.starts_with("nbds") {
-            return bad("TLS is not supported in this version: use `nbd://`, over a tunnel");
-        }
         let Some(rest) = rest.strip_prefix("//") else {
             return if scheme == "nbd" { legacy(rest) } else { bad("the URI has no `//`") };
         };
@@ -113,20 +123,36 @@ impl NbdAddress {
             None => (rest, ""),
         };
         let export = decoded(path.strip_prefix('/').unwrap_or(path))?;
-        let socket = socket_of(query)?;
-        let server = match (scheme, socket) {
-            ("nbd+unix", Some(_)) if !authority.is_empty() => {
+        let Query { socket, certificates, mut hostname } = Query::parse(query)?;
+        let (transport, is_encrypted) = match scheme.strip_prefix("nbds") {
+            Some(rest) => (rest, true),
+            None => (scheme.strip_prefix("nbd").unwrap_or(scheme), false),
+        };
+        let mut authority = authority;
+        if is_encrypted && transport == "+unix" && !authority.is_empty() {
+            // As libnbd's and QEMU's users write it.
+            hostname = hostname.or(Some(authority.to_owned()));
+            authority = "";
+        }
+        let tls = match (is_encrypted, certificates) {
+            (true, Some(certificates)) => Some(NbdTls { certificates, hostname }),
+            (true, None) => return bad(NO_CERTIFICATES),
+            (false, None) if hostname.is_none() => None,
+            (false, _) => return bad("`tls-…` of the URI belongs to `nbds://`, which encrypts"),
+        };
+        let server = match (transport, socket) {
+            ("+unix", Some(_)) if !authority.is_empty() => {
                 return bad("a Unix socket has no host: `nbd+unix:///NAME?socket=PATH`");
             }
-            ("nbd+unix", Some(path)) => unix(path)?,
-            ("nbd+unix", None) => return bad("`nbd+unix:///NAME` needs `?socket=PATH`"),
-            ("nbd" | "nbd+tcp", None) => tcp(authority)?,
-            ("nbd" | "nbd+tcp", Some(_)) => {
+            ("+unix", Some(path)) => unix(path)?,
+            ("+unix", None) => return bad("`nbd+unix:///NAME` needs `?socket=PATH`"),
+            ("" | "+tcp", None) => tcp(authority)?,
+            ("" | "+tcp", Some(_)) => {
                 return bad("`socket=` belongs to `nbd+unix:///NAME?socket=PATH`");
             }
             _ => return bad(format!("the transport of `{scheme}:` is not supported")),
         };
-        NbdAddress::new(server, export)
+        Ok(NbdAddress { tls, ..NbdAddress::new(server, export)? })
     }
 
     /// * `export`: at most 4096 bytes, without zero bytes.
@@ -139,7 +165,7 @@ impl NbdAddress {
         if export.contains(&0) {
             return bad("the export's name contains a zero byte");
         }
-        Ok(NbdAddress { server, export })
+        Ok(NbdAddress { server, export, tls: None })
     }
 
     /// The export of a server on a Unix socket.
@@ -154,15 +180,25 @@ impl fmt::Display for NbdAddress {
     /// The URI.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let export = encoded(&self.export);
+        let scheme = if self.tls.is_some() { "nbds" } else { "nbd" };
         match &self.server {
             NbdServer::Unix(path) => {
-                write!(f, "nbd+unix:///{export}?socket={}", encoded(path.as_os_str().as_bytes()))
+                let socket = encoded(path.as_os_str().as_bytes());
+                write!(f, "{scheme}+unix:///{export}?socket={socket}")?;
             }
             NbdServer::Tcp(host, NBD_PORT) if host.contains(':') => {
-                write!(f, "nbd://[{host}]/{export}")
+                write!(f, "{scheme}://[{host}]/{export}")?;
             }
-            NbdServer::Tcp(host, NBD_PORT) => write!(f, "nbd://{host}/{export}"),
-            server => write!(f, "nbd://{server}/{export}"),
+            NbdServer::Tcp(host, NBD_PORT) => write!(f, "{scheme}://{host}/{export}")?,
+            server => write!(f, "{scheme}://{server}/{export}")?,
+        }
+        let Some(NbdTls { certificates, hostname }) = &self.tls else { return Ok(()) };
+        let sign = if self.server.host().is_some() { '?' } else { '&' };
+        let directory = encoded(certificates.as_os_str().as_bytes());
+        write!(f, "{sign}tls-certificates={directory}")?;
+        match hostname {
+            Some(name) => write!(f, "&tls-hostname={}", encoded(name.as_bytes())),
+            None => Ok(()),
         }
     }
 }
@@ -228,18 +264,50 @@ fn legacy(text: &str) -> Result<NbdAddress, BadAddress> {
     NbdAddress::new(server, export.as_bytes().to_vec())
 }
 
-/// The value of `socket` in a query.
-fn socket_of(query: &str) -> Result<Option<Vec<u8>>, BadAddress> {
-    let mut socket = None;
-    for pair in query.split(['&', ';']).filter(|pair| !pair.is_empty()) {
-        let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
-        if key == "socket" && socket.is_none() {
-            socket = Some(decoded(value)?);
-        } else {
-            return bad(format!("`{key}` of the URI is not supported, or is given twice"));
+/// Why an encrypted address without certificates is refused.
+const NO_CERTIFICATES: &str = "TLS needs the authority of the server's certificate: add \
+     `?tls-certificates=DIR` (or `&tls-certificates=DIR`), where DIR has ca-cert.pem, and \
+     client-cert.pem with client-key.pem if the server wants a certificate";
+
+/// What a URI has behind its question mark.
+#[derive(Default)]
+struct Query {
+    socket: Option<Vec<u8>>,
+    certificates: Option<PathBuf>,
+    hostname: Option<String>,
+}
+
+impl Query {
+    fn parse(query: &str) -> Result<Query, BadAddress> {
+        let mut all = Query::default();
+        for pair in query.split(['&', ';']).filter(|pair| !pair.is_empty()) {
+            let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
+            let value = decoded(value)?;
+            match key {
+                "socket" if all.socket.is_none() => all.socket = Some(value),
+                "tls-certificates" if all.certificates.is_none() && !value.is_empty() => {
+                    all.certificates = Some(OsString::from_vec(value).into());
+                }
+                "tls-hostname" if all.hostname.is_none() && !value.is_empty() => {
+                    let name = String::from_utf8(value).ok();
+                    let name = name.ok_or(BadAddress(String::from("`tls-hostname` is no name")))?;
+                    all.hostname = Some(name);
+                }
+                "tls-psk-file" | "tls-username" => {
+                    return bad(format!(
+                        "`{key}` of the URI is for keys that are shared beforehand, which are not \
+                         supported: use certificates (`tls-certificates=DIR`)"
+                    ));
+                }
+                key => {
+                    return bad(format!(
+                        "`{key}` of the URI is not supported, is empty, or is given twice"
+                    ));
+                }
+            }
         }
+        Ok(all)
     }
-    Ok(socket)
 }
 
 /// Without percent signs.
@@ -283,10 +351,19 @@ mod tests {
         let tcp = |host: &str, port, export: &[u8]| NbdAddress {
             server: NbdServer::Tcp(host.to_owned(), port),
             export: export.to_vec(),
+            tls: None,
         };
         let unix = |path: &str, export: &[u8]| NbdAddress {
             server: NbdServer::Unix(path.into()),
             export: export.to_vec(),
+            tls: None,
+        };
+        let with = |address: NbdAddress, hostname: Option<&str>| NbdAddress {
+            tls: Some(NbdTls {
+                certificates: "/p q".into(),
+                hostname: hostname.map(ToOwned::to_owned),
+            }),
+            ..address
         };
         for (name, address, uri) in [
             ("nbd://host", tcp("host", 10809, b""), "nbd://host/"),
@@ -299,6 +376,21 @@ mod tests {
             ("nbd:unix:/a:exportname=b", unix("/a", b"b"), "nbd+unix:///b?socket=/a"),
             ("nbd:host:5", tcp("host", 5, b""), "nbd://host:5/"),
             ("nbd:[::1]:5:exportname=q", tcp("::1", 5, b"q"), "nbd://[::1]:5/q"),
+            (
+                "nbds://host/x?tls-certificates=/p%20q",
+                with(tcp("host", 10809, b"x"), None),
+                "nbds://host/x?tls-certificates=/p%20q",
+            ),
+            (
+                "nbds+unix://name/x?socket=/a&tls-certificates=/p%20q",
+                with(unix("/a", b"x"), Some("name")),
+                "nbds+unix:///x?socket=/a&tls-certificates=/p%20q&tls-hostname=name",
+            ),
+            (
+                "nbds+tcp://[::1]/?tls-hostname=n&tls-certificates=/p%20q",
+                with(tcp("::1", 10809, b""), Some("n")),
+                "nbds://[::1]/?tls-certificates=/p%20q&tls-hostname=n",
+            ),
         ] {
             assert_eq!(parse(name), address, "{name}");
             assert_eq!(address.to_string(), uri, "{name}");
@@ -309,8 +401,13 @@ mod tests {
     #[test]
     fn what_is_malformed_is_refused_with_a_reason() {
         for (name, why) in [
-            ("nbds://host/x", "TLS is not supported"),
-            ("nbds+unix:///x?socket=/a", "TLS is not supported"),
+            ("nbds://host/x", "tls-certificates=DIR"),
+            ("nbds+unix:///x?socket=/a", "tls-certificates=DIR"),
+            ("nbds://host/x?tls-certificates=", "empty"),
+            ("nbds://host/x?tls-psk-file=a", "not supported: use certificates"),
+            ("nbd://host/x?tls-certificates=/a", "belongs to `nbds://`"),
+            ("nbd://host/x?tls-hostname=a", "belongs to `nbds://`"),
+            ("nbds+vsock:///x?tls-certificates=/a", "transport"),
             ("nbd+vsock:///x", "transport"),
             ("nbd://", "host is missing"),
             ("nbd:///x", "host is missing"),

@@ -4,12 +4,14 @@
 //! name, which is made once, when the export is opened. Blocks: for control threads and threads
 //! made for it, never a queue thread.
 
+use std::io::{self, Read, Write};
 use std::net::ToSocketAddrs;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ringdisk_ring::Errno;
+use ringdisk_tls::{ClientTls, StreamError, TlsStream};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{RecvFlags, SendFlags, recv, send, sockopt};
 
@@ -38,6 +40,35 @@ pub(super) fn endpoints(server: &NbdServer) -> std::io::Result<Vec<NbdEndpoint>>
 pub(super) struct Timed {
     pub(super) socket: OwnedFd,
     pub(super) deadline: Instant,
+    /// All is encrypted from now on.
+    pub(super) tls: Option<TlsStream>,
+}
+
+/// The socket of a [`Timed`] for TLS: each call has its deadline.
+struct Raw<'a>(&'a Timed);
+
+impl Read for Raw<'_> {
+    fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
+        Ok(self.0.receive(to)?)
+    }
+}
+
+impl Write for Raw<'_> {
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        Ok(self.0.send(from)?)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Errors of reading and writing over TLS.
+fn of_io(error: &io::Error) -> StreamError {
+    match error.raw_os_error() {
+        Some(code) => StreamError::Socket(Errno::from_raw_os_error(code)),
+        None => StreamError::Tls(error.to_string()),
+    }
 }
 
 impl Timed {
@@ -73,18 +104,55 @@ impl Timed {
         }
     }
 
-    /// Reads until `bytes` is full.
+    /// Shakes hands by TLS; all is encrypted from then on.
     ///
-    /// Errors: `ECONNRESET` at the end of the stream too; `ETIMEDOUT`.
-    pub(super) fn read(&self, mut bytes: &mut [u8]) -> Result<(), Errno> {
-        while !bytes.is_empty() {
+    /// Errors: the server's certificate is not good, or it refuses this client; as
+    /// [`Timed::read`].
+    pub(super) fn encrypt(&mut self, tls: &ClientTls) -> Result<(), StreamError> {
+        self.tls = Some(tls.connect(&mut Raw(self))?);
+        Ok(())
+    }
+
+    /// Receives some bytes; 0: the end of the stream.
+    fn receive(&self, bytes: &mut [u8]) -> Result<usize, Errno> {
+        loop {
             match recv(&self.socket, &mut *bytes, RecvFlags::DONTWAIT) {
-                Ok((0, _)) => return Err(Errno::CONNRESET),
-                Ok((count, _)) => bytes = bytes.split_at_mut(count).1,
+                Ok((count, _)) => return Ok(count),
                 Err(Errno::AGAIN) => self.wait(PollFlags::IN)?,
                 Err(Errno::INTR) => {}
                 Err(errno) => return Err(errno),
             }
+        }
+    }
+
+    /// Sends some bytes.
+    fn send(&self, bytes: &[u8]) -> Result<usize, Errno> {
+        loop {
+            match send(&self.socket, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+                Ok(count) => return Ok(count),
+                Err(Errno::AGAIN) => self.wait(PollFlags::OUT)?,
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno),
+            }
+        }
+    }
+
+    /// Reads until `bytes` is full.
+    ///
+    /// Errors: `ECONNRESET` at the end of the stream too; `ETIMEDOUT`; those of TLS.
+    pub(super) fn read(&self, mut bytes: &mut [u8]) -> Result<(), StreamError> {
+        while !bytes.is_empty() {
+            let count = match &self.tls {
+                None => self.receive(bytes)?,
+                Some(tls) => {
+                    let mut raw = Raw(self);
+                    tls.blocking(&mut raw).read(bytes).map_err(|error| of_io(&error))?
+                }
+            };
+            if count == 0 {
+                return Err(Errno::CONNRESET.into());
+            }
+            bytes = bytes.split_at_mut(count).1;
         }
         Ok(())
     }
@@ -92,14 +160,16 @@ impl Timed {
     /// Writes all.
     ///
     /// Errors: the socket's; `ETIMEDOUT`.
-    pub(super) fn write(&self, mut bytes: &[u8]) -> Result<(), Errno> {
+    pub(super) fn write(&self, mut bytes: &[u8]) -> Result<(), StreamError> {
         while !bytes.is_empty() {
-            match send(&self.socket, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
-                Ok(count) => bytes = bytes.split_at(count).1,
-                Err(Errno::AGAIN) => self.wait(PollFlags::OUT)?,
-                Err(Errno::INTR) => {}
-                Err(errno) => return Err(errno),
-            }
+            let count = match &self.tls {
+                None => self.send(bytes)?,
+                Some(tls) => {
+                    let mut raw = Raw(self);
+                    tls.blocking(&mut raw).write(bytes).map_err(|error| of_io(&error))?
+                }
+            };
+            bytes = bytes.split_at(count).1;
         }
         Ok(())
     }
@@ -122,7 +192,7 @@ fn connect_one(
             begun => break begun?,
         }
     };
-    let timed = Timed { socket, deadline };
+    let timed = Timed { socket, deadline, tls: None };
     timed.wait(PollFlags::OUT)?;
     match sockopt::socket_error(&timed.socket)? {
         Ok(()) => {}

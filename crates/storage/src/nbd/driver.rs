@@ -14,6 +14,7 @@ use std::task::{Context, Poll, Waker};
 use ringdisk_nbd_protocol::request::Request;
 use ringdisk_nbd_protocol::status::Extent;
 use ringdisk_ring::{Errno, IoBuf, Ring};
+use ringdisk_tls::StreamError;
 
 use super::input::Input;
 use super::link::Link;
@@ -54,6 +55,16 @@ impl From<Errno> for Lost {
         match errno {
             Errno::CONNRESET | Errno::PIPE => Lost::Ended,
             errno => Lost::Failed(errno),
+        }
+    }
+}
+
+impl From<StreamError> for Lost {
+    fn from(error: StreamError) -> Lost {
+        match error {
+            StreamError::Socket(errno) => errno.into(),
+            StreamError::Ended => Lost::Ended,
+            StreamError::Tls(_) => Lost::Violation("what it sends cannot be decrypted"),
         }
     }
 }

@@ -19,6 +19,7 @@ use ringdisk_nbd_protocol::options::{
 };
 use ringdisk_nbd_protocol::request::Style;
 use ringdisk_ring::Errno;
+use ringdisk_tls::{ClientTls, StreamError};
 
 use super::connect::Timed;
 
@@ -70,11 +71,22 @@ pub(super) enum Refusal {
     Unknown(String),
     /// The server does not let this client in; with its words.
     Refused(String),
+    /// The connection cannot be encrypted, or either side does not trust the other.
+    Tls(String),
 }
 
 impl From<Errno> for Refusal {
     fn from(errno: Errno) -> Refusal {
         Refusal::Broken(errno)
+    }
+}
+
+impl From<StreamError> for Refusal {
+    fn from(error: StreamError) -> Refusal {
+        match error {
+            StreamError::Socket(errno) => Refusal::Broken(errno),
+            StreamError::Ended | StreamError::Tls(_) => Refusal::Tls(error.to_string()),
+        }
     }
 }
 
@@ -96,6 +108,7 @@ impl std::fmt::Display for Refusal {
             Refusal::Malformed(why) => write!(f, "the server breaks the protocol: {why}"),
             Refusal::Unknown(words) => write!(f, "the server has no such export: {words}"),
             Refusal::Refused(words) => write!(f, "the server refuses: {words}"),
+            Refusal::Tls(why) => f.write_str(why),
         }
     }
 }
@@ -111,7 +124,7 @@ impl Denied {
         match self.kind {
             option_reply::UNKNOWN => Refusal::Unknown(self.words),
             option_reply::TLS_REQUIRED => Refusal::Refused(format!(
-                "it wants TLS, which is not supported in this version ({})",
+                "{}: use `nbds://…?tls-certificates=DIR` in place of `nbd://…`",
                 self.words
             )),
             _ => Refusal::Refused(self.words),
@@ -121,8 +134,14 @@ impl Denied {
 
 /// Agrees with the server on an export.
 ///
+/// * `tls`: the connection is encrypted before anything else is said.
+///
 /// Errors: [`Refusal`].
-pub(super) fn agree(timed: &Timed, export: &[u8]) -> Result<Agreed, Refusal> {
+pub(super) fn agree(
+    timed: &mut Timed,
+    export: &[u8],
+    tls: Option<&ClientTls>,
+) -> Result<Agreed, Refusal> {
     let mut greeting = [0; GREETING_BYTES];
     timed.read(&mut greeting)?;
     let offered = parse_greeting(&greeting)?;
@@ -131,6 +150,18 @@ pub(super) fn agree(timed: &Timed, export: &[u8]) -> Result<Agreed, Refusal> {
     }
     let flags = offered & (handshake_flags::FIXED_NEWSTYLE | handshake_flags::NO_ZEROES);
     timed.write(&client_flags(flags))?;
+    if let Some(tls) = tls {
+        match ask(timed, option::STARTTLS, &[], |_, _| Ok(()))? {
+            Ok(()) => timed.encrypt(tls)?,
+            Err(denied) => {
+                let words = denied.words;
+                return Err(Refusal::Tls(format!(
+                    "the server does not encrypt, which the address asks for (`nbds`): {words}"
+                )));
+            }
+        }
+    }
+    let timed = &*timed;
     let style = style(timed)?;
     let mut allocation = None;
     if style != Style::Simple {
@@ -244,10 +275,12 @@ fn by_name(timed: &Timed, export: &[u8], has_zeroes: bool) -> Result<ExportInfo,
     push_option(&mut out, option::EXPORT_NAME, export);
     timed.write(&out)?;
     let mut reply = [0; EXPORT_BYTES];
-    timed.read(&mut reply).map_err(|errno| match errno {
+    timed.read(&mut reply).map_err(|error| match error {
         // All that the old option can say.
-        Errno::CONNRESET => Refusal::Unknown(String::from("it ended the connection")),
-        errno => errno.into(),
+        StreamError::Socket(Errno::CONNRESET) => {
+            Refusal::Unknown(String::from("it ended the connection"))
+        }
+        error => error.into(),
     })?;
     if has_zeroes {
         timed.read(&mut [0; PADDING_BYTES])?;

@@ -16,6 +16,7 @@ use ringdisk_nbd_protocol::reply::{
 use ringdisk_nbd_protocol::request::Style;
 use ringdisk_nbd_protocol::status::Extent;
 use ringdisk_ring::{Errno, IoBuf};
+use ringdisk_tls::StreamError;
 
 use super::driver::{Driver, Lost};
 use super::link::Link;
@@ -146,11 +147,11 @@ impl Driver {
     /// Reads some bytes, at least one.
     async fn read(&self, link: &Link, buf: &IoBuf) -> Result<usize, Lost> {
         loop {
-            match self.ring.read(link.fd(), 0, buf).await {
+            match link.read(&self.ring, buf).await {
                 Ok(0) => return Err(Lost::Ended),
-                Ok(count) => return Ok(count as usize),
-                Err(Errno::INTR | Errno::AGAIN) => self.ring.yield_now().await,
-                Err(errno) => return Err(errno.into()),
+                Ok(count) => return Ok(count),
+                Err(StreamError::Socket(Errno::INTR | Errno::AGAIN)) => self.ring.yield_now().await,
+                Err(error) => return Err(error.into()),
             }
         }
     }

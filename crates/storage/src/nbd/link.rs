@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 
 use ringdisk_nbd_protocol::numbers::command;
 use ringdisk_nbd_protocol::request::{Request, Style};
-use ringdisk_ring::Fd;
+use ringdisk_ring::{Fd, IoBuf, Ring};
+use ringdisk_tls::{StreamError, TlsStream};
 use rustix::net::{SendFlags, Shutdown, send, shutdown};
 
 use super::handshake::Agreed;
@@ -21,6 +22,7 @@ const FREE: u64 = 0;
 #[derive(Debug)]
 pub(super) struct Link {
     socket: OwnedFd,
+    tls: Option<TlsStream>,
     pub(super) agreed: Agreed,
     /// Number of the driver that uses it; [`FREE`].
     owner: AtomicU64,
@@ -29,13 +31,43 @@ pub(super) struct Link {
 
 impl Link {
     /// * `owner`: the driver that uses it at first.
-    pub(super) fn new(socket: OwnedFd, agreed: Agreed, owner: Option<u64>) -> Link {
+    pub(super) fn new(
+        socket: OwnedFd,
+        tls: Option<TlsStream>,
+        agreed: Agreed,
+        owner: Option<u64>,
+    ) -> Link {
         let owner = owner.unwrap_or(FREE).into();
-        Link { socket, agreed, owner, is_lost: false.into() }
+        Link { socket, tls, agreed, owner, is_lost: false.into() }
     }
 
-    pub(super) fn fd(&self) -> Fd {
+    fn fd(&self) -> Fd {
         Fd::of(&self.socket)
+    }
+
+    /// Reads once, on the ring of the owner. Gives the number of bytes; 0: the server sends no
+    /// more.
+    ///
+    /// Errors: the socket's; bytes that cannot be decrypted.
+    pub(super) async fn read(&self, ring: &Ring, buf: &IoBuf) -> Result<usize, StreamError> {
+        match &self.tls {
+            None => Ok(ring.read(self.fd(), 0, buf).await? as usize),
+            Some(tls) => Box::pin(tls.read(ring, self.fd(), buf)).await,
+        }
+    }
+
+    /// Writes once; all bytes, where they are encrypted. Gives the number of bytes.
+    ///
+    /// Errors: the socket's.
+    pub(super) async fn write(&self, ring: &Ring, buf: &IoBuf) -> Result<usize, StreamError> {
+        match &self.tls {
+            None => Ok(ring.write(self.fd(), 0, buf).await? as usize),
+            Some(tls) => {
+                let parts = buf.pieces();
+                Box::pin(tls.write_all(ring, self.fd(), parts)).await?;
+                Ok(buf.len())
+            }
+        }
     }
 
     /// Takes the link for a driver, if no other has it.
@@ -69,13 +101,13 @@ impl Link {
         if self.take(u64::MAX) && !self.is_lost() {
             let request = Request { command: command::DISCONNECT, ..Request::default() };
             let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-            // A server that does not read sees the end of the stream.
-            let _ = match self.agreed.style {
-                Style::Simple | Style::Structured => {
-                    send(&self.socket, &request.to_compact(), flags)
-                }
-                Style::Extended => send(&self.socket, &request.to_extended(), flags),
+            let bytes = match self.agreed.style {
+                Style::Simple | Style::Structured => request.to_compact().to_vec(),
+                Style::Extended => request.to_extended().to_vec(),
             };
+            let bytes = self.tls.as_ref().map_or(bytes.clone(), |tls| tls.farewell(&bytes));
+            // A server that does not read sees the end of the stream.
+            let _ = send(&self.socket, &bytes, flags);
         }
         self.lose();
     }

@@ -45,8 +45,9 @@ use std::time::Duration;
 use ringdisk_nbd_protocol::numbers::{command, command_flags, export_flags};
 use ringdisk_nbd_protocol::request::Request;
 use ringdisk_ring::{Errno, IoBuf, Ring};
+use ringdisk_tls::{ClientTls, Source};
 
-pub use address::{BadAddress, NBD_PORT, NbdAddress, NbdServer};
+pub use address::{BadAddress, NBD_PORT, NbdAddress, NbdServer, NbdTls};
 use handshake::Refusal;
 use shared::{CONNECT_LIMIT, Shared, open_link};
 
@@ -123,17 +124,27 @@ pub(crate) fn open(address: &NbdAddress, options: &NbdOptions) -> Result<Nbd, Er
         Error::new(ErrorKind::NotFound, context)
     })?;
     let opener = options.opener.as_ref();
-    let first = open_link(&endpoints, opener, &address.export, CONNECT_LIMIT)
+    let tls = address.tls.as_ref().map(|tls| certificates(address, tls)).transpose()?;
+    let first = open_link(&endpoints, opener, &address.export, tls.as_ref(), CONNECT_LIMIT)
         .map_err(|why| refused(&name, &address.server, &why))?;
     let agreed = first.1.clone();
     if agreed.has(export_flags::READ_ONLY) && !options.read_only {
         return Err(read_only(&name));
     }
     let (endpoints, opener) = (endpoints.clone(), options.opener.clone());
-    let shared = Shared::new(address.clone(), endpoints, opener, options.reconnect, first);
+    let shared = Shared::new(address.clone(), endpoints, opener, tls, options.reconnect, first);
     let shared = Arc::new(shared);
     let closer = Arc::new(Closer(Arc::clone(&shared)));
     Ok(Nbd::new(shared, closer, options.read_only, options.no_flush))
+}
+
+/// Reads the certificates that an address names. They are kept for connecting again.
+fn certificates(address: &NbdAddress, tls: &NbdTls) -> Result<ClientTls, Error> {
+    let host = tls.hostname.as_deref().or(address.server.host()).unwrap_or("localhost");
+    let source = Source::Directory(tls.certificates.clone());
+    ClientTls::open(&source, host).map_err(|error| {
+        Error::new(ErrorKind::InvalidInput, format!("cannot open '{address}': {error}"))
+    })
 }
 
 fn read_only(name: &str) -> Error {
@@ -152,7 +163,7 @@ fn refused(name: &str, server: &NbdServer, why: &Refusal) -> Error {
         Refusal::Broken(Errno::CONNREFUSED) => Error::new(ErrorKind::NotFound, context),
         Refusal::Broken(errno) => Error::explained(context, *errno),
         Refusal::Unknown(_) => Error::new(ErrorKind::NotFound, context),
-        Refusal::Refused(_) => Error::new(ErrorKind::PermissionDenied, context),
+        Refusal::Refused(_) | Refusal::Tls(_) => Error::new(ErrorKind::PermissionDenied, context),
         Refusal::Malformed(_) => Error::new(ErrorKind::Io, context),
     }
 }

@@ -9,6 +9,7 @@ use std::task::Poll;
 
 use ringdisk_nbd_protocol::request::{EXTENDED_BYTES, Style};
 use ringdisk_ring::{Errno, IoBuf, Scatter};
+use ringdisk_tls::StreamError;
 
 use super::driver::{Driver, Lost};
 use super::link::Link;
@@ -60,11 +61,11 @@ impl Driver {
         let mut done = 0;
         while done < batch.len() {
             let rest = if done == 0 { batch.clone() } else { batch.slice(done..batch.len()) };
-            match self.ring.write(link.fd(), 0, &rest).await {
+            match link.write(&self.ring, &rest).await {
                 Ok(0) => return Err(Lost::Ended),
-                Ok(count) => done += count as usize,
-                Err(Errno::INTR | Errno::AGAIN) => self.ring.yield_now().await,
-                Err(errno) => return Err(errno.into()),
+                Ok(count) => done += count,
+                Err(StreamError::Socket(Errno::INTR | Errno::AGAIN)) => self.ring.yield_now().await,
+                Err(error) => return Err(error.into()),
             }
         }
         Ok(())

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use ringdisk_nbd_protocol::numbers::export_flags;
 use ringdisk_ring::Errno;
+use ringdisk_tls::ClientTls;
 
 use super::address::NbdAddress;
 use super::connect::Timed;
@@ -68,6 +69,7 @@ pub(super) struct Shared {
     pub(super) address: NbdAddress,
     endpoints: Vec<NbdEndpoint>,
     opener: Option<Arc<dyn Opener>>,
+    tls: Option<ClientTls>,
     pub(super) agreed: Agreed,
     /// How long requests wait for a connection.
     reconnect: Duration,
@@ -93,11 +95,12 @@ pub(super) fn open_link(
     endpoints: &[NbdEndpoint],
     opener: Option<&Arc<dyn Opener>>,
     export: &[u8],
+    tls: Option<&ClientTls>,
     limit: Duration,
 ) -> Result<(Timed, Agreed), Refusal> {
     let deadline = Instant::now() + limit;
-    let timed = Timed::connect(endpoints, opener, deadline)?;
-    let agreed = agree(&timed, export)?;
+    let mut timed = Timed::connect(endpoints, opener, deadline)?;
+    let agreed = agree(&mut timed, export, tls)?;
     Ok((timed, agreed))
 }
 
@@ -107,17 +110,19 @@ impl Shared {
         address: NbdAddress,
         endpoints: Vec<NbdEndpoint>,
         opener: Option<Arc<dyn Opener>>,
+        tls: Option<ClientTls>,
         reconnect: Duration,
         first: (Timed, Agreed),
     ) -> Shared {
         let (timed, agreed) = first;
-        let link = Arc::new(Link::new(timed.socket, agreed.clone(), None));
+        let link = Arc::new(Link::new(timed.socket, timed.tls, agreed.clone(), None));
         Shared {
             id: new_number(),
             name: address.to_string(),
             address,
             endpoints,
             opener,
+            tls,
             agreed,
             reconnect,
             links: Mutex::new(Links { open: vec![link], ..Links::default() }),
@@ -178,9 +183,9 @@ impl Shared {
     ///
     /// Returns whether there is one.
     pub(super) fn open(&self, driver: u64) -> Option<Arc<Link>> {
-        let opened =
-            open_link(&self.endpoints, self.opener.as_ref(), &self.address.export, CONNECT_LIMIT)
-                .and_then(|(timed, agreed)| self.check_same(&agreed).map(|()| (timed, agreed)));
+        let (opener, tls) = (self.opener.as_ref(), self.tls.as_ref());
+        let opened = open_link(&self.endpoints, opener, &self.address.export, tls, CONNECT_LIMIT)
+            .and_then(|(timed, agreed)| self.check_same(&agreed).map(|()| (timed, agreed)));
         let mut links = locked(&self.links);
         links.is_opening = false;
         let result = match opened {
@@ -189,7 +194,7 @@ impl Shared {
                     tracing::warn!("'{}': connected again", self.name);
                 }
                 (links.down_since, links.retry_at, links.attempts) = (None, None, 0);
-                let link = Arc::new(Link::new(timed.socket, agreed, Some(driver)));
+                let link = Arc::new(Link::new(timed.socket, timed.tls, agreed, Some(driver)));
                 links.open.push(Arc::clone(&link));
                 Some(link)
             }

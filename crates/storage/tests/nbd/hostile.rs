@@ -61,7 +61,7 @@ fn replies_to_options_that_are_malformed_end_the_handshake() {
             },
             "endless",
         ),
-        (|out, option| push_reply(out, option, option_reply::TLS_REQUIRED, b"no"), "TLS"),
+        (|out, option| push_reply(out, option, option_reply::TLS_REQUIRED, b"no"), "nbds://"),
         (|out, option| push_reply(out, option, option_reply::ACK, &[]), "size of the export"),
     ];
     for (reply, why) in replies {

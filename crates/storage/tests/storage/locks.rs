@@ -39,7 +39,7 @@ fn two_writers_of_ours_refuse_each_other() {
     let path = image(directory.path(), "image", 4096);
     let first = open(&path, &writer());
     let error = refusal(&path, &writer());
-    assert!(error.to_string().contains("--read-only --force-share"), "{error}");
+    assert!(error.to_string().contains("is in use for writing by"), "{error}");
     let own = format!("this process ({})", std::process::id());
     assert!(error.to_string().contains(&own), "{error}");
     drop(first);
@@ -53,7 +53,7 @@ fn readers_share_and_keep_writers_out() {
     let _first = open(&path, &reader());
     let _second = open(&path, &reader());
     let error = refusal(&path, &writer());
-    assert!(error.to_string().contains("use --read-only"), "{error}");
+    assert!(error.to_string().contains("does not let others write"), "{error}");
 }
 
 #[test]
@@ -62,7 +62,7 @@ fn writer_keeps_readers_out_unless_they_insist() {
     let path = image(directory.path(), "image", 4096);
     let _writer = open(&path, &writer());
     let error = refusal(&path, &reader());
-    assert!(error.to_string().contains("--force-share"), "{error}");
+    assert!(error.to_string().contains("is in use for writing by"), "{error}");
     let _insists = open(&path, &force_share());
     let _ignores = open(&path, &options(false, Lock::None));
 }
@@ -173,7 +173,7 @@ fn raw_writer_of_qemu_refuses_us_and_is_named() {
     let error = refusal(&path, &writer());
     let name = format!("process {} (qemu-io)", holder.0.id());
     assert!(error.to_string().contains(&name), "{error}");
-    assert!(refusal(&path, &reader()).to_string().contains("--force-share"));
+    assert!(refusal(&path, &reader()).to_string().contains("is in use for writing by"));
     drop(open(&path, &force_share()));
     drop(holder);
     drop(open(&path, &writer()));

@@ -49,7 +49,12 @@ fn sources_with_unsafe() -> Vec<String> {
 fn has_unsafe(content: &str) -> bool {
     let code = content.lines().map(str::trim_start).filter(|line| !line.starts_with("//"));
     let begins = ["unsafe {", "unsafe fn", "unsafe impl"];
-    code.into_iter().any(|line| begins.iter().any(|begin| line.contains(begin)))
+    // `is_unsafe {` is no block.
+    let is_word = |line: &str, at: usize| {
+        !line[..at].ends_with(|c: char| c.is_ascii_alphanumeric() || c == '_')
+    };
+    let has = |line: &str, begin: &str| line.match_indices(begin).any(|(at, _)| is_word(line, at));
+    code.into_iter().any(|line| begins.iter().any(|begin| has(line, begin)))
 }
 
 #[test]

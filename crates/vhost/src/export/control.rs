@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use ringdisk_export::HaltReason;
 use rustix::event::epoll;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::sockopt::socket_peercred;
 
 use super::accel::{KERNEL_POLL_INTERVAL, Occasion};
 use super::backend::Control;
@@ -228,13 +229,23 @@ impl Host {
             }
         };
         self.control.had_front_end = true;
-        let mut connection = match self.connection(&session, socket) {
+        self.control.device.set_front_end(pid_of(&socket));
+        let end = self.converse_on(&mut session, socket, wake.as_fd());
+        self.control.device.set_front_end(0);
+        end
+    }
+
+    /// As [`Host::converse_as`].
+    ///
+    /// * `wake`: what ends the waiting for a message.
+    fn converse_on(&mut self, session: &mut Session, socket: Held, wake: BorrowedFd<'_>) -> End {
+        let mut connection = match self.connection(session, socket) {
             Ok(connection) => connection,
             Err(end) => return end,
         };
-        let end = match self.finish_what_was_left(&mut session, &connection) {
+        let end = match self.finish_what_was_left(session, &connection) {
             Some(end) => end,
-            None => self.messages(&mut session, &mut connection, wake.as_fd()),
+            None => self.messages(session, &mut connection, wake),
         };
         let is_last = !matches!(end, End::Gone) || matches!(self.source, FrontEndSource::One(_));
         if !matches!(end, End::HandedOver) {
@@ -489,4 +500,10 @@ impl Host {
         }
         None
     }
+}
+
+/// The process of a front end, as seen from here; 0: it is not known.
+fn pid_of(socket: &Held) -> u32 {
+    let peer = socket_peercred(socket.as_fd()).ok();
+    peer.and_then(|peer| u32::try_from(peer.pid.as_raw_nonzero().get()).ok()).unwrap_or(0)
 }

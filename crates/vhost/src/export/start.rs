@@ -113,7 +113,7 @@ fn is_read_only(disk: &Disk, options: &ExportOptions) -> bool {
 /// What all threads of the device share.
 fn device(disk: &Disk, options: &ExportOptions, signals: &Arc<Signals>) -> Arc<Device> {
     Arc::new(Device::new(
-        &options.common.name,
+        (&options.common.name, Arc::clone(disk.events())),
         &options.serial,
         options.logical_block_size,
         is_read_only(disk, options),

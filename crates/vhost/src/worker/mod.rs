@@ -171,7 +171,9 @@ impl Worker {
     pub(crate) async fn stop(&self, index: u16) -> u32 {
         let Some(vring) = self.vring(index) else { return 0 };
         self.catch_up(&vring).await;
+        let lifted = self.disk.lift_limits();
         vring.hold(&self.ring).await;
+        drop(lifted);
         self.vrings.borrow_mut().retain(|other| !Rc::ptr_eq(other, &vring));
         let logs = vring.logs();
         let base = vring.end(&self.ring);
@@ -185,6 +187,7 @@ impl Worker {
     /// before us had taken.
     pub(crate) async fn hold_all(&self) {
         self.holds_all.set(true);
+        let _lifted = self.disk.lift_limits();
         let vrings = self.vrings.borrow().clone();
         for vring in vrings {
             self.catch_up(&vring).await;

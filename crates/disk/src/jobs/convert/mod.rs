@@ -9,16 +9,19 @@
 //! Runs on the thread that owns the ring. Source of the behaviour: qemu-img(1), "convert".
 
 mod compress;
+mod offload;
 mod order;
 mod salvage;
 mod scan;
+mod sources;
 #[cfg(test)]
 mod tests;
 mod walk;
 mod work;
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ops::Range;
+use std::sync::Arc;
 
 use futures_util::future::join_all;
 use ringdisk_ring::{Errno, IoBuf, Ring};
@@ -30,6 +33,7 @@ use crate::{Disk, Error, ErrorKind, Progress};
 use compress::Packing;
 use order::Order;
 use salvage::Unreadable;
+use sources::Sources;
 use walk::Walk;
 
 /// Bytes of one copy: enough for a storage to be efficient, and with [`TASKS_MAX`] of them still
@@ -65,6 +69,9 @@ pub struct ConvertOptions {
     pub target_has_backing: bool,
     /// Ranges that cannot be read become zeroes (`--salvage`).
     pub salvage: bool,
+    /// The file system copies where it can (`-C`), by reference where it has that; zeroes inside of
+    /// data are not looked for then.
+    pub copy_range: bool,
 }
 
 impl Default for ConvertOptions {
@@ -78,6 +85,7 @@ impl Default for ConvertOptions {
             target_is_zero: false,
             target_has_backing: false,
             salvage: false,
+            copy_range: false,
         }
     }
 }
@@ -101,7 +109,7 @@ pub use salvage::UNREADABLE_MAX;
 /// State that all tasks of a conversion share.
 struct Conversion<'a> {
     ring: &'a Ring,
-    source: &'a Disk,
+    source: &'a Sources<'a>,
     target: &'a Disk,
     options: &'a ConvertOptions,
     progress: &'a Progress,
@@ -113,6 +121,8 @@ struct Conversion<'a> {
     failure: RefCell<Option<Failure>>,
     report: RefCell<ConvertReport>,
     unreadable: RefCell<Unreadable>,
+    /// The file system has refused to copy.
+    is_range_refused: Cell<bool>,
 }
 
 /// Why a conversion ends early.
@@ -136,21 +146,22 @@ impl Failure {
     }
 }
 
-/// Copies `source` to `target` and flushes it. The target has at least the size of the source;
-/// bytes past that stay as they are.
+/// Copies `sources`, one behind the other, to `target` and flushes it. The target has at least
+/// their size; bytes past that stay as they are.
 ///
-/// * `progress`: total is the size of the source.
+/// * `progress`: total is the size of the sources.
 ///
 /// Errors: `Invalid` for options that make no sense or a target that is too small, `Unsupported`
 /// for a compressed target that is not qcow2, `Cancelled`; those of source and target, with the
 /// offset.
 pub async fn convert(
     ring: &Ring,
-    source: &Disk,
+    sources: &[Arc<Disk>],
     target: &Disk,
     options: &ConvertOptions,
     progress: &Progress,
 ) -> Result<ConvertReport, Error> {
+    let source = &Sources::new(sources);
     check(source, target, options)?;
     let packing = if options.compressed { Some(Packing::of(target, options)?) } else { None };
     progress.set_total(source.size());
@@ -168,6 +179,7 @@ pub async fn convert(
         failure: RefCell::default(),
         report: RefCell::default(),
         unreadable: RefCell::default(),
+        is_range_refused: Cell::new(false),
     };
     join_all((0..options.tasks).map(|_| conversion.task())).await;
     if let Some(failure) = conversion.failure.take() {
@@ -183,7 +195,7 @@ pub async fn convert(
     Ok(report)
 }
 
-fn check(source: &Disk, target: &Disk, options: &ConvertOptions) -> Result<(), Error> {
+fn check(source: &Sources<'_>, target: &Disk, options: &ConvertOptions) -> Result<(), Error> {
     let invalid = |message: String| Err(Error::new(ErrorKind::Invalid, message));
     if options.tasks == 0 || options.tasks > TASKS_MAX {
         return invalid(format!("the number of coroutines must be from 1 to {TASKS_MAX}"));
@@ -199,7 +211,7 @@ fn check(source: &Disk, target: &Disk, options: &ConvertOptions) -> Result<(), E
         return invalid(format!(
             "'{}' has {target_size} bytes, fewer than the {source_size} of '{}'; resize it first",
             name(target),
-            name(source)
+            source.names()
         ));
     }
     Ok(())
@@ -245,9 +257,10 @@ impl Conversion<'_> {
         if errno == Errno::CANCELED {
             return Error::os("the conversion was ended early", errno);
         }
+        let (from, at) = self.source.place(offset);
         let doing = match doing {
-            Doing::Looking => format!("cannot look up byte {offset} of '{}'", name(self.source)),
-            Doing::Reading => format!("cannot read '{}' at byte {offset}", name(self.source)),
+            Doing::Looking => super::cannot_look_up(&from, at),
+            Doing::Reading => format!("cannot read '{from}' at byte {at}"),
             Doing::Writing => format!("cannot write '{}' at byte {offset}", name(self.target)),
         };
         Error::os(doing, errno)

@@ -62,7 +62,7 @@ impl Conversion<'_> {
             cancelled.map_err(|errno| Failure::new(Doing::Reading, at, errno))?;
             let piece = buf.slice(part.clone());
             match self.source.read(self.ring, at, &piece).await {
-                Ok(done) => piece.slice(done.min(piece.len())..piece.len()).fill(0),
+                Ok(()) => {}
                 Err(_) if part.len() > sector => {
                     let (left, right) = halves(part, sector);
                     parts.extend([right, left]);

@@ -54,7 +54,7 @@ fn to_raw(
         let source = open(&ring, directory.path().join(image), &reading()).await.expect("open");
         let target = raw_target(&ring, &out, source.size()).await;
         let progress = Progress::new();
-        let report = convert(&ring, &source, &target, options, &progress).await;
+        let report = convert(&ring, &[Arc::clone(&source)], &target, options, &progress).await;
         assert!(report.is_err() || progress.done() == source.size());
         report
     })?;
@@ -184,7 +184,9 @@ fn what_an_existing_target_has_becomes_zero_where_the_source_is() {
         let source = open(&ring, directory.path().join("image"), &reading()).await.expect("open");
         let target = open(&ring, path.clone(), &writing(Format::Raw)).await.expect("open");
         let options = ConvertOptions::default();
-        convert(&ring, &source, &target, &options, &Progress::new()).await.expect("convert");
+        convert(&ring, &[Arc::clone(&source)], &target, &options, &Progress::new())
+            .await
+            .expect("convert");
     });
     let bytes = fs::read(path).expect("read");
     assert_same(&bytes[..expected.len()], &expected);
@@ -215,7 +217,8 @@ fn a_target_that_is_too_small_is_refused_before_anything_is_written() {
     run(async |ring| {
         let source = open(&ring, directory.path().join("source"), &reading()).await.expect("open");
         let target = raw_target(&ring, &directory.path().join("small"), 8191).await;
-        let refused = convert(&ring, &source, &target, &fresh(), &Progress::new()).await;
+        let refused =
+            convert(&ring, &[Arc::clone(&source)], &target, &fresh(), &Progress::new()).await;
         let refused = refused.expect_err("too small");
         assert_eq!(refused.kind(), ErrorKind::Invalid);
         assert!(refused.to_string().contains("8191"), "{refused}");

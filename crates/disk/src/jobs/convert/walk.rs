@@ -8,9 +8,10 @@ use std::cell::RefCell;
 
 use ringdisk_ring::{Errno, Ring};
 
+use super::sources::Sources;
 use super::{ConvertOptions, Doing, Failure};
 use crate::task_mutex::TaskMutex;
-use crate::{BlockStatus, Disk, Progress};
+use crate::{BlockStatus, Progress};
 
 /// What to do with a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,7 +37,7 @@ pub(super) struct Piece {
 
 /// Iteration over the source.
 pub(super) struct Walk<'a> {
-    source: &'a Disk,
+    source: &'a Sources<'a>,
     options: &'a ConvertOptions,
     size: u64,
     /// Bytes of a cluster that has to be written as a whole.
@@ -58,7 +59,7 @@ struct State {
 impl<'a> Walk<'a> {
     /// * `unit`: bytes of a cluster that has to be written as a whole; `chunk` is a multiple of it.
     pub(super) fn new(
-        source: &'a Disk,
+        source: &'a Sources<'a>,
         options: &'a ConvertOptions,
         unit: Option<u64>,
         chunk: u64,

@@ -19,6 +19,15 @@ impl Conversion<'_> {
             let zero = self.zero(piece.offset, piece.len);
             return self.order.pass_when_begun(piece.number, zero).await;
         }
+        let copied = match piece.action {
+            Action::Copy => self.copy_range(piece.offset, piece.len).await,
+            _ => 0,
+        };
+        if copied == piece.len {
+            return Ok(());
+        }
+        let rest = Piece { offset: piece.offset + copied, len: piece.len - copied, ..*piece };
+        let piece = &rest;
         let len = usize::try_from(piece.len).unwrap_or(usize::MAX).min(buf.len());
         let buf = buf.slice(0..len);
         if piece.action == Action::Zero {
@@ -55,11 +64,7 @@ impl Conversion<'_> {
     async fn read(&self, offset: u64, buf: &IoBuf) -> Result<(), Failure> {
         self.report.borrow_mut().read_bytes += buf.len() as u64;
         match self.source.read(self.ring, offset, buf).await {
-            Ok(done) => {
-                // The size of the disk is unchanged, so the read is not short.
-                buf.slice(done.min(buf.len())..buf.len()).fill(0);
-                Ok(())
-            }
+            Ok(()) => Ok(()),
             Err(_) if self.options.salvage => self.salvage(offset, buf).await,
             Err(errno) => Err(Failure::new(Doing::Reading, offset, errno)),
         }

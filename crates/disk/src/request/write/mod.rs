@@ -11,6 +11,7 @@ mod raw;
 
 use ringdisk_qcow2::GuestOffset;
 use ringdisk_ring::{Errno, IoBuf, Ring};
+use ringdisk_throttle::Kind;
 
 use crate::graph::{Graph, Mark};
 use crate::layer::Node;
@@ -26,6 +27,7 @@ impl Disk {
     /// Errors: EROFS for a read-only disk; EPERM for a write that would change the format of a
     /// probed raw image; those of the storage.
     pub async fn write(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
+        self.pass_limits(ring, Kind::Write, buf.len() as u64).await;
         let graph = self.enter().await;
         let (offset, len) = self.admit(&graph, offset, buf.len() as u64)?;
         // Not longer than the buffer.
@@ -89,6 +91,7 @@ impl Disk {
     /// Errors: EOPNOTSUPP where the storage cannot (null: always); EROFS; EPERM as
     /// [`Disk::write`].
     pub async fn discard(&self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
+        self.pass_limits(ring, Kind::Write, len).await;
         let graph = self.enter().await;
         let (offset, len) = self.admit(&graph, offset, len)?;
         if let Node::Null(_) = &graph.top().node {
@@ -115,6 +118,7 @@ impl Disk {
     /// Errors: EOPNOTSUPP where the storage cannot (null: always), and nothing has changed then;
     /// EROFS; EPERM as [`Disk::write`].
     pub async fn punch(&self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
+        self.pass_limits(ring, Kind::Write, len).await;
         let graph = self.enter().await;
         let (offset, len) = self.admit(&graph, offset, len)?;
         if let Node::Null(_) = &graph.top().node {
@@ -145,6 +149,7 @@ impl Disk {
         len: u64,
         may_unmap: bool,
     ) -> Result<(), Errno> {
+        self.pass_limits(ring, Kind::Write, len).await;
         let graph = self.enter().await;
         let (offset, len) = self.admit(&graph, offset, len)?;
         if let Node::Null(null) = &graph.top().node {

@@ -8,7 +8,7 @@ use clap::Args;
 use ringdisk_daemon::size::parse_time;
 use ringdisk_nbd::options::{CONNECTIONS_DEFAULT, CONNECTIONS_MAX, check_text};
 
-use super::DiskArgs;
+use super::{DiskArgs, NbdAccessArgs};
 
 /// A host that only programs of this machine reach.
 const LOOPBACK: &str = "127.0.0.1";
@@ -19,8 +19,10 @@ pub(crate) struct NbdArgs {
     /// Serve over NBD at ADDRESS: unix:PATH or a path, HOST:PORT, or PORT (for this machine only);
     /// once for each address
     ///
-    /// Each disk is an export of every address. Over TCP there is neither encryption nor a password
-    /// yet: anybody who reaches the port reads and writes the disk.
+    /// Each disk is an export of every address. fd:N is a listening socket that the process is
+    /// started with, by its number (fd:3), or by the name that a service manager gives it
+    /// (FileDescriptorName). Over TCP without --tls-creds anybody who reaches the port reads and
+    /// writes the disk.
     #[arg(long, value_name = "ADDRESS", value_parser = parse_address, help_heading = "NBD options",
           conflicts_with_all = ["vhost_user_blk", "connect", "socket_fd", "socket_name",
           "second_front_end", "upgrade", "keep", "incoming", "queues", "queue_size", "serial",
@@ -42,6 +44,9 @@ pub(crate) struct NbdArgs {
     #[arg(long, value_name = "TIME", value_parser = parse_time, requires = "nbd",
           help_heading = "NBD options")]
     pub(crate) idle_exit: Option<Duration>,
+
+    #[command(flatten)]
+    pub(crate) access: NbdAccessArgs,
 
     /// Nothing is printed when the disk is served: `qemu-nbd` says nothing.
     #[arg(skip)]
@@ -102,6 +107,9 @@ pub(crate) enum Address {
         /// Not 0.
         port: u16,
     },
+    /// A listening socket that the process is started with: its number, or its name at the service
+    /// manager.
+    Given(String),
 }
 
 impl fmt::Display for Address {
@@ -110,6 +118,7 @@ impl fmt::Display for Address {
             Address::Unix(path) => write!(f, "{}", path.display()),
             Address::Tcp { host, port } if host.contains(':') => write!(f, "[{host}]:{port}"),
             Address::Tcp { host, port } => write!(f, "{host}:{port}"),
+            Address::Given(name) => write!(f, "fd:{name}"),
         }
     }
 }
@@ -118,11 +127,15 @@ impl fmt::Display for Address {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HandshakeLimit(pub(crate) Option<Duration>);
 
-fn parse_address(text: &str) -> Result<Address, String> {
-    let wrong =
-        || String::from("write unix:PATH, a path with a slash, HOST:PORT, or PORT (1 to 65535)");
+pub(crate) fn parse_address(text: &str) -> Result<Address, String> {
+    let wrong = || {
+        String::from("write unix:PATH, a path with a slash, HOST:PORT, PORT (1 to 65535), or fd:N")
+    };
     if let Some(path) = text.strip_prefix("unix:") {
         return if path.is_empty() { Err(wrong()) } else { Ok(Address::Unix(path.into())) };
+    }
+    if let Some(name) = text.strip_prefix("fd:") {
+        return if name.is_empty() { Err(wrong()) } else { Ok(Address::Given(name.to_owned())) };
     }
     if text.contains('/') {
         return Ok(Address::Unix(text.into()));
@@ -177,12 +190,14 @@ mod tests {
     fn addresses_are_paths_or_ports() {
         assert_eq!(parse_address("unix:a.sock"), Ok(Address::Unix("a.sock".into())));
         assert_eq!(parse_address("/run/a:1"), Ok(Address::Unix("/run/a:1".into())));
+        assert_eq!(parse_address("fd:3"), Ok(Address::Given("3".into())));
+        assert_eq!(parse_address("fd:nbd").unwrap().to_string(), "fd:nbd");
         assert_eq!(parse_address("10809"), tcp("127.0.0.1", 10809));
         assert_eq!(parse_address(":10809"), tcp("127.0.0.1", 10809));
         assert_eq!(parse_address("localhost:1"), tcp("localhost", 1));
         assert_eq!(parse_address("[::1]:10809"), tcp("::1", 10809));
         assert_eq!(parse_address("[::1]:10809").unwrap().to_string(), "[::1]:10809");
-        for wrong in ["", "unix:", "host", "host:", "0", "65536", "::1:10809", "a:b:1"] {
+        for wrong in ["", "unix:", "fd:", "host", "host:", "0", "65536", "::1:10809", "a:b:1"] {
             assert!(parse_address(wrong).is_err(), "{wrong}");
         }
     }

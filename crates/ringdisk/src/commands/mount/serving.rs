@@ -11,12 +11,14 @@ use std::time::{Duration, Instant};
 
 use ringdisk_daemon::background::{self, Background};
 use ringdisk_daemon::confine;
-use ringdisk_daemon::control::disk::DiskControl;
+use ringdisk_daemon::control::disk::{DiskControl, ServedAs};
 use ringdisk_daemon::control::registry;
 use ringdisk_daemon::control::server::Server;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::helper::{self, Tasks};
 use ringdisk_daemon::keep::{Kept, State};
+use ringdisk_daemon::log_target;
+use ringdisk_daemon::metrics::MetricsServer;
 use ringdisk_daemon::mount_lock;
 use ringdisk_daemon::notify::Notify;
 use ringdisk_daemon::pidfile::Pidfile;
@@ -33,6 +35,7 @@ use super::made::Made;
 use super::plan::Plan;
 use super::{signals, users};
 use crate::cli::MountArgs;
+use crate::commands::metrics::MetricsSockets;
 use crate::commands::serve::take::complain_of;
 use crate::serve::{Handle, Served};
 
@@ -82,6 +85,8 @@ pub(super) struct Control {
     names: Vec<helper::Named>,
     /// For the process that takes the mount over.
     successor: Option<SuccessorSocket>,
+    /// Answers for Prometheus.
+    metrics: Option<MetricsServer>,
 }
 
 /// A mount that answers.
@@ -103,6 +108,7 @@ pub(super) struct Serving<'a> {
     stop_timeout: Option<Duration>,
     notify: Arc<Notify>,
     stopping: Arc<Stopping>,
+    metrics: MetricsSockets,
 }
 
 impl<'a> Serving<'a> {
@@ -138,7 +144,13 @@ impl<'a> Serving<'a> {
             stop_timeout,
             notify,
             stopping,
+            metrics: MetricsSockets::default(),
         }
+    }
+
+    /// Serves metrics over these sockets.
+    pub(super) fn with_metrics(self, metrics: MetricsSockets) -> Serving<'a> {
+        Serving { metrics, ..self }
     }
 
     /// Gives the mount to the process that keeps it, unless it comes from there. When this returns,
@@ -218,6 +230,8 @@ impl<'a> Serving<'a> {
             if at_once { handle.force() } else { handle.stop() }
         };
         let commands = DiskControl::new(Arc::clone(&self.disk), self.handle.clone(), stop);
+        let mountpoint = self.plan.mountpoint.clone();
+        let commands = commands.served_as(ServedAs::Mount { mountpoint, connection });
         let commands = commands.in_stages(Arc::clone(&self.stopping));
         let is_confined_later = confine::is_wanted(self.args.sandbox.word);
         let commands = Arc::new(commands.confined_later(is_confined_later));
@@ -231,7 +245,10 @@ impl<'a> Serving<'a> {
         };
         let successor = connection.and_then(|number| self.wait_for_successor(number));
         names.extend(successor.as_ref().map(SuccessorSocket::named));
-        Ok(Control { commands, server, names, successor })
+        let metrics = self.metrics.start(vec![Arc::clone(&commands)]);
+        let metrics = metrics.or_else(|why| self.complain_if_taken(Err(why)).map(|()| None))?;
+        names.extend(self.metrics.named());
+        Ok(Control { commands, server, names, successor, metrics })
     }
 
     /// Waits for a process that takes the mount over (`--upgrade`).
@@ -364,8 +381,14 @@ impl<'a> Serving<'a> {
         }
         if self.kept.as_ref().is_some_and(|kept| kept.resumed().is_some()) {
             terminal::note(format_args!("{ready} again: requests that were not answered go on"));
-        } else if background.is_some() || !terminal::is_interactive() {
+        } else if background.is_some() || self.args.daemonize {
             terminal::say(format_args!("{}: {ready}", terminal::NAME));
+        } else if !terminal::is_interactive() {
+            let file = shell_word(&self.plan.mountpoint_shown);
+            terminal::say(format_args!(
+                "{}: {ready}; Ctrl-C here, or `ringdisk umount {file}`, ends it",
+                terminal::NAME
+            ));
         } else {
             greet(&self.plan, &ready);
         }
@@ -373,7 +396,7 @@ impl<'a> Serving<'a> {
             Some(background) => background.ready(),
             // The parent that keeps the mount is in the background; so is this process.
             None if self.kept.is_some() && self.args.daemonize => background::let_go(),
-            None => {}
+            None => log_target::begin(),
         }
         if let Some(kept) = &self.kept {
             let (handle, notify) = (self.handle.clone(), Arc::clone(&self.notify));
@@ -395,7 +418,7 @@ impl<'a> Serving<'a> {
     pub(super) fn wait(mut self, control: Control) -> Result<u8, Failure> {
         let has_holder = self.kept.as_ref().is_some_and(Kept::has_holder);
         let insist = Arc::new(Insist::default());
-        let Control { commands, server, names: _, successor } = control;
+        let Control { commands, server, names: _, successor, metrics } = control;
         let actions = signals::actions(
             &self.handle,
             &self.disk,
@@ -411,6 +434,7 @@ impl<'a> Serving<'a> {
             self.handle.stop();
         }
         let result = self.answering.wait();
+        drop(metrics);
         commands.end(&result);
         drop(commands);
         self.stopping.end();
@@ -451,6 +475,7 @@ impl<'a> Serving<'a> {
         let signal = self.watcher.stopped_by().map(|_| Stop::Clean);
         let stop = self.handle.asked().max(signal);
         let Serving { answering, disk, made, pidfile, .. } = self;
+        disk.events().tell("handed-over", "another process serves the disk now");
         made.leave();
         drop(server);
         drop(answering);

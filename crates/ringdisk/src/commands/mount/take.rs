@@ -22,8 +22,8 @@ use super::plan::Plan;
 use super::serving::{Answering, Serving};
 use super::signals::watch_start;
 use crate::cli::{MountArgs, MountPaths};
-use crate::commands::look;
 use crate::commands::serve::take::check_top;
+use crate::commands::{limits, look};
 use crate::serve::{self, Served};
 
 /// A mount that is served here now.
@@ -68,6 +68,7 @@ pub(super) fn take_over(
         check_top(&disk, &args.disk, plan.image.image.as_deref())?;
     }
     disk.note_handed();
+    limits::apply(&args.disk.limit, &disk)?;
     let user = user.decide(args.sandbox.word, &[&disk])?;
     let options = plan.options(&disk);
     let (stop_timeout, name) = (options.stop_timeout, options.name.clone());

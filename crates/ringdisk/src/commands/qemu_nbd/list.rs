@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use ringdisk_daemon::failure::words;
 use ringdisk_daemon::terminal::{self, visible};
+use ringdisk_nbd::TlsSource;
 use ringdisk_nbd_protocol::handshake::{
     ExportInfo, GREETING_BYTES, OPTION_REPLY_BYTES, OptionReplyHead, client_flags, parse_greeting,
 };
@@ -18,7 +19,8 @@ use ringdisk_nbd_protocol::options::{
     BlockSizes, InfoReply, InfoRequest, ListedExport, MetaContext, MetaRequest, is_error,
     push_option,
 };
-use ringdisk_qemu_nbd::{List, Listen};
+use ringdisk_qemu_nbd::{Endpoint, List, Listen, tls};
+use ringdisk_tls::{ClientTls, TlsStream};
 
 /// The server may take so long for each answer.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -36,18 +38,56 @@ impl Stream for TcpStream {}
 ///
 /// Errors: it cannot be reached, or does not speak NBD.
 pub(super) fn list(asked: &List) -> Result<(), String> {
-    if asked.tls.credentials.is_some() {
-        return Err(String::from("--tls-creds is not supported: connections are not encrypted"));
-    }
+    let tls = certificates(asked)?;
     let (shown, stream) = match &asked.server {
         Listen::Unix(path) => (path.display().to_string(), unix(path)),
         Listen::Tcp(address) => (address.to_string(), tcp(&address.to_string())),
     };
     let stream =
         stream.map_err(|error| format!("Failed to connect to '{shown}': {}", words(&error)))?;
-    let mut server = Server(stream);
-    server.list().map_err(|error| format!("Failed to list exports of '{shown}': {error}"))
+    let mut server = Server(Some(stream));
+    server
+        .list(tls.as_ref())
+        .map_err(|error| format!("Failed to list exports of '{shown}': {error}"))
 }
+
+/// The certificates that the words name.
+///
+/// Errors: the text for people.
+fn certificates(asked: &List) -> Result<Option<ClientTls>, String> {
+    let Some(meant) = tls(&asked.tls, Endpoint::Client)? else { return Ok(None) };
+    let host = match (&asked.tls.hostname, &asked.server) {
+        (Some(name), _) => name.as_str(),
+        (None, Listen::Tcp(address)) => address.host.as_str(),
+        (None, Listen::Unix(_)) => "localhost",
+    };
+    let opened = ClientTls::open(&TlsSource::Directory(meant.directory), host);
+    opened.map(Some).map_err(|error| error.to_string())
+}
+
+/// A connection that is encrypted.
+struct Encrypted {
+    tls: TlsStream,
+    stream: Box<dyn Stream>,
+}
+
+impl Read for Encrypted {
+    fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
+        self.tls.blocking(&mut self.stream).read(to)
+    }
+}
+
+impl Write for Encrypted {
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        self.tls.blocking(&mut self.stream).write(from)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.stream.flush()
+    }
+}
+
+impl Stream for Encrypted {}
 
 fn unix(path: &std::path::Path) -> io::Result<Box<dyn Stream>> {
     let stream = UnixStream::connect(path)?;
@@ -64,7 +104,7 @@ fn tcp(address: &str) -> io::Result<Box<dyn Stream>> {
 }
 
 /// A server that is asked.
-struct Server(Box<dyn Stream>);
+struct Server(Option<Box<dyn Stream>>);
 
 /// An answer that is not an acknowledgement.
 type Answer = (u32, Vec<u8>);
@@ -77,10 +117,13 @@ struct Known {
 }
 
 impl Server {
-    fn list(&mut self) -> Result<(), String> {
+    fn list(&mut self, tls: Option<&ClientTls>) -> Result<(), String> {
         let greeting = self.bytes::<GREETING_BYTES>()?;
         let offered = parse_greeting(&greeting).map_err(|error| error.to_string())?;
         self.send(&client_flags(offered & 3))?;
+        if let Some(tls) = tls {
+            self.encrypt(tls)?;
+        }
         let (_, is_extended) = self.ask(option::EXTENDED_HEADERS, &[])?;
         let is_structured = is_extended || self.ask(option::STRUCTURED_REPLY, &[])?.1;
         let (answers, is_known) = self.ask(option::LIST, &[])?;
@@ -100,6 +143,25 @@ impl Server {
         push_option(&mut out, option::ABORT, &[]);
         let _ = self.send(&out);
         Ok(())
+    }
+
+    /// Encrypts all from now on.
+    fn encrypt(&mut self, tls: &ClientTls) -> Result<(), String> {
+        let (answers, is_taken) = self.ask(option::STARTTLS, &[])?;
+        if !is_taken {
+            let text = answers.first().map_or(&b""[..], |(_, text)| text);
+            let text = visible(&String::from_utf8_lossy(text)).to_string();
+            return Err(format!("the server does not encrypt: {text}"));
+        }
+        if let Some(mut stream) = self.0.take() {
+            let tls = tls.connect(&mut stream).map_err(|error| error.to_string())?;
+            self.0 = Some(Box::new(Encrypted { tls, stream }));
+        }
+        Ok(())
+    }
+
+    fn stream(&mut self) -> Result<&mut Box<dyn Stream>, String> {
+        self.0.as_mut().ok_or_else(|| String::from("the connection has ended"))
     }
 
     /// Prints one export.
@@ -176,7 +238,7 @@ impl Server {
                 return Err(String::from("the server does not keep to the protocol"));
             }
             let mut answer = vec![0; head.len as usize];
-            self.0.read_exact(&mut answer).map_err(|error| words(&error))?;
+            self.stream()?.read_exact(&mut answer).map_err(|error| words(&error))?;
             match head.kind {
                 option_reply::ACK => return Ok((answers, true)),
                 kind if is_error(kind) => return Ok((vec![(kind, answer)], false)),
@@ -189,12 +251,12 @@ impl Server {
     }
 
     fn send(&mut self, bytes: &[u8]) -> Result<(), String> {
-        self.0.write_all(bytes).map_err(|error| words(&error))
+        self.stream()?.write_all(bytes).map_err(|error| words(&error))
     }
 
     fn bytes<const N: usize>(&mut self) -> Result<[u8; N], String> {
         let mut bytes = [0; N];
-        self.0.read_exact(&mut bytes).map_err(|error| words(&error))?;
+        self.stream()?.read_exact(&mut bytes).map_err(|error| words(&error))?;
         Ok(bytes)
     }
 }

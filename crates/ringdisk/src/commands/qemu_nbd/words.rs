@@ -4,18 +4,21 @@
 //! out.
 
 use std::ffi::OsString;
-use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 
+use ringdisk_disk::SnapshotChoice;
 use ringdisk_disk::name::FileName;
 use ringdisk_nbd::options::CONNECTIONS_MAX;
-use ringdisk_qemu_nbd::{Address, Aio, Images, Listen, Serve, image_options};
+use ringdisk_qemu_nbd::{Address, Aio, Images, Listen, Serve, SnapshotName};
 
 use crate::cli::{DETECT_ZEROES, DISCARD, word_of};
 
 /// The words, with the names of the program and the command.
 ///
+/// * `is_activated`: descriptor 3 is the listening socket.
+///
 /// Errors: what we do not have, in the words of `qemu-nbd` where that does not have it either.
-pub(super) fn of_serve(asked: &Serve) -> Result<Vec<OsString>, String> {
+pub(super) fn of_serve(asked: &Serve, is_activated: bool) -> Result<Vec<OsString>, String> {
     refuse_what_we_lack(asked)?;
     let mut words: Vec<OsString> = vec!["ringdisk".into(), "serve".into()];
     let mut say = |option: &str, value: OsString| {
@@ -23,7 +26,7 @@ pub(super) fn of_serve(asked: &Serve) -> Result<Vec<OsString>, String> {
         word.push(value);
         words.push(word);
     };
-    say("nbd", address(&asked.listen)?);
+    say("nbd", if is_activated { "fd:3".into() } else { address(&asked.listen)? });
     say("export-name", asked.name.clone().into());
     if let Some(description) = &asked.description {
         say("description", description.into());
@@ -48,29 +51,32 @@ pub(super) fn of_serve(asked: &Serve) -> Result<Vec<OsString>, String> {
     if let Some(path) = &asked.pid_file {
         say("pidfile", path.into());
     }
-    let flags = [("read-only", asked.read_only), ("daemonize", asked.fork)];
-    let temporary = ("snapshot", asked.images.temporary && !asked.read_only);
+    let snapshot = asked.images.snapshot.as_ref();
+    let is_read_only = asked.read_only || snapshot.is_some();
+    let flags = [("read-only", is_read_only), ("daemonize", asked.fork)];
+    let temporary = ("snapshot", asked.images.temporary && !is_read_only);
     for (flag, _) in flags.into_iter().chain([temporary]).filter(|(_, is_set)| *is_set) {
         words.push(format!("--{flag}").into());
+    }
+    if let Some(snapshot) = snapshot {
+        words.push(format!("--load-snapshot={}", choice(snapshot)).into());
     }
     of_images(&asked.images, &mut words)?;
     Ok(words)
 }
 
+/// The word for an internal snapshot.
+fn choice(snapshot: &SnapshotName) -> SnapshotChoice {
+    match snapshot.clone() {
+        SnapshotName::IdOrName(text) => SnapshotChoice::IdOrName(text),
+        SnapshotName::Both { id, name } => SnapshotChoice::Both { id, name },
+    }
+}
+
 /// Errors: names what we lack.
 fn refuse_what_we_lack(asked: &Serve) -> Result<(), String> {
-    if asked.tls.credentials.is_some() {
-        return Err(String::from("--tls-creds is not supported: connections are not encrypted"));
-    }
-    if let Some(object) = asked.tls.objects.first() {
-        let kind = object.split(',').next().unwrap_or_default();
-        return Err(format!("--object {kind} is not supported"));
-    }
     if asked.device.is_some() {
         return Err(String::from("-c is not supported: connect the device with `nbd-client`"));
-    }
-    if asked.images.snapshot.is_some() {
-        return Err(String::from("-l is not supported: internal snapshots are not exported"));
     }
     Ok(())
 }
@@ -101,21 +107,16 @@ fn address(listen: &Listen) -> Result<OsString, String> {
 fn of_images(images: &Images, words: &mut Vec<OsString>) -> Result<(), String> {
     let file = images.file.to_string_lossy();
     let cannot = |why: &str| format!("Failed to blk_new_open '{file}': {why}");
-    let (mut path, mut format) = (images.file.clone(), images.format.clone());
-    let (mut offset, mut size) = (images.offset, None);
-    let description = match images.are_options {
-        true => Some(format!("json:{}", image_options(&file).map_err(|why| cannot(&why))?)),
-        false if file.starts_with("json:") => Some(file.clone().into_owned()),
-        false => None,
+    // Judged here too, for the text of the error.
+    let name = match images.are_options {
+        true => FileName::of_options(&file),
+        false => FileName::of_user(Path::new(&images.file)),
     };
-    if let Some(text) = description {
-        let name = FileName::parse(text.as_bytes()).map_err(|error| cannot(&error.to_string()))?;
-        path = name.path.into();
-        format = format.or(name.format.map(|format| format.to_string()));
-        offset += name.raw_offset;
-        size = name.raw_size.map(|bytes| bytes.saturating_sub(images.offset));
+    name.map_err(|error| cannot(&error.to_string()))?;
+    if images.are_options {
+        words.push("--image-opts".into());
     }
-    if let Some(format) = format {
+    if let Some(format) = &images.format {
         if !["raw", "qcow2"].contains(&format.as_str()) {
             return Err(cannot(&format!("Unknown driver '{format}'")));
         }
@@ -126,21 +127,18 @@ fn of_images(images: &Images, words: &mut Vec<OsString>) -> Result<(), String> {
                    specified.";
         return Err(cannot(why));
     }
-    if offset > 0 {
-        words.push(format!("--offset={offset}").into());
-    }
-    if let Some(size) = size {
-        words.push(format!("--size={size}").into());
+    if images.offset > 0 {
+        words.push(format!("--offset={}", images.offset).into());
     }
     words.push(format!("--cache={}", images.cache.name()).into());
     words.push(format!("--discard={}", word_of(DISCARD, images.discard)).into());
     words.push(format!("--detect-zeroes={}", word_of(DETECT_ZEROES, images.detect_zeroes)).into());
     // A name may look like an option.
     words.push("--".into());
-    if path.as_bytes().is_empty() {
+    if images.file.is_empty() {
         return Err(cannot("the name is empty"));
     }
-    words.push(path);
+    words.push(images.file.clone());
     Ok(())
 }
 
@@ -155,7 +153,7 @@ mod tests {
         else {
             panic!("{line}")
         };
-        let words = of_serve(&serve)?.into_iter().skip(2);
+        let words = of_serve(&serve, false)?.into_iter().skip(2);
         Ok(words.map(|word| word.into_string().unwrap()).collect())
     }
 
@@ -178,20 +176,25 @@ mod tests {
         has("-s disk", &["--snapshot"]);
         assert!(!words("-s -r disk").unwrap().contains(&String::from("--snapshot")));
         has("-- -disk", &["--", "-disk"]);
+        has("-l a disk", &["--load-snapshot=a", "--read-only"]);
+        has("-l snapshot.id=1 disk", &["--load-snapshot=snapshot.id=1"]);
     }
 
     #[test]
     fn options_of_the_image_become_ours() {
         let options = "--image-opts driver=raw,offset=512,size=1024,file.filename=a";
-        has(options, &["--format=raw", "--offset=512", "--size=1024", "a"]);
-        has("json:{\"driver\":\"qcow2\",\"file\":{\"filename\":\"a\"}}", &["--format=qcow2", "a"]);
+        let name = "driver=raw,offset=512,size=1024,file.filename=a";
+        has(options, &["--image-opts", "--", name]);
+        let name = "json:{\"driver\":\"qcow2\",\"file\":{\"filename\":\"a\"}}";
+        has(name, &["--", name]);
+        let unknown = words("--image-opts driver=vmdk,file.filename=a").unwrap_err();
+        assert!(unknown.starts_with("Failed to blk_new_open 'driver=vmdk,file.filename=a': "));
     }
 
     #[test]
     fn what_we_lack_is_named() {
         for (line, text) in [
             ("-f vmdk disk", "Failed to blk_new_open 'disk': Unknown driver 'vmdk'"),
-            ("-l a disk", "-l is not supported: internal snapshots are not exported"),
             (
                 "--aio=native disk",
                 "Failed to blk_new_open 'disk': aio=native was specified, but it requires \
@@ -201,7 +204,6 @@ mod tests {
                 "-p abc disk",
                 "address resolution failed for 0.0.0.0:abc: Servname not supported for ai_socktype",
             ),
-            ("--object secret,id=a,data=b disk", "--object secret is not supported"),
         ] {
             assert_eq!(words(line).unwrap_err(), text);
         }

@@ -4,6 +4,8 @@
 //! start fails; at a clean end everything but the images is. No word of a client is read before the
 //! process is confined. All disks end together.
 
+mod access;
+
 use std::net::{TcpListener, ToSocketAddrs};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -11,27 +13,31 @@ use std::sync::Arc;
 
 use ringdisk_daemon::background::Background;
 use ringdisk_daemon::confine::{self, Reach};
-use ringdisk_daemon::control::disk::DiskControl;
+use ringdisk_daemon::control::disk::{DiskControl, ServedAs};
 use ringdisk_daemon::control::server::Server;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::helper;
 use ringdisk_daemon::io_flusher;
+use ringdisk_daemon::log_target;
 use ringdisk_daemon::new_file::NewFiles;
 use ringdisk_daemon::notify::Notify;
 use ringdisk_daemon::pidfile::Pidfile;
 use ringdisk_daemon::run_as::Wanted;
 use ringdisk_daemon::signals::{Actions, Phase};
-use ringdisk_daemon::sockets::{self, MadeSocket, Opened, SocketOptions};
+use ringdisk_daemon::sockets::{self, GivenListener, MadeSocket, Opened, SocketOptions};
 use ringdisk_daemon::terminal;
 use ringdisk_disk::Disk;
 use ringdisk_nbd::{CommonOptions, DirtyBitmap, NamedDisk, NbdOptions};
 use ringdisk_ring::Ring;
 use ringdisk_vhost::Listen;
 
+use access::{Access, access};
+
 use super::privileges::{self, Inside};
 use super::{control, watch_start};
 use crate::cli::{Address, NbdArgs, ServeArgs, ServedDisk};
 use crate::commands::look;
+use crate::commands::metrics::MetricsSockets;
 use crate::commands::open::{ImagePlan, new_image, reach};
 use crate::nbd::{Handle, Served};
 
@@ -64,8 +70,11 @@ pub(super) fn serve(
     background: Option<Background>,
     user: Wanted,
 ) -> Result<u8, Failure> {
-    check_names(disks)?;
+    // Before any descriptor is opened here that could have the number of one that is inherited.
     let places = places(args)?;
+    check_names(disks)?;
+    let Access { tls, users } = access(&args.nbd.access)?;
+    let is_encrypted = tls.as_ref().is_some_and(|tls| tls.required);
     let fresh = NewFiles::default();
     let watcher = watch_start(&fresh, None)?;
     let pidfile = args.pidfile.as_deref().map(std::path::absolute).transpose();
@@ -91,9 +100,10 @@ pub(super) fn serve(
     // Before there are threads that shall have it too.
     let is_on_a_device = |named: &NamedDisk| io_flusher::is_on_a_device(&named.disk);
     io_flusher::become_one_if(opened.iter().any(is_on_a_device));
-    let started = listen(places).and_then(|mut listening| {
+    let started = listen(places, is_encrypted).and_then(|mut listening| {
         let listeners = std::mem::take(&mut listening.listeners);
-        let options = options(args, restricted, &plans);
+        let mut options = options(args, restricted, &plans);
+        (options.tls, options.allowed_users) = (tls, users);
         let served = Served::start(opened.clone(), listeners, options)?;
         Ok((listening, served))
     });
@@ -104,14 +114,21 @@ pub(super) fn serve(
     let handle = served.handle();
     let is_only = opened.len() == 1;
     let attend = |((plan, disk), named): ((&ImagePlan<'_>, &ServedDisk), NamedDisk)| {
-        let path = listening.path.as_deref().map(|path| control_path(path, is_only, &named.name));
+        let socket = listening.control_socket();
+        let path = socket.map(|path| control_path(&path, is_only, &named.name));
         attend(plan, disk, named, &handle, (path, restricted), &listening.shown)
     };
     let running: Vec<Running> = plans.iter().zip(disks).zip(opened).map(attend).collect();
     let notify = Arc::new(Notify::from_environment());
     let pidfile = pidfile.as_deref().map(Pidfile::create).transpose()?;
-    let inside: Vec<Inside<'_>> =
+    let mut metrics = MetricsSockets::make(&args.log.metrics)?;
+    let commands = running.iter().map(|disk| Arc::clone(&disk.commands)).collect();
+    let metrics_server = metrics.start(commands)?;
+    let mut inside: Vec<Inside<'_>> =
         running.iter().enumerate().map(|(number, disk)| disk.inside(number, &listening)).collect();
+    if let Some(first) = inside.first_mut() {
+        first.names.extend(metrics.named());
+    }
     let (word, mark) = (args.sandbox.word, String::new());
     privileges::give_up(word, user, &inside, pidfile.as_ref(), &notify, false, mark)?;
     // What clients say is read inside.
@@ -124,8 +141,9 @@ pub(super) fn serve(
     if !args.nbd.is_quiet {
         announce(&running, &listening, background.is_some());
     }
-    if let Some(background) = background {
-        background.ready();
+    match background {
+        Some(background) => background.ready(),
+        None => log_target::begin(),
     }
     terminal::serves();
     if let Some(signal) = watcher.enter(Phase::Serving(actions(&running, &handle, &notify))) {
@@ -143,6 +161,8 @@ pub(super) fn serve(
         (Err(failure), None) => notify.stopping(failure.message()),
         (Ok(()), None) => notify.stopping("stopped"),
     }
+    drop(metrics_server);
+    drop(metrics);
     drop(listening.made);
     for disk in running {
         // The image is free before clients of the control socket hear of the end.
@@ -226,7 +246,11 @@ async fn bitmap(ring: &Ring, disk: &Disk, name: &str) -> Result<DirtyBitmap, Fai
         let ranges = contents.ranges().map(|range| (range.start.0, range.end.0));
         return Ok(DirtyBitmap { name: name.to_owned(), ranges: ranges.collect() });
     }
-    Err(Failure::new(Exit::Image, format!("Bitmap '{name}' is not found")))
+    let image = disk.layers().first().map(|layer| layer.name().display().to_string());
+    let image = terminal::visible(&image.unwrap_or_default()).to_string();
+    let word = terminal::shell_word(&image);
+    Err(Failure::new(Exit::Image, format!("Bitmap '{name}' is not found in '{image}'"))
+        .hint(format!("`ringdisk info {word}` names those that are there")))
 }
 
 fn options(args: &ServeArgs, restricted: bool, plans: &[ImagePlan<'_>]) -> NbdOptions {
@@ -246,6 +270,7 @@ fn options(args: &ServeArgs, restricted: bool, plans: &[ImagePlan<'_>]) -> NbdOp
         handshake_limit: handshake_limit.0,
         idle_exit: *idle_exit,
         held: true,
+        ..NbdOptions::default()
     }
 }
 
@@ -253,12 +278,18 @@ fn options(args: &ServeArgs, restricted: bool, plans: &[ImagePlan<'_>]) -> NbdOp
 enum Where {
     Unix(sockets::Place),
     Tcp(Address),
+    Given(GivenListener),
 }
 
 /// Errors: paths that cannot be.
 fn places(args: &ServeArgs) -> Result<Vec<Where>, Failure> {
+    let names = args.nbd.nbd.iter().filter_map(|address| match address {
+        Address::Given(name) => Some(name.as_str()),
+        _ => None,
+    });
+    let mut given = sockets::take_listeners(names)?.into_iter();
     let socket = &args.socket();
-    let place = |address: &Address| match address {
+    let mut place = |address: &Address| match address {
         Address::Unix(path) => {
             let options = SocketOptions {
                 make: Some(path.clone()),
@@ -270,14 +301,17 @@ fn places(args: &ServeArgs) -> Result<Vec<Where>, Failure> {
             places.pop().map(Where::Unix).ok_or_else(|| Failure::new(Exit::General, "no place"))
         }
         Address::Tcp { .. } => Ok(Where::Tcp(address.clone())),
+        Address::Given(_) => {
+            given.next().map(Where::Given).ok_or_else(|| Failure::new(Exit::General, "no place"))
+        }
     };
-    args.nbd.nbd.iter().map(place).collect()
+    args.nbd.nbd.iter().map(&mut place).collect()
 }
 
 /// Makes all sockets.
 ///
 /// Errors: an address is in use, or cannot be listened on; what was made goes again.
-fn listen(places: Vec<Where>) -> Result<Listening, Failure> {
+fn listen(places: Vec<Where>, is_encrypted: bool) -> Result<Listening, Failure> {
     let mut listening =
         Listening { listeners: Vec::new(), made: Vec::new(), shown: Vec::new(), path: None };
     for place in places {
@@ -293,8 +327,13 @@ fn listen(places: Vec<Where>) -> Result<Listening, Failure> {
                 listening.path = listening.path.or(path);
             }
             Where::Tcp(address) => {
-                listening.listeners.extend(listen_on(&address)?);
+                listening.listeners.extend(listen_on(&address, is_encrypted)?);
                 listening.shown.push(format!("at {address}"));
+            }
+            Where::Given(GivenListener { socket, path, shown }) => {
+                listening.listeners.push(socket);
+                listening.shown.push(format!("at {shown}"));
+                listening.path = listening.path.or(path);
             }
         }
     }
@@ -302,7 +341,7 @@ fn listen(places: Vec<Where>) -> Result<Listening, Failure> {
 }
 
 /// Listens on all addresses of a host that there are here.
-fn listen_on(address: &Address) -> Result<Vec<OwnedFd>, Failure> {
+fn listen_on(address: &Address, is_encrypted: bool) -> Result<Vec<OwnedFd>, Failure> {
     let Address::Tcp { host, port } = address else { return Ok(Vec::new()) };
     let cannot = |error: &std::io::Error| {
         let exit = match error.kind() {
@@ -317,10 +356,10 @@ fn listen_on(address: &Address) -> Result<Vec<OwnedFd>, Failure> {
     for found in found {
         match TcpListener::bind(found) {
             Ok(listener) => {
-                if !found.ip().is_loopback() {
+                if !found.ip().is_loopback() && !is_encrypted {
                     terminal::warn(format_args!(
                         "{found} is no loopback address: anybody who reaches it can use the disk, \
-                         without encryption and without a password"
+                         without encryption and without a password; --tls-creds changes that"
                     ));
                 }
                 listeners.push(OwnedFd::from(listener));
@@ -332,6 +371,14 @@ fn listen_on(address: &Address) -> Result<Vec<OwnedFd>, Failure> {
     match why {
         Some(error) if listeners.is_empty() => Err(cannot(&error)),
         _ => Ok(listeners),
+    }
+}
+
+impl Listening {
+    /// What control sockets are named after: the Unix socket, or the first address. By the latter
+    /// `ringdisk ps` finds a disk, and `ringdisk ctl` does not.
+    fn control_socket(&self) -> Option<PathBuf> {
+        self.path.clone().or_else(|| self.shown.first().map(PathBuf::from))
     }
 }
 
@@ -351,6 +398,8 @@ fn attend(
 ) -> Running {
     let stop = handle.clone();
     let commands = DiskControl::new(Arc::clone(&named.disk), handle.clone(), move |_| stop.stop());
+    let export = named.name.clone();
+    let commands = commands.served_as(ServedAs::Nbd { addresses: shown.to_vec(), export });
     let commands = Arc::new(commands.confined_later(restricted));
     let source = &disk.args.source;
     let name = match named.name.as_str() {

@@ -22,7 +22,7 @@ use ringdisk_vhost::export::{Export, Prepared};
 
 use super::{Placed, Plan, Running};
 use crate::cli::ImageArgs;
-use crate::commands::look;
+use crate::commands::{limits, look};
 use crate::vhost::{self, Served};
 
 /// A disk that stands still: not served there any more, and not yet here.
@@ -135,6 +135,7 @@ fn prepare(plan: Plan<'_>) -> Result<Waiting, Failure> {
         check_top(prepared.disk(), &plan.args.source, plan.image.image.as_deref())?;
     }
     prepared.disk().note_handed();
+    limits::apply(&plan.args.source.limit, prepared.disk())?;
     let makes = plan.args.place.vhost_user_blk.is_some();
     let placed = Placed { path: Some(path), front, ..plan.placed(prepared.disk()) };
     Ok(Waiting { placed, makes, prepared, offer })

@@ -88,7 +88,7 @@ impl Accel {
         // A process that serves cannot try again: it may be in a sandbox without a way to the
         // device.
         let vblk = vblk.map_err(|error| format!("{error}; {LOOK_AGAIN}"));
-        let status = Arc::new(KernelStatus::new(vblk.as_ref().ok().cloned(), options.engine));
+        let status = Arc::new(KernelStatus::new(vblk.as_ref().ok().cloned(), &options));
         let in_kernel = vec![false; usize::from(queues)];
         Ok(Accel {
             options,

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use ringdisk_vblk::{Engine, Stats, Vblk, Worker};
 
-use super::Obstacle;
+use super::{AccelOptions, Obstacle};
 
 /// A reader waits so long for the device: while a virtqueue is drained whose storage does not
 /// answer, no other thread can use it.
@@ -20,6 +20,8 @@ const PAUSE: Duration = Duration::from_millis(2);
 pub struct Acceleration {
     /// Virtqueues are in the kernel.
     pub on: bool,
+    /// Nothing else will do: a disk that the kernel cannot serve is refused.
+    pub required: bool,
     /// Why they are not; `None` also when none runs.
     pub obstacle: Option<String>,
     /// As it was asked for.
@@ -59,6 +61,7 @@ impl QueueInKernel {
 #[derive(Debug)]
 pub(in crate::export) struct KernelStatus {
     vblk: Option<Arc<Mutex<Vblk>>>,
+    required: bool,
     engine: Engine,
     now: Mutex<Now>,
 }
@@ -74,8 +77,9 @@ struct Now {
 }
 
 impl KernelStatus {
-    pub(super) fn new(vblk: Option<Arc<Mutex<Vblk>>>, engine: Engine) -> KernelStatus {
-        KernelStatus { vblk, engine, now: Mutex::default() }
+    pub(super) fn new(vblk: Option<Arc<Mutex<Vblk>>>, options: &AccelOptions) -> KernelStatus {
+        let AccelOptions { required, engine, .. } = *options;
+        KernelStatus { vblk, required, engine, now: Mutex::default() }
     }
 
     pub(super) fn set(&self, on: bool, obstacle: Option<Obstacle>) {
@@ -103,6 +107,7 @@ impl KernelStatus {
         }
         Acceleration {
             on: now.on,
+            required: self.required,
             obstacle: now.obstacle.as_ref().map(ToString::to_string),
             engine: self.engine,
             engine_in_force: now.engine,

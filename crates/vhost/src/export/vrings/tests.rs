@@ -42,7 +42,15 @@ fn control() -> Control {
     let null = NullOptions { size: 1 << 20, read_zeroes: true, latency: Duration::ZERO };
     let disk = Disk::null(&null);
     let signals = Arc::new(Signals::new(false).expect("an eventfd"));
-    let device = Device::new("disk", "", 512, false, true, OnError::Report, Arc::clone(&signals));
+    let device = Device::new(
+        ("disk", Arc::default()),
+        "",
+        512,
+        false,
+        true,
+        OnError::Report,
+        Arc::clone(&signals),
+    );
     let device = Arc::new(device);
     let thread = |index| {
         let setup = ThreadSetup {

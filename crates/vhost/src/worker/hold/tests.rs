@@ -28,7 +28,8 @@ fn thread(path: &Path) -> WorkerThread {
     let source = Source::Path(path.to_owned());
     let disk = runtime.block_on(async { Disk::open(&ring, source, &options).await }).expect("open");
     let signals = Arc::new(Signals::new(false).expect("an eventfd"));
-    let device = Device::new("disk", "", 512, false, true, OnError::Report, signals);
+    let device =
+        Device::new(("disk", Arc::default()), "", 512, false, true, OnError::Report, signals);
     let setup = ThreadSetup {
         index: 0,
         cpus: CpuList::default(),

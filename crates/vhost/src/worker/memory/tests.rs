@@ -15,7 +15,8 @@ use crate::worker::{ThreadSetup, WorkerThread};
 fn thread(cpus: CpuList) -> WorkerThread {
     let null = NullOptions { size: 1 << 20, read_zeroes: true, latency: Duration::ZERO };
     let signals = Arc::new(Signals::new(false).expect("an eventfd"));
-    let device = Device::new("disk", "", 512, false, true, OnError::Report, signals);
+    let device =
+        Device::new(("disk", Arc::default()), "", 512, false, true, OnError::Report, signals);
     let setup = ThreadSetup {
         index: 0,
         cpus,

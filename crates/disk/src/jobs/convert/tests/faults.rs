@@ -29,7 +29,7 @@ async fn converted(
     target: &SimStorage,
     options: &ConvertOptions,
 ) -> Result<ConvertReport, Error> {
-    convert(ring, &disk(source), &disk(target), options, &Progress::new()).await
+    convert(ring, &[disk(source)], &disk(target), options, &Progress::new()).await
 }
 
 /// Starts a conversion; the cell has its result when it is done.
@@ -44,7 +44,7 @@ fn start(
     let (result, handle) = (Rc::clone(&cell), ring.clone());
     let (source, target, progress) = (disk(source), disk(target), Arc::clone(progress));
     ring.spawn(async move {
-        let done = convert(&handle, &source, &target, &options, &progress).await;
+        let done = convert(&handle, &[Arc::clone(&source)], &target, &options, &progress).await;
         *result.borrow_mut() = Some(done);
     });
     cell

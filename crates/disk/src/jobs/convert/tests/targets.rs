@@ -1,6 +1,7 @@
 //! Conversions to qcow2, read back by `qemu-img`.
 
 use std::fs;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::{
@@ -39,7 +40,7 @@ fn into(
         let source = open(&ring, directory.path().join(source), &reading()).await.expect("open");
         let out = directory.path().join("out.qcow2");
         let target = open(&ring, out, &writing(Format::Qcow2)).await.expect("open");
-        let result = convert(&ring, &source, &target, options, progress).await;
+        let result = convert(&ring, &[Arc::clone(&source)], &target, options, progress).await;
         close(&ring, &target).await;
         result
     })

@@ -4,28 +4,31 @@
 
 use serde_json::{Map, Value};
 
-/// The JSON object that says the same. Values are text, as `qemu-nbd` takes them.
+/// The JSON object that says the same. Values are text, as QEMU's programs take them; a `backing`
+/// without a value is `null`.
 ///
 /// * `text`: `KEY=VALUE` between commas; a comma inside a value is written twice.
 ///
-/// Errors: a word without `=` or without a key.
+/// Errors: a word without `=` or without a key; in the words of QEMU, since scripts look for them.
 pub fn image_options(text: &str) -> Result<String, String> {
     let mut members = Map::new();
-    for word in words(text) {
+    for word in option_words(text) {
         let Some((key, value)) = word.split_once('=').filter(|(key, _)| !key.is_empty()) else {
             return Err(format!("Cannot find device='{text}' nor node-name='{text}'"));
         };
         let value = match value.parse::<u64>() {
             Ok(number) if ["offset", "size"].contains(&key) => Value::from(number),
+            _ if key == "backing" && value.is_empty() => Value::Null,
             _ => Value::from(value),
         };
+        // The last one counts, as with options of a command line.
         members.insert(key.to_owned(), value);
     }
     Ok(Value::Object(members).to_string())
 }
 
-/// Parts between commas.
-fn words(text: &str) -> Vec<String> {
+/// The parts between commas of a list of options; a comma inside a part is written twice.
+pub fn option_words(text: &str) -> Vec<String> {
     let (mut words, mut word) = (Vec::new(), String::new());
     let mut letters = text.chars().peekable();
     while let Some(letter) = letters.next() {
@@ -50,6 +53,7 @@ mod tests {
     fn words_become_members() {
         let json = image_options("driver=raw,offset=512,file.filename=a,,b\"c");
         assert_eq!(json.unwrap(), r#"{"driver":"raw","offset":512,"file.filename":"a,b\"c"}"#);
+        assert_eq!(image_options("backing=,a=1,a=2").unwrap(), r#"{"backing":null,"a":"2"}"#);
         for wrong in ["", "disk.raw", "driver=raw,", "=a"] {
             assert!(image_options(wrong).is_err(), "{wrong}");
         }

@@ -1,0 +1,203 @@
+//! What a served disk is, where it is, who uses it and how it is: the answer to `describe`, which
+//! `ringdisk ps` asks of every process.
+//!
+//! Promises: nothing here waits for storage or for clients. Control thread.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use ringdisk_disk::{Disk, Format};
+use serde_json::{Value, json};
+
+use super::DiskControl;
+use crate::failure::Failure;
+use crate::helper;
+use crate::metrics::{self, Cache, DiskFacts, Sample};
+use crate::stopping::Stage;
+
+/// Where clients find a disk.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum ServedAs {
+    /// Not said.
+    #[default]
+    Unknown,
+    /// As a file.
+    Mount {
+        /// Absolute.
+        mountpoint: PathBuf,
+        /// Number of the FUSE connection.
+        connection: Option<u32>,
+    },
+    /// To a virtual machine.
+    VhostUser {
+        /// The socket.
+        socket: PathBuf,
+    },
+    /// To NBD clients.
+    Nbd {
+        /// Where they connect, for people: `at 127.0.0.1:10809`.
+        addresses: Vec<String>,
+        /// The name that they ask for.
+        export: String,
+    },
+}
+
+impl ServedAs {
+    /// The kind for programs, and where it is for people and commands.
+    fn parts(&self) -> (&'static str, String) {
+        match self {
+            ServedAs::Unknown => ("unknown", String::new()),
+            ServedAs::Mount { mountpoint, .. } => ("mount", mountpoint.display().to_string()),
+            ServedAs::VhostUser { socket } => ("vhost-user-blk", socket.display().to_string()),
+            ServedAs::Nbd { addresses, export } if export.is_empty() => {
+                ("nbd", addresses.join(", "))
+            }
+            ServedAs::Nbd { addresses, export } => {
+                ("nbd", format!("'{export}' {}", addresses.join(", ")))
+            }
+        }
+    }
+}
+
+/// A program that uses a disk over a socket.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SocketClient {
+    /// Its process, where it is on this machine.
+    pub pid: Option<u32>,
+    /// Its address, where it is not.
+    pub address: Option<String>,
+    /// The export of NBD that it uses.
+    pub export: Option<String>,
+}
+
+impl DiskControl {
+    /// Says where the disk is served.
+    #[must_use]
+    pub fn served_as(self, served_as: ServedAs) -> DiskControl {
+        DiskControl { served_as, ..self }
+    }
+
+    /// Where the disk is served.
+    pub fn place(&self) -> &ServedAs {
+        &self.served_as
+    }
+
+    /// The answer.
+    ///
+    /// Errors: the disk is served no longer.
+    pub(super) fn describe(&self) -> Result<Value, Failure> {
+        let disk = self.disk()?;
+        let report = self.serving.report();
+        let (kind, place) = self.served_as.parts();
+        let (state, why) = self.state(&disk);
+        let since = self.since.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        let connection = match &self.served_as {
+            ServedAs::Mount { connection, .. } => *connection,
+            _ => None,
+        };
+        Ok(json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "pid": std::process::id(),
+            "image": report.name,
+            "format": top_format(&disk),
+            "size": disk.size(),
+            "read-only": disk.is_read_only(),
+            "kind": kind,
+            "where": place,
+            "connection": connection,
+            "since": since,
+            "state": state,
+            "why": why,
+            "clients": self.clients(),
+            "sandbox": self.sandbox.get(),
+        }))
+    }
+
+    /// The samples for Prometheus; none when the disk is served no longer.
+    pub fn samples(&self) -> Vec<Sample> {
+        let Ok(disk) = self.disk() else { return Vec::new() };
+        let report = self.serving.report();
+        let (kind, target) = self.served_as.parts();
+        let layers = disk.layers();
+        let caches = layers.iter().filter_map(|layer| {
+            let counters = layer.qcow2()?.cache_counters();
+            Some(Cache {
+                image: layer.name().to_string_lossy().into_owned(),
+                loads: counters.loads,
+                evictions: counters.evictions,
+                capacity_bytes: counters.capacity_bytes,
+            })
+        });
+        let facts = DiskFacts {
+            image: report.name.clone(),
+            target,
+            kind,
+            format: top_format(&disk),
+            size: disk.size(),
+            is_healthy: self.state(&disk).0 == "serving",
+            since: self.since.duration_since(UNIX_EPOCH).unwrap_or_default(),
+            clients: (kind != "mount").then(|| self.clients().len()),
+            device_errors: report.device.as_ref().map(|device| report.io_errors(device)),
+            caches: caches.collect(),
+        };
+        metrics::samples(&facts, &report.total())
+    }
+
+    /// Why the disk is not served as it should be; `None`: it is, or it has ended.
+    pub fn not_ready(&self) -> Option<String> {
+        let disk = self.disk().ok()?;
+        match self.state(&disk) {
+            ("serving", _) => None,
+            (word, why) => Some(format!("{}: {word}: {}", self.served_as.parts().1, why?)),
+        }
+    }
+
+    /// One word for programs, and why it is so.
+    fn state(&self, disk: &Arc<Disk>) -> (&'static str, Option<String>) {
+        if let Some(fault) = disk.fault() {
+            return ("fault", Some(fault));
+        }
+        let reason = self.serving.report().device.and_then(|device| device.broken_reason);
+        if let Some(reason) = reason {
+            return ("needs-reset", Some(reason));
+        }
+        match self.stopping.as_ref().map(|stage| stage.stage()) {
+            Some(Stage::InUse(users)) => {
+                return ("stopping", Some(format!("it goes on until closed by {users}")));
+            }
+            Some(Stage::Ended) => return ("ended", None),
+            _ => {}
+        }
+        match self.sandbox.get().is_some() && helper::is_gone() {
+            true => {
+                let why = "its helper process is gone: it can neither unmount, nor reconnect, nor \
+                           make overlays by itself";
+                ("helper-gone", Some(String::from(why)))
+            }
+            false => ("serving", None),
+        }
+    }
+
+    /// Programs that use the disk over a socket.
+    fn clients(&self) -> Vec<Value> {
+        let export = match &self.served_as {
+            ServedAs::Nbd { export, .. } => Some(export),
+            _ => None,
+        };
+        let clients = self.serving.clients().into_iter();
+        let ours =
+            clients.filter(|client| client.export.is_none() || client.export.as_ref() == export);
+        ours.map(|client| json!({ "pid": client.pid, "address": client.address })).collect()
+    }
+}
+
+/// The format of the image on top.
+fn top_format(disk: &Disk) -> Option<&'static str> {
+    disk.layers().first().and_then(|top| top.format()).map(Format::name)
+}
+
+/// When a control was made.
+pub(super) fn now() -> SystemTime {
+    SystemTime::now()
+}

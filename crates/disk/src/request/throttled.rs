@@ -1,0 +1,82 @@
+//! Limits of the clients of a disk: requests and bytes per second.
+//!
+//! Promises: a request waits for the limit before it enters the graph, so a change of the graph
+//! never waits for a limit; jobs of the disk itself (a commit, a resize) are not limited. A disk
+//! that never had a limit pays one load for each request.
+
+use std::sync::Arc;
+
+use ringdisk_ring::Ring;
+use ringdisk_throttle::{Group, Kind, Lifted, Limits, Member, Waits};
+
+use crate::{Disk, Error, ErrorKind};
+
+impl Disk {
+    /// Puts the disk into a group of disks that share limits, before it is served.
+    ///
+    /// Errors: `Invalid` when it has limits already; `Unsupported` where the kernel reads and
+    /// writes the image itself.
+    pub fn join_limits(&self, group: &Arc<Group>) -> Result<(), Error> {
+        self.check_limits()?;
+        self.limit.set(Member::of(group)).map_err(|_| {
+            Error::new(ErrorKind::Invalid, "the disk has limits already: change those")
+        })
+    }
+
+    /// Changes the limits of the disk, and of all that share them. Any thread.
+    ///
+    /// * `limits`: gets the limits in force, and gives the new ones.
+    ///
+    /// Errors: those of `limits`; `Unsupported` where the kernel reads and writes the image itself.
+    pub fn change_limits(
+        &self,
+        limits: impl FnOnce(&Limits) -> Result<Limits, Error>,
+    ) -> Result<Limits, Error> {
+        let current = self.limits();
+        let wanted = limits(&current)?;
+        if !wanted.are_none() {
+            self.check_limits()?;
+        }
+        if wanted != current {
+            let alone = || Member::of(&Group::new(&Limits::default()));
+            self.limit.get_or_init(alone).group().set(&wanted);
+        }
+        Ok(wanted)
+    }
+
+    /// The limits in force. Any thread.
+    pub fn limits(&self) -> Limits {
+        self.limit.get().map(|member| member.group().limits()).unwrap_or_default()
+    }
+
+    /// How much requests waited for the limits. Any thread.
+    pub fn limit_waits(&self) -> Waits {
+        self.limit.get().map(|member| member.waits()).unwrap_or_default()
+    }
+
+    /// Lets all requests go on until the guard is dropped: for who waits until none is in flight.
+    /// Any thread.
+    pub fn lift_limits(&self) -> Option<Lifted> {
+        self.limit.get().map(|member| member.lift())
+    }
+
+    fn check_limits(&self) -> Result<(), Error> {
+        if !self.is_lent() {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            "the kernel reads and writes the image itself (--passthrough), so its clients cannot \
+             be limited: serve it without --passthrough",
+        ))
+    }
+
+    /// Waits until the limits let a request go on. Queue thread; before the request enters the
+    /// graph. The requests of this crate do so themselves, but for [`Disk::read_part`].
+    #[inline]
+    pub async fn pass_limits(&self, ring: &Ring, kind: Kind, bytes: u64) {
+        if let Some(member) = self.limit.get() {
+            member.pass(ring, kind, bytes).await;
+        }
+    }
+}

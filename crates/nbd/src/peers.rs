@@ -1,0 +1,130 @@
+//! The clients that use the disks of an export now, for people.
+//!
+//! Promises: a client is listed from the end of its handshake to the end of its connection. The
+//! lock is taken there and when the list is read, never by a request.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::os::fd::AsFd;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use ringdisk_disk::Events;
+use rustix::net::SocketAddrAny;
+use rustix::net::sockopt::socket_peercred;
+
+/// One client.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Peer {
+    /// The name of the disk that it uses.
+    pub export: String,
+    /// Its address, of a client over TCP.
+    pub address: Option<String>,
+    /// Its process, of a client over a Unix socket. As seen from the serving process.
+    pub pid: Option<u32>,
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (&self.address, self.pid) {
+            (Some(address), _) => write!(f, "the client at {address}"),
+            (None, Some(pid)) => write!(f, "the client in process {pid}"),
+            (None, None) => f.write_str("a client"),
+        }
+    }
+}
+
+/// All clients.
+#[derive(Debug, Default)]
+pub(crate) struct Peers(Mutex<List>);
+
+#[derive(Debug, Default)]
+struct List {
+    next: u64,
+    peers: BTreeMap<u64, Peer>,
+}
+
+impl Peers {
+    fn lock(&self) -> MutexGuard<'_, List> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The clients now.
+    pub(crate) fn list(&self) -> Vec<Peer> {
+        self.lock().peers.values().cloned().collect()
+    }
+
+    /// Lists a client until the guard is dropped.
+    ///
+    /// * `export`: name of the disk that it uses.
+    /// * `address`: of a client over TCP, as it was accepted.
+    /// * `events`: of the disk, are told.
+    pub(crate) fn enter(
+        self: &Arc<Peers>,
+        export: &str,
+        address: Option<String>,
+        socket: impl AsFd,
+        events: Arc<Events>,
+    ) -> Listed {
+        let pid = match address {
+            Some(_) => None,
+            None => socket_peercred(socket).ok().map(|peer| peer.pid.as_raw_nonzero().get()),
+        };
+        let pid = pid.and_then(|pid| u32::try_from(pid).ok());
+        let mut list = self.lock();
+        let number = list.next;
+        list.next += 1;
+        let peer = Peer { export: export.to_owned(), address, pid };
+        let name = peer.to_string();
+        list.peers.insert(number, peer);
+        drop(list);
+        events.tell("client-came", format!("{name} has connected"));
+        Listed { peers: Arc::clone(self), number, name, events }
+    }
+}
+
+/// An address of TCP. `None`: of another kind.
+pub(crate) fn address_of(address: SocketAddrAny) -> Option<String> {
+    std::net::SocketAddr::try_from(address).ok().map(|address| address.to_string())
+}
+
+/// A client that is listed.
+#[derive(Debug)]
+pub(crate) struct Listed {
+    peers: Arc<Peers>,
+    number: u64,
+    name: String,
+    events: Arc<Events>,
+}
+
+impl Drop for Listed {
+    fn drop(&mut self) {
+        self.peers.lock().peers.remove(&self.number);
+        self.events.tell("client-gone", format!("{} has gone", self.name));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn clients_are_listed_until_they_go() {
+        let (peers, events) = (Arc::new(Peers::default()), Arc::new(Events::default()));
+        let (ours, _theirs) = UnixStream::pair().expect("a pair");
+        let here = peers.enter("a", None, &ours, Arc::clone(&events));
+        let address = Some(String::from("192.0.2.1:5000"));
+        let there = peers.enter("b", address.clone(), &ours, Arc::clone(&events));
+        let pid = Some(std::process::id());
+        let first = Peer { export: String::from("a"), address: None, pid };
+        let second = Peer { export: String::from("b"), address, pid: None };
+        assert_eq!(peers.list(), [first, second.clone()]);
+        drop(here);
+        assert_eq!(peers.list(), [second]);
+        drop(there);
+        assert!(peers.list().is_empty());
+        let told: Vec<&str> = events.read(0, 9).events.iter().map(|event| event.kind).collect();
+        assert_eq!(told, ["client-came", "client-came", "client-gone", "client-gone"]);
+    }
+}

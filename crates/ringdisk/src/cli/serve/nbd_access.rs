@@ -1,0 +1,72 @@
+//! The words of `ringdisk serve --nbd` about who may connect.
+
+use clap::{Args, ValueEnum};
+use ringdisk_nbd::{AllowList, TlsSource};
+
+/// Who may connect, and how.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct NbdAccessArgs {
+    /// Encrypt NBD connections by TLS, with the keys and certificates of DIR
+    ///
+    /// DIR is in QEMU's layout: server-cert.pem and server-key.pem; with ca-cert.pem clients need a
+    /// certificate of that authority, unless ca-crl.pem lists it as revoked. In place of DIR:
+    /// cert=FILE,key=FILE[,ca=FILE][,crl=FILE], where fd:N as FILE is a descriptor of this process
+    /// (`key=fd:3`). They are read once, at the start.
+    #[arg(long, value_name = "DIR", value_parser = TlsSource::parse, requires = "nbd",
+          help_heading = "NBD options")]
+    pub(crate) tls_creds: Option<TlsSource>,
+
+    /// Whether NBD clients have to encrypt [default: required]
+    #[arg(
+        long,
+        value_name = "WHEN",
+        value_enum,
+        requires = "tls_creds",
+        help_heading = "NBD options"
+    )]
+    pub(crate) tls: Option<TlsWord>,
+
+    /// Whether NBD clients need a certificate: yes or no [default: yes if there is a ca-cert.pem]
+    #[arg(long, value_name = "YES", value_enum, num_args = 0..=1, require_equals = true,
+          default_missing_value = "yes", requires = "tls_creds", help_heading = "NBD options")]
+    pub(crate) tls_verify_peer: Option<VerifyWord>,
+
+    /// Let in only NBD clients with this name in their certificate; may be repeated
+    ///
+    /// The whole distinguished name, in the order of the certificate: `O=Example,CN=backup`. The
+    /// log shows the name of a client that is sent away.
+    #[arg(long, value_name = "NAME", requires = "tls_creds", help_heading = "NBD options")]
+    pub(crate) tls_allow: Vec<String>,
+
+    /// Let in only processes of USER (a name or a number) at Unix sockets; may be repeated
+    ///
+    /// Processes of root are let in always.
+    #[arg(long, value_name = "USER", requires = "nbd", help_heading = "NBD options")]
+    pub(crate) allow_user: Vec<String>,
+
+    /// Let in only processes of the members of GROUP at Unix sockets; may be repeated
+    #[arg(long, value_name = "GROUP", requires = "nbd", help_heading = "NBD options")]
+    pub(crate) allow_group: Vec<String>,
+
+    /// Names of clients by rules, as `qemu-nbd --object authz-list` has them.
+    #[arg(skip)]
+    pub(crate) rules: Option<AllowList>,
+}
+
+/// See [`NbdAccessArgs::tls`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum TlsWord {
+    /// Clients that do not encrypt are refused
+    Required,
+    /// Clients may encrypt
+    Allowed,
+}
+
+/// See [`NbdAccessArgs::tls_verify_peer`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum VerifyWord {
+    /// Clients need a certificate
+    Yes,
+    /// Any client may come
+    No,
+}

@@ -1,0 +1,38 @@
+//! `ringdisk ps`: the disks that are served on this machine.
+
+use std::io::Write as _;
+use std::time::SystemTime;
+
+use ringdisk_daemon::failure::Failure;
+use ringdisk_daemon::processes::{self, Entry};
+use ringdisk_daemon::terminal::{self, Results, ended};
+
+use crate::cli::PsArgs;
+use crate::commands::output::json;
+
+/// Lists them.
+///
+/// Errors: there is no mount table.
+pub(crate) fn run(args: &PsArgs) -> Result<(), Failure> {
+    let entries = processes::list(!args.targets)?;
+    let mut out = Results::lock();
+    if args.targets {
+        let with_name = |entry: &&Entry| entry.is_alive() && entry.place.starts_with('/');
+        for entry in entries.iter().filter(with_name) {
+            ended(writeln!(out, "{}", entry.place))?;
+        }
+        return out.finish();
+    }
+    if args.json {
+        ended(json(&mut out, &processes::to_json(&entries)))?;
+        return out.finish();
+    }
+    if entries.is_empty() {
+        ended(writeln!(out, "No disk is served."))?;
+        return out.finish();
+    }
+    ended(write!(out, "{}", processes::text_table(&entries, SystemTime::now())))?;
+    out.finish()?;
+    processes::problems(&entries).iter().for_each(terminal::note);
+    Ok(())
+}

@@ -1,0 +1,80 @@
+//! `ringdisk top`: what all disks of the machine do, live.
+//!
+//! Promises: a table for each interval, which fits the width of the terminal: columns that have no
+//! room are left out, the last ones first.
+
+mod columns;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ringdisk_daemon::control::many::Answer;
+use ringdisk_daemon::control::protocol::Command;
+use ringdisk_daemon::failure::Failure;
+use ringdisk_daemon::metrics::{self, Sample};
+use ringdisk_daemon::processes;
+use ringdisk_daemon::rates::{self, Order, Rates};
+use rustix::termios::tcgetwinsize;
+
+use crate::cli::{ProgressArgs, TopArgs};
+use crate::commands::operation::Operation;
+use crate::commands::watch::printed;
+
+/// How long processes may take.
+const LIMIT: Duration = Duration::from_secs(1);
+/// How often a signal is looked for.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// Width of the table where standard output is no terminal.
+const PLAIN_COLUMNS: usize = 120;
+
+/// Shows it until the user ends it, or as often as was asked for.
+///
+/// Errors: standard output or the terminal cannot be written.
+pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
+    let job = Operation::start("top", ProgressArgs { progress: false, quiet: true })?;
+    let progress = Arc::clone(job.progress());
+    let (mut before, mut since) = (samples(), Instant::now());
+    let mut left = args.count;
+    while left != Some(0) {
+        while since.elapsed() < args.every {
+            if progress.is_cancelled() {
+                return Ok(());
+            }
+            std::thread::sleep(POLL_INTERVAL.min(args.every));
+        }
+        let (now, seconds) = (samples(), since.elapsed().as_secs_f64());
+        since = Instant::now();
+        let rows = arranged(&before, &now, seconds, args.sort, &args.filter);
+        before = now;
+        // Asked for each time: the terminal may have another size by now.
+        let width = tcgetwinsize(rustix::stdio::stdout()).ok().map(|size| size.ws_col.into());
+        let width = width.filter(|width| *width > 0).unwrap_or(PLAIN_COLUMNS);
+        if !printed(&(columns::lines(&rows, width).join("\n") + "\n"))? {
+            return Ok(());
+        }
+        left = left.map(|left| left - 1);
+    }
+    Ok(())
+}
+
+/// What all processes say now.
+fn samples() -> Vec<Sample> {
+    let asked = processes::ask_all(&Command::Metrics, LIMIT);
+    let of = |answer: Answer| match answer {
+        Answer::Value(value) => metrics::from_json(&value),
+        _ => Vec::new(),
+    };
+    asked.into_iter().flat_map(|(_, asked)| of(asked.answer)).collect()
+}
+
+fn arranged(
+    before: &[Sample],
+    now: &[Sample],
+    seconds: f64,
+    order: Order,
+    filter: &str,
+) -> Vec<Rates> {
+    let mut rows = rates::rates(before, now, seconds);
+    rates::arrange(&mut rows, order, filter);
+    rows
+}

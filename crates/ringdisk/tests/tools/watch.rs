@@ -1,0 +1,231 @@
+//! What a disk does: `ctl stats` in words, events as they happen, metrics over HTTP and of all
+//! processes.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use ringdisk_testkit::images::{self, pattern};
+use ringdisk_testkit::limits::needs_root;
+use ringdisk_testkit::mount::{scratch, text};
+use ringdisk_testkit::process::{Process, ok_words, until};
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::common::tools::ringdisk;
+use crate::common::{MIB, open, program, serve};
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+#[test]
+fn stats_are_one_screen_in_plain_words_and_internals_are_all_counters() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let d = directory.path();
+    let image = d.join("disk.qcow2");
+    images::qcow2(&image, "16M", "");
+    let disk = serve(&image, &[]);
+    let file = open(disk.path());
+    file.write_all_at(&pattern(1, 0, 1 << 20), MIB).and_then(|()| file.sync_all()).expect("write");
+    let ran = ringdisk(d, &["ctl", disk.text(), "stats"]).ok();
+    for words in
+        ["(qcow2, 16 MiB)", "served     as ", "on average ", "latency    p50 ", "errors     none"]
+    {
+        assert!(ran.out.contains(words), "{words}: {}", ran.out);
+    }
+    let user = format!("process {} ", std::process::id());
+    assert!(ran.out.contains(&user), "{}", ran.out);
+    for words in ["SQE", "enters", "kicks", "polls"] {
+        assert!(!ran.out.contains(words), "{words}: {}", ran.out);
+    }
+    assert!(ran.out.lines().count() <= 24, "{}", ran.out);
+    let all = ringdisk(d, &["ctl", disk.text(), "stats", "--internals"]).ok().out;
+    assert!(all.contains("enters") && all.contains("queue 0"), "{all}");
+    let json = ringdisk(d, &["ctl", disk.text(), "stats", "--json"]).ok().json();
+    assert!(json["queues"][0]["ring"]["enters"].is_u64() && json["total"]["writes"].is_u64());
+    assert_eq!(json["serving"]["where"], disk.text());
+    let mut again = Command::new(program());
+    again.args(["ctl", disk.text(), "stats", "--every", "100ms"]);
+    let again = Process::spawn(&mut again);
+    let told = until(LIMIT, || (again.output().matches("  now   ").count() >= 2).then_some(()));
+    assert!(told.is_some(), "{}", again.output());
+    again.signal(Signal::INT);
+    again.finish(LIMIT);
+    drop(file);
+    assert_eq!(disk.stop().code(), Some(0));
+}
+
+/// `ringdisk ctl TARGET events`, with its lines.
+fn follow(target: &str) -> (std::process::Child, BufReader<std::process::ChildStdout>) {
+    let mut command = Command::new(program());
+    command.args(["ctl", target, "events"]).stdin(Stdio::null()).stdout(Stdio::piped());
+    let mut child = command.spawn().expect("the program starts");
+    let out = BufReader::new(child.stdout.take().expect("a pipe"));
+    (child, out)
+}
+
+fn next(lines: &mut impl BufRead) -> Value {
+    let mut line = String::new();
+    lines.read_line(&mut line).expect("a line");
+    serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line:?}"))
+}
+
+#[test]
+fn a_full_disk_is_an_event_a_line_of_the_log_and_an_error_in_the_stats() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let d = directory.path();
+    let small = d.join("small");
+    fs::create_dir(&small).expect("mkdir");
+    ok_words(&["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", text(&small)]);
+    let image = small.join("disk.img");
+    fs::File::create(&image).and_then(|file| file.set_len(16 << 20)).expect("an image");
+    let disk = serve(&image, &["--format", "raw"]);
+    let (mut child, mut lines) = follow(disk.text());
+    // It follows from the moment that its command is answered on: a client is listed by then.
+    std::thread::sleep(Duration::from_millis(500));
+    let file = open(disk.path());
+    let wrote = file.write_all_at(&[7; 4 << 20], 0).and_then(|()| file.sync_all());
+    assert!(wrote.is_err());
+    let event = next(&mut lines);
+    assert_eq!(event["event"], "disk-full", "{event}");
+    assert!(event["text"].as_str().expect("text").starts_with("a write of "), "{event}");
+    assert!(event["time"]["seconds"].as_u64().expect("a time") > 1_600_000_000);
+    assert!(disk.output().contains("failed for a client: No space left"), "{}", disk.output());
+    let ran = ringdisk(d, &["ctl", disk.text(), "stats"]).ok();
+    assert!(ran.out.contains("answered with an "), "{}", ran.out);
+    drop(file);
+    assert!(matches!(disk.stop().code(), Some(0 | 12)));
+    // The server has ended, and so has who followed it.
+    child.wait().expect("it ends");
+    ok_words(&["umount", text(&small)]);
+}
+
+/// A free port of this machine.
+fn port() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    listener.local_addr().expect("bound").port().to_string()
+}
+
+fn get(stream: &mut (impl Read + Write), path: &str) -> String {
+    write!(stream, "GET {path} HTTP/1.0\r\n\r\n").expect("write");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).expect("an answer");
+    answer
+}
+
+#[test]
+fn clients_of_nbd_are_events_and_metrics_count_them() {
+    let directory = scratch();
+    let d = directory.path();
+    let (socket, metrics) = (d.join("nbd.sock"), d.join("metrics.sock"));
+    let port = port();
+    let mut command = Command::new(program());
+    command.args(["serve", "--null", "1G", "--read-zeroes", "--nbd", text(&socket)]);
+    command.args(["--metrics", &port, "--metrics", text(&metrics)]).env_remove("NOTIFY_SOCKET");
+    let server = Process::spawn(&mut command);
+    let connected = until(LIMIT, || UnixStream::connect(&metrics).ok());
+    let mut connected = connected.unwrap_or_else(|| panic!("{}", server.output()));
+    let answer = get(&mut connected, "/metrics");
+    assert!(answer.contains("ringdisk_clients{"), "{answer}");
+    let (mut child, mut lines) = follow(text(&socket));
+    std::thread::sleep(Duration::from_millis(500));
+    let url = format!("nbd+unix:///?socket={}", text(&socket));
+    ringdisk(d, &["info", &url]).ok();
+    let came = next(&mut lines);
+    assert_eq!(came["event"], "client-came", "{came}");
+    assert!(came["text"].as_str().expect("text").contains("in process "), "{came}");
+    assert_eq!(next(&mut lines)["event"], "client-gone");
+    let tcp = || TcpStream::connect(format!("127.0.0.1:{port}")).expect("connect");
+    assert!(get(&mut tcp(), "/healthz").ends_with("ok\n"));
+    assert!(get(&mut tcp(), "/readyz").ends_with("ready\n"));
+    let of_all = ringdisk(Path::new("."), &["metrics"]).ok().out;
+    let target = text(&socket);
+    let up = of_all.lines().find(|line| line.starts_with("ringdisk_up") && line.contains(target));
+    assert!(up.is_some_and(|line| line.ends_with(" 1")), "{of_all}");
+    assert_eq!(of_all.matches("# TYPE ringdisk_reads_total counter").count(), 1);
+    server.signal(Signal::TERM);
+    assert_eq!(server.finish(LIMIT).code(), Some(0));
+    assert!(!metrics.exists(), "its socket is removed");
+    child.wait().expect("it ends");
+}
+
+#[test]
+fn metrics_of_a_confined_mount_are_scraped_by_many_at_once() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let image = directory.path().join("disk.qcow2");
+    images::qcow2(&image, "16M", "");
+    let port = port();
+    let disk = serve(&image, &["--sandbox", "on", "--metrics", &port]);
+    let scrapers: Vec<_> = (0..100)
+        .map(|_| {
+            let address = format!("127.0.0.1:{port}");
+            std::thread::spawn(move || {
+                let mut stream = TcpStream::connect(address).expect("connect");
+                get(&mut stream, "/metrics")
+            })
+        })
+        .collect();
+    for scraper in scrapers {
+        let answer = scraper.join().expect("no panic");
+        assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
+        let label = format!("target=\"{}\"", disk.text());
+        assert!(answer.contains(&label) && answer.contains("kind=\"mount\""), "{answer}");
+    }
+    // A second process cannot have the port, and says so before it mounts anything.
+    let place = directory.path().join("other");
+    let finished = crate::common::try_mount(&["--null", "1M", "--metrics", &port], &place);
+    assert_eq!(finished.code(), Some(5), "{}", finished.output());
+    assert!(finished.stderr.contains("cannot serve metrics at"), "{}", finished.stderr);
+    assert_eq!(disk.stop().code(), Some(0));
+}
+
+/// What `ringdisk top` prints in a terminal of its own.
+///
+/// * `script`: what a shell runs there.
+fn in_terminal(script: &str) -> String {
+    let mut terminal = Command::new("script");
+    terminal.args(["-qec", script, "/dev/null"]).env("TERM", "xterm").stdin(Stdio::null());
+    let output = terminal.output().expect("script of util-linux");
+    assert!(output.status.success(), "{script}: {output:?}");
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+#[test]
+fn the_table_of_top_fits_a_terminal_of_any_size() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let image = directory.path().join("disk.qcow2");
+    images::qcow2(&image, "16M", "");
+    let disk = serve(&image, &[]);
+    let program = program();
+    let top = format!("{program} top --filter {} --every 200ms", disk.text());
+    let plain = ringdisk(directory.path(), &["top", "--every", "100ms", "-n", "2"]).ok().out;
+    assert_eq!(plain.matches("READS/s").count(), 2, "{plain}");
+    let line = plain.lines().find(|line| line.contains(disk.text())).expect("its line");
+    assert!(!plain.contains('\u{1b}') && line.trim_start().starts_with('0'), "{line}");
+    let wide = in_terminal(&format!("stty cols 80 rows 24; {top} -n 1"));
+    assert!(wide.contains("READS/s") && wide.contains("p99"), "{wide:?}");
+    let narrow = in_terminal(&format!("stty cols 22 rows 5; {top} -n 1"));
+    assert!(narrow.contains("READS/s") && !narrow.contains("WRITES/s"), "{narrow:?}");
+    assert!(narrow.lines().all(|line| line.trim_end().chars().count() <= 22), "{narrow:?}");
+    let later = "t=$(tty); (sleep 1; stty -F $t cols 100 rows 30) &";
+    let resized = format!("stty cols 22 rows 5; {later} {top} -n 12");
+    let resized = in_terminal(&resized);
+    assert!(resized.contains("WRITES/s"), "{resized:?}");
+    assert_eq!(disk.stop().code(), Some(0));
+}
