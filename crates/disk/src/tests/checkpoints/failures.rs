@@ -31,7 +31,7 @@ struct World {
 
 impl World {
     async fn new(ring: &Ring, max: u64, limit: Duration) -> World {
-        let image = SimStorage::from_image(&vec![1; LEN as usize], 1);
+        let image = SimStorage::from_image(&[1; 1 << 20], 1);
         let file = SimStorage::new(0, 2);
         let disk = Disk::from_storage(image.storage(), &ImageOptions::default());
         let mut options = CheckpointOptions::new(file.storage(), max);

@@ -151,54 +151,6 @@ fn a_disk_that_has_changed_since_it_was_prepared_is_refused() {
     });
 }
 
-/// Clients must not wait for ever behind a request that does not end.
-#[test]
-fn bitmaps_wait_for_requests_for_a_limited_time() {
-    let place = directory();
-    let name = chain(&place);
-    qemu_img(&place, &["rebase", "-u", "-b", "", name]);
-    let image = std::fs::read(place.path().join(name)).expect("read");
-    run(async |ring| {
-        let sim = SimStorage::from_image(&image, 1);
-        let open = ringdisk_qcow2::OpenOptions { writable: true, ..Default::default() };
-        let image = ringdisk_qcow2::Qcow2::open(&ring, sim.storage(), &open).await.expect("open");
-        let layers = vec![crate::open::qcow2_layer(image, true)];
-        let disk = Disk::build(layers, crate::disk::Parts::default());
-        sim.on(When::kind(OpKind::Read).once(), Fault::Hold);
-        let (handle, reading) = (ring.clone(), disk.clone());
-        ring.spawn(async move {
-            reading.read(&handle, 1 << 20, &IoBuf::new(512, 512)).await.expect("read");
-        });
-        while sim.held().is_empty() {
-            ring.yield_now().await;
-        }
-        let bitmap = Some(NewBitmap { name: "new".into(), granularity_bytes: None });
-        let wanted = CheckpointOptions { bitmap, ..options() };
-        let made = disk.prepare_checkpoint(&ring, wanted.clone()).await;
-        refused(made, ErrorKind::Busy, "did not end within 2000 ms");
-        assert_eq!(disk.write(&ring, 3 << 20, &buffer(&[1; 512])).await, Ok(512));
-        // Its end waits as long, and clients go on.
-        let checkpoint = {
-            sim.release_all();
-            freeze(&ring, &disk, wanted).await.expect("a checkpoint")
-        };
-        sim.on(When::kind(OpKind::Read).once(), Fault::Hold);
-        let (handle, reading) = (ring.clone(), disk.clone());
-        ring.spawn(async move {
-            reading.read(&handle, 1 << 20, &IoBuf::new(512, 512)).await.expect("read");
-        });
-        while sim.held().is_empty() {
-            ring.yield_now().await;
-        }
-        let ended = checkpoint.end(&ring, CheckpointEnd::Merge).await;
-        refused(ended, ErrorKind::Busy, "did not end within 2000 ms");
-        assert_eq!(disk.write(&ring, 3 << 20, &buffer(&[1; 512])).await, Ok(512));
-        sim.release_all();
-        checkpoint.end(&ring, CheckpointEnd::Merge).await.expect("the end");
-        assert_eq!(disk.close(&ring).await, Ok(()));
-    });
-}
-
 #[test]
 fn a_hold_that_takes_too_long_is_given_up() {
     run(async |ring| {
