@@ -123,7 +123,7 @@ fn text(value: &Value<'_>, whole: &[u8]) -> String {
     let decoded = match value.tag {
         tag if TEXTS.contains(&tag) => std::str::from_utf8(bytes).ok().map(String::from),
         TELETEX => Some(bytes.iter().map(|byte| char::from(*byte)).collect()),
-        BMP if bytes.len() % 2 == 0 => {
+        BMP if bytes.len().is_multiple_of(2) => {
             let units = bytes.chunks_exact(2).map(|pair| u16::from_be_bytes([pair[0], pair[1]]));
             char::decode_utf16(units).collect::<Result<String, _>>().ok()
         }
