@@ -113,7 +113,8 @@ pub const MEANINGS: [(Exit, &str, &str); 15] = [
         "Storage below the image did not answer in time, so requests ended with errors, or the \
          last flush failed, or an image could not be written to the end: recent writes may not be \
          on stable storage. Or there is no room for what the command writes (a full file system, a \
-         quota); the disk shows what it showed. For ctl stop and umount: the server has ended so.",
+         quota), or for backup no room for what clients overwrote meanwhile (`--fleece-max`); the \
+         disk shows what it showed. For ctl stop and umount: the server has ended so.",
     ),
     (
         Exit::Forced,

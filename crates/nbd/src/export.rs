@@ -77,7 +77,7 @@ impl Export {
         let (rule, mut notes) = (PlacementRule::default(), Vec::new());
         let common = &options.common;
         let places = place_threads(&Topology::read(), &common.threads, &rule, &mut notes)?;
-        let exports = disks.into_iter().map(|disk| Exported::new(disk, common.read_only));
+        let exports = disks.into_iter().map(|disk| Exported::new(disk, &options));
         let exports = Arc::new(Exports(exports.map(Arc::new).collect()));
         let ending = Arc::new(Ending::default());
         let shared = Arc::new(Shared::new(exports, &options, places.threads.len()));

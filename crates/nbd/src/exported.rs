@@ -8,7 +8,7 @@ use ringdisk_disk::{ClientErrors, Disk};
 use ringdisk_nbd_protocol::numbers::{context, export_flags};
 use ringdisk_nbd_protocol::request::Style;
 
-use crate::options::{DirtyBitmap, NamedDisk};
+use crate::options::{DirtyBitmap, NamedDisk, NbdOptions};
 
 /// What a context of block status says.
 #[derive(Clone, Debug)]
@@ -39,6 +39,8 @@ pub(crate) struct Exported {
     pub(crate) description: String,
     pub(crate) disk: Arc<Disk>,
     pub(crate) is_read_only: bool,
+    /// A client may have several connections.
+    is_multi: bool,
     pub(crate) contexts: Vec<Context>,
     /// Request size that suits the storage, bytes; a power of two.
     pub(crate) preferred_block: u32,
@@ -47,8 +49,8 @@ pub(crate) struct Exported {
 }
 
 impl Exported {
-    /// * `read_only`: asked for all disks.
-    pub(crate) fn new(named: NamedDisk, read_only: bool) -> Exported {
+    /// * `options`: of all disks.
+    pub(crate) fn new(named: NamedDisk, options: &NbdOptions) -> Exported {
         let NamedDisk { name, description, disk, bitmaps, allocation_depth, .. } = named;
         let shown = format!("NBD export '{}'", name.escape_debug());
         let mut contexts = vec![Context::Allocation];
@@ -59,7 +61,10 @@ impl Exported {
         Exported {
             name,
             description,
-            is_read_only: read_only || named.read_only || disk.is_read_only(),
+            is_read_only: options.common.read_only || named.read_only || disk.is_read_only(),
+            // Where one connection is all there is, a client that takes it at its word waits for
+            // ever for its second one.
+            is_multi: options.max_connections > 1,
             contexts,
             preferred_block: preferred_block(disk.block_limits().physical_block),
             errors: ClientErrors::start(&shown, Arc::clone(disk.events())),
@@ -75,7 +80,7 @@ impl Exported {
         // A disk has no memory of its own for each connection: what is answered on one is there on
         // all, and a flush covers all that was answered.
         let mut all = flags::HAS_FLAGS | flags::FLUSH | flags::FUA | flags::CACHE;
-        all |= flags::CAN_MULTI_CONN;
+        all |= if self.is_multi { flags::CAN_MULTI_CONN } else { 0 };
         all |= if self.is_read_only {
             flags::READ_ONLY
         } else {
@@ -128,6 +133,7 @@ impl Exports {
 #[cfg(test)]
 mod tests {
     use ringdisk_disk::NullOptions;
+    use ringdisk_export::CommonOptions;
 
     use super::*;
 
@@ -135,7 +141,16 @@ mod tests {
         let disk = Disk::null(&NullOptions::default());
         let bitmap = DirtyBitmap { name: String::from("b0"), ranges: Arc::new([]) };
         let named = NamedDisk { bitmaps: vec![bitmap], ..NamedDisk::new("a", disk) };
-        Exported::new(named, read_only)
+        let common = CommonOptions { read_only, ..CommonOptions::default() };
+        Exported::new(named, &NbdOptions { common, ..NbdOptions::default() })
+    }
+
+    #[test]
+    fn several_connections_are_offered_where_there_may_be_several() {
+        let options = NbdOptions { max_connections: 1, ..NbdOptions::default() };
+        let disk = Disk::null(&NullOptions::default());
+        let one = Exported::new(NamedDisk::new("a", disk), &options);
+        assert_eq!(one.flags(Style::Simple, false), 0x0c6d);
     }
 
     #[test]

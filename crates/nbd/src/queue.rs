@@ -156,18 +156,9 @@ impl QueueWork for Work {
     type Local = Queue;
 
     fn run(&mut self, thread: &mut Running<Work>) -> Result<(), SetupError> {
-        let queue = Rc::new(Queue {
-            ring: thread.ring().clone(),
-            cells: Arc::clone(thread.cells()),
-            shared: Arc::clone(&self.shared),
-            ending: Arc::clone(&self.ending),
-            number: self.number,
-            admission: Admission::default(),
-            sockets: RefCell::default(),
-            unsent: Cell::new(0),
-            is_ending: Cell::new(false),
-            acceptors: RefCell::default(),
-        });
+        let (shared, ending) = (Arc::clone(&self.shared), Arc::clone(&self.ending));
+        let (ring, cells) = (thread.ring().clone(), Arc::clone(thread.cells()));
+        let queue = Rc::new(Queue::new(ring, cells, shared, ending, self.number));
         if thread.ready((), queue) {
             thread.until_stopped(|| {});
         }
@@ -200,6 +191,28 @@ pub(crate) struct Queue {
 }
 
 impl Queue {
+    /// * `number`: of the thread among those of its export.
+    pub(crate) fn new(
+        ring: Ring,
+        cells: Arc<QueueCells>,
+        shared: Arc<Shared>,
+        ending: Arc<Ending>,
+        number: usize,
+    ) -> Queue {
+        Queue {
+            ring,
+            cells,
+            shared,
+            ending,
+            number,
+            admission: Admission::default(),
+            sockets: RefCell::default(),
+            unsent: Cell::new(0),
+            is_ending: Cell::new(false),
+            acceptors: RefCell::default(),
+        }
+    }
+
     /// A connection has ended where there was no room for another one.
     fn has_room(&self) {
         self.acceptors.borrow().iter().for_each(|room| room.unpark(&self.ring));

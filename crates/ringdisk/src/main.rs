@@ -160,6 +160,8 @@ pub(crate) fn command(command: &Command) -> Result<u8, End> {
         Command::Compare(args) => return Ok(commands::compare::run(args)?),
         Command::Measure(args) => commands::measure::run(args),
         Command::Bitmap(args) => commands::bitmap::run(args, args.works()?),
+        Command::Backup(args) => commands::backup::run(args),
+        Command::Restore(args) => commands::restore::run(args),
         Command::Completions(args) => commands::completions::run(args),
         Command::Man(args) => commands::man::run(args),
         Command::Nbd(args) => {

@@ -196,6 +196,10 @@ impl Serving for Handle {
             .collect()
     }
 
+    fn is_accelerated(&self) -> bool {
+        self.accel.as_ref().is_some_and(|read| read().on)
+    }
+
     fn switch_accel(&self, on: bool) -> Result<bool, String> {
         self.switch.switch(on)
     }

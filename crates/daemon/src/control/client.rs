@@ -9,7 +9,7 @@
 
 use std::fs;
 use std::io::{self, IoSlice, Read, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -191,6 +191,30 @@ impl Client {
         progress: &Progress,
         timeout: Timeout,
     ) -> Result<Value, Failure> {
+        let line = format!("{}\n", command.line());
+        // Kept until the answer is here.
+        let _word = self.send(&line, command.allows()).map_err(|error| gone(&error))?;
+        self.answer(progress, timeout)
+    }
+
+    /// Asks for one thing, with descriptors; [`Client::answer`] waits for the answer.
+    ///
+    /// Errors: the server is gone.
+    pub fn ask(&mut self, command: &Command, given: &[BorrowedFd<'_>]) -> Result<(), Failure> {
+        let line = format!("{}\n", command.line());
+        let pieces = [IoSlice::new(line.as_bytes())];
+        let sent = ringdisk_messages::send(&self.stream, &pieces, given, Wait::Forever);
+        let sent = sent.map_err(|errno| gone(&errno.into()))?;
+        let rest = line.as_bytes().get(sent..).unwrap_or_default();
+        self.stream.write_all(rest).map_err(|error| gone(&error))
+    }
+
+    /// Waits for the answer to what was asked last.
+    ///
+    /// * `progress`: as for [`Client::call`].
+    ///
+    /// Errors: as there.
+    pub fn answer(&mut self, progress: &Progress, timeout: Timeout) -> Result<Value, Failure> {
         let (Timeout::Answer(limit) | Timeout::Work(limit)) = timeout;
         let server = self.server();
         let begun = Instant::now();
@@ -205,9 +229,6 @@ impl Client {
                 ran.elapsed() >= limit
             }
         };
-        let line = format!("{}\n", command.line());
-        // Kept until the answer is here.
-        let _word = self.send(&line, command.allows()).map_err(|error| gone(&error))?;
         loop {
             let mut late = false;
             let line = self.line(|| {
@@ -299,8 +320,13 @@ impl Client {
         known.unwrap_or(Exit::General.code())
     }
 
+    /// The disk, as the user named it.
+    pub fn shown(&self) -> &str {
+        &self.shown
+    }
+
     /// Its number, where it can be seen.
-    fn server(&self) -> Option<i32> {
+    pub fn server(&self) -> Option<i32> {
         let server = socket_peercred(self.stream.as_fd()).ok()?;
         Some(server.pid.as_raw_nonzero().get())
     }

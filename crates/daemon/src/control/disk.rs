@@ -5,6 +5,7 @@
 //! cancels what is under way.
 
 mod describe;
+mod serving;
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -23,6 +24,7 @@ use ringdisk_throttle::Limits;
 use serde_json::{Value, json};
 
 use crate::confine::{self, HeldForDisk};
+use crate::control::checkpoint::Checkpoints;
 use crate::control::follow::Follower;
 use crate::control::protocol::{
     self, Command, Commit, Limit, NewBacking, NewSize, Refusal, Request, Resize, Snapshot,
@@ -33,41 +35,12 @@ use crate::helper::Named;
 use crate::metrics;
 use crate::new_file::check_new_name;
 use crate::size::human_time;
-use crate::stats::{Report, layer_json};
+use crate::stats::layer_json;
 use crate::stopping::{Stage, Stopping};
 use crate::terminal::{shell_word, visible};
 
 pub use describe::{ServedAs, SocketClient};
-
-/// The side that serves the disk.
-pub trait Serving: Send + Sync {
-    /// The counters now.
-    fn report(&self) -> Report;
-
-    /// The machine, and where the disk is served on it; with the text for people under `text`.
-    fn topology(&self) -> Value;
-
-    /// Programs that use the disk over a socket, where it is served over one.
-    fn clients(&self) -> Vec<SocketClient> {
-        Vec::new()
-    }
-
-    /// Lets the host kernel move the data, or not. Waits until that is so. Gives whether the kernel
-    /// serves now; without a guest it may later.
-    ///
-    /// Errors: why it stays as it is.
-    fn switch_accel(&self, _on: bool) -> Result<bool, String> {
-        Err(String::from("only disks of virtual machines can be accelerated (`ringdisk serve`)"))
-    }
-
-    /// Has the queue threads serve the disk, where the host kernel might, so that limits hold.
-    /// Waits until that is so.
-    ///
-    /// Errors: why the kernel goes on.
-    fn serve_here(&self) -> Result<(), String> {
-        Ok(())
-    }
-}
+pub use serving::Serving;
 
 /// A disk under control.
 pub struct DiskControl {
@@ -86,6 +59,8 @@ pub struct DiskControl {
     held: HeldForDisk,
     /// Asks for a clean stop, as signals do, or for the end now; returns at once.
     stop: Box<dyn Fn(bool) + Send + Sync>,
+    /// Kept states of the disk.
+    checkpoints: Arc<Checkpoints>,
     /// How far a stop has come, where it may have to wait for users.
     stopping: Option<Arc<Stopping>>,
     /// How it has ended: exit code and text.
@@ -125,6 +100,7 @@ impl DiskControl {
             is_confined_later: false,
             held: HeldForDisk::default(),
             stop: Box::new(stop),
+            checkpoints: Arc::default(),
             stopping: None,
             ended: OnceLock::new(),
             served_as: ServedAs::default(),
@@ -203,6 +179,7 @@ impl DiskControl {
     /// Lets go of the disk, so that its image is free when clients hear of the end. Any thread.
     pub fn let_go(&self) {
         self.cancel();
+        self.checkpoints.let_go();
         drop(self.disk.lock().unwrap_or_else(PoisonError::into_inner).take());
         self.held.end();
     }
@@ -533,10 +510,6 @@ impl Commands for DiskControl {
         Some(checked.and_then(|_| Ok(Follower::new(Arc::clone(self.disk()?.events())))))
     }
 
-    fn hear(&self, word: OwnedFd) {
-        confine::pass_on(&word);
-    }
-
     fn ended(&self) -> Option<Value> {
         self.ended.get().map(|(exit, text)| protocol::ended(*exit, text))
     }
@@ -545,9 +518,17 @@ impl Commands for DiskControl {
         &self,
         ring: &Ring,
         request: &Request,
+        mut given: Vec<OwnedFd>,
         progress: &Arc<Progress>,
     ) -> Result<Value, Refusal> {
-        match Command::read(request)? {
+        let command = Command::read(request)?;
+        if !matches!(command, Command::CheckpointBegin(_))
+            && let Some(word) = given.pop()
+        {
+            // A user's word.
+            confine::pass_on(&word);
+        }
+        match command {
             Command::Stats => {
                 // The size of a file that the kernel writes itself is what the file has now.
                 if let Ok(disk) = self.disk() {
@@ -560,6 +541,16 @@ impl Commands for DiskControl {
             Command::Metrics => Ok(metrics::to_json(&self.samples())),
             Command::Events => Ok(json!({})),
             Command::Accel(wanted) => Ok(self.accel(ring, wanted.on).await?),
+            Command::CheckpointBegin(wanted) => {
+                let _changing = self.change(ring, progress).await?;
+                let disk = self.disk()?;
+                let begun =
+                    self.checkpoints.begin(ring, disk, &self.serving, *wanted, (given, progress));
+                Ok(begun.await.map_err(|failure| self.explain(failure, None))?)
+            }
+            Command::CheckpointEnd(wanted) => Ok(self.checkpoints.end(ring, &wanted).await?),
+            Command::CheckpointList => Ok(self.checkpoints.list(&*self.disk()?)),
+            Command::CheckpointDirty(wanted) => Ok(self.checkpoints.dirty(&wanted)?),
             Command::Limit(wanted) => Ok(self.limit(ring, &wanted).await?),
             Command::Stop(wanted) => {
                 self.cancel();

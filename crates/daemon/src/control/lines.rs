@@ -22,6 +22,9 @@ const POLL_PEER_GONE: u32 = 0;
 /// How long a peer may take for the rest of a line, or to take what we send.
 pub(super) const LINE_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Descriptors of a request that are kept until it is read; further ones are closed.
+pub(super) const GIVEN_MAX: usize = 16;
+
 /// Bytes taken at once.
 const PIECE: usize = 4096;
 
@@ -32,8 +35,8 @@ pub(super) struct Lines {
     /// What came and is not a whole line yet.
     buffer: Vec<u8>,
     longest: usize,
-    /// What came with it: a user's word ([`crate::helper::approval`]).
-    word: Option<OwnedFd>,
+    /// Descriptors that came with it, at most [`GIVEN_MAX`].
+    given: Vec<OwnedFd>,
 }
 
 /// How waiting for a line ended.
@@ -53,7 +56,7 @@ impl Lines {
     /// Errors: those of the socket.
     pub(super) fn new(stream: UnixStream, longest: usize) -> std::io::Result<Lines> {
         stream.set_nonblocking(true)?;
-        Ok(Lines { socket: stream.into(), buffer: Vec::new(), longest, word: None })
+        Ok(Lines { socket: stream.into(), buffer: Vec::new(), longest, given: Vec::new() })
     }
 
     fn fd(&self) -> Fd {
@@ -87,9 +90,9 @@ impl Lines {
         }
     }
 
-    /// The descriptor that came last, if one did since this was asked.
-    pub(super) fn word(&mut self) -> Option<OwnedFd> {
-        self.word.take()
+    /// The descriptors that came since this was asked, in the order of the sender.
+    pub(super) fn given(&mut self) -> Vec<OwnedFd> {
+        std::mem::take(&mut self.given)
     }
 
     /// Takes what is there. `false`: the peer is gone.
@@ -99,7 +102,8 @@ impl Lines {
             Ok(received) if received.len == 0 => false,
             Ok(received) => {
                 self.buffer.extend_from_slice(piece.get(..received.len).unwrap_or_default());
-                self.word = received.into_one().or(self.word.take());
+                let room = GIVEN_MAX.saturating_sub(self.given.len());
+                self.given.extend(received.descriptors.into_iter().take(room));
                 true
             }
             Err(errno) => errno == Errno::AGAIN,

@@ -6,8 +6,9 @@
 //!
 //! [`protocol`] is what both sides say, [`registry`] where they meet, [`server`] runs any set of
 //! [`server::Commands`] (those of a disk are in [`disk`]), [`client`] is the other end, [`many`]
-//! one that asks all servers of the machine.
+//! one that asks all servers of the machine; [`checkpoint`] is what several of them do together.
 
+pub mod checkpoint;
 pub mod client;
 pub mod disk;
 pub mod follow;

@@ -24,6 +24,7 @@ use std::os::unix::fs::MetadataExt;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
+use crate::control::checkpoint::words::{Begin, Dirty, End};
 use crate::failure::{Exit, Failure};
 use crate::helper::approval::Allows;
 use crate::terminal::visible;
@@ -149,6 +150,14 @@ pub enum Command {
     Backing(NewBacking),
     /// The host kernel serves, or does not.
     Accel(Accel),
+    /// The state of the disk is kept for readers. With descriptors.
+    CheckpointBegin(Box<Begin>),
+    /// It is kept no longer.
+    CheckpointEnd(End),
+    /// Which states are kept.
+    CheckpointList,
+    /// What the bitmap of a checkpoint has marked.
+    CheckpointDirty(Dirty),
     /// Limits of its clients.
     Limit(Limit),
     /// The end.
@@ -169,6 +178,10 @@ impl Command {
             Command::Commit(arguments) => ("commit", json!(arguments)),
             Command::Backing(arguments) => ("backing", json!(arguments)),
             Command::Accel(arguments) => ("accel", json!(arguments)),
+            Command::CheckpointBegin(arguments) => ("checkpoint-begin", json!(arguments)),
+            Command::CheckpointEnd(arguments) => ("checkpoint-end", json!(arguments)),
+            Command::CheckpointList => ("checkpoint-list", json!({})),
+            Command::CheckpointDirty(arguments) => ("checkpoint-dirty", json!(arguments)),
             Command::Limit(arguments) => ("limit", json!(arguments)),
             Command::Stop(arguments) => ("stop", json!(arguments)),
         }
@@ -217,13 +230,18 @@ impl Command {
             "commit" => of(request).map(Command::Commit),
             "backing" => of(request).map(Command::Backing),
             "accel" => of(request).map(Command::Accel),
+            "checkpoint-begin" => of(request).map(Command::CheckpointBegin),
+            "checkpoint-end" => of(request).map(Command::CheckpointEnd),
+            "checkpoint-list" => of::<Nothing>(request).map(|_| Command::CheckpointList),
+            "checkpoint-dirty" => of(request).map(Command::CheckpointDirty),
             "limit" => of(request).map(Command::Limit),
             "stop" => of(request).map(Command::Stop),
             other => Err(Refusal {
                 class: "CommandNotFound",
                 ..Refusal::usage(format!(
                     "no such command: '{}'; known: stats, topology, describe, metrics, events, \
-                     resize, snapshot, commit, backing, accel, limit, stop",
+                     resize, snapshot, commit, backing, accel, limit, checkpoint-begin, \
+                     checkpoint-end, checkpoint-list, checkpoint-dirty, stop",
                     other.escape_debug()
                 ))
             }),

@@ -129,6 +129,8 @@ pub fn user() -> u32 {
 const DISK: &str = "disk-";
 /// What second names of the sockets of mounts begin with.
 const PATH: &str = "path-";
+/// What the names of sockets for readers of checkpoints begin with.
+const READERS: &str = "nbd-";
 /// What the names of the sockets for their successors begin with.
 const UPGRADE: &str = "upgrade-";
 
@@ -379,6 +381,34 @@ pub fn listen(name: &str) -> io::Result<Listening> {
     }
 }
 
+/// The path of a socket for readers of a checkpoint, in the first directory of ours that there is
+/// or can be made; sockets there that nobody listens to go.
+///
+/// * `name`: of the checkpoint, at most 48 bytes.
+/// * `number`: makes it unique.
+///
+/// Errors: why none of the directories will do.
+pub fn reader_socket(name: &str, number: &str) -> io::Result<PathBuf> {
+    let runtime = runtime_directory().filter(|directory| is_ours(directory));
+    let mut why = io::Error::from(io::ErrorKind::NotFound);
+    for directory in directories(user(), runtime.as_deref()) {
+        if let Err(error) = prepare(&directory) {
+            why = io::Error::new(error.kind(), format!("'{}': {error}", directory.display()));
+            continue;
+        }
+        if lock(&directory, directory_lock::START).is_some() {
+            remove_stale(&directory);
+        }
+        return Ok(directory.join(format!("{READERS}{name}-{number}.sock")));
+    }
+    Err(why)
+}
+
+/// Whether a socket was left: nobody listens to it.
+pub fn is_left(path: &Path) -> bool {
+    is_dead(path)
+}
+
 /// Makes the socket in one of `directories`, or in a further one in `root`.
 fn listen_somewhere(directories: &[PathBuf], root: &Path, name: &str) -> io::Result<Listening> {
     let why = match listen_in(directories, name) {
@@ -496,12 +526,14 @@ fn remove_stale(directory: &Path) {
             age.and_then(|at| SystemTime::now().duration_since(at).ok())
                 .is_some_and(|age| age > UNFINISHED)
         };
-        let ours = name.ends_with(".sock")
-            && (name.starts_with("mount-")
-                || name.starts_with(DISK)
-                || name.starts_with(PATH)
-                || name.starts_with(UPGRADE)
-                || (name.starts_with("new-") && is_old()));
+        // Of further processes of a checkpoint, more follows.
+        let ours = name.starts_with(READERS)
+            || name.ends_with(".sock")
+                && (name.starts_with("mount-")
+                    || name.starts_with(DISK)
+                    || name.starts_with(PATH)
+                    || name.starts_with(UPGRADE)
+                    || (name.starts_with("new-") && is_old()));
         if ours && is_dead(&entry.path()) {
             tracing::debug!("'{}' was left by a server that is gone", entry.path().display());
             let _ = fs::remove_file(entry.path());

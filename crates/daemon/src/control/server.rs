@@ -49,6 +49,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 pub trait Commands: Send + Sync + 'static {
     /// Does what a request asks for, on the server's ring.
     ///
+    /// * `given`: descriptors that came with it.
     /// * `progress`: to be kept up to date by what takes long, and looked at: cancelled when the
     ///   client has left or the server ends.
     ///
@@ -57,6 +58,7 @@ pub trait Commands: Send + Sync + 'static {
         &self,
         ring: &Ring,
         request: &Request,
+        given: Vec<OwnedFd>,
         progress: &Arc<Progress>,
     ) -> impl Future<Output = Result<Value, Refusal>>;
 
@@ -64,9 +66,6 @@ pub trait Commands: Send + Sync + 'static {
     fn follow(&self, _request: &Request) -> Option<Result<Follower, Refusal>> {
         None
     }
-
-    /// A user's word came with a request.
-    fn hear(&self, _word: OwnedFd) {}
 
     /// How what is served has ended, in the words of [`protocol::ended`]; asked at the end.
     fn ended(&self) -> Option<Value> {
@@ -85,17 +84,17 @@ pub struct Server {
 
 /// Says that the end has come, and wakes those who wait for that.
 #[derive(Debug, Default)]
-struct Ending {
+pub(super) struct Ending {
     begun: AtomicBool,
     waiting: Mutex<Vec<Waker>>,
 }
 
 impl Ending {
-    fn has_begun(&self) -> bool {
+    pub(super) fn has_begun(&self) -> bool {
         self.begun.load(Ordering::Acquire)
     }
 
-    fn begin(&self) {
+    pub(super) fn begin(&self) {
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         self.begun.store(true, Ordering::Release);
         waiting.drain(..).for_each(Waker::wake);
@@ -103,7 +102,7 @@ impl Ending {
 
     /// Ready when the end has begun. A task that stops waiting leaves a waker behind, which is
     /// replaced when the same task waits again, so there are never more wakers than tasks.
-    async fn wait(&self) {
+    pub(super) async fn wait(&self) {
         poll_fn(|cx| {
             let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
             if self.has_begun() {
@@ -183,13 +182,13 @@ impl Drop for Server {
 }
 
 /// Which of two futures was ready first.
-enum First<A, B> {
+pub(super) enum First<A, B> {
     Left(A),
     Right(B),
 }
 
 /// Waits for the first of two.
-async fn first<A: Future + Unpin, B: Future + Unpin>(
+pub(super) async fn first<A: Future + Unpin, B: Future + Unpin>(
     mut left: A,
     mut right: B,
 ) -> First<A::Output, B::Output> {
@@ -272,9 +271,7 @@ async fn attend<C: Commands>(ring: &Ring, mut lines: Lines, hub: &Hub<C>) {
             Line::Whole(line) if line.iter().all(u8::is_ascii_whitespace) => continue,
             Line::Whole(line) => match Request::read(&line) {
                 Ok(request) => {
-                    if let Some(word) = lines.word() {
-                        hub.commands.hear(word);
-                    }
+                    let given = lines.given();
                     match hub.commands.follow(&request) {
                         Some(Ok(follower)) => {
                             let done = protocol::done(request.id.as_ref(), Value::Null);
@@ -288,7 +285,7 @@ async fn attend<C: Commands>(ring: &Ring, mut lines: Lines, hub: &Hub<C>) {
                         Some(Err(refusal)) => {
                             Some(protocol::refused(request.id.as_ref(), &refusal))
                         }
-                        None => answer(ring, &lines, &request, hub).await,
+                        None => answer(ring, &lines, &request, given, hub).await,
                     }
                 }
                 Err(refusal) => Some(protocol::refused(None, &refusal)),
@@ -337,11 +334,12 @@ async fn answer<C: Commands>(
     ring: &Ring,
     lines: &Lines,
     request: &Request,
+    given: Vec<OwnedFd>,
     hub: &Hub<C>,
 ) -> Option<Value> {
     let id = request.id.as_ref();
     let progress = Arc::new(Progress::new());
-    let mut work = pin!(hub.commands.execute(ring, request, &progress));
+    let mut work = pin!(hub.commands.execute(ring, request, given, &progress));
     let mut gone = pin!(lines.gone(ring));
     let mut left = false;
     let mut reported = (0, 0);

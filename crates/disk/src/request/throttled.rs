@@ -57,7 +57,7 @@ impl Disk {
     /// Lets all requests go on until the guard is dropped: for who waits until none is in flight.
     /// Any thread.
     pub fn lift_limits(&self) -> Option<Lifted> {
-        self.limit.get().map(|member| member.lift())
+        self.limit.get().map(ringdisk_throttle::Member::lift)
     }
 
     fn check_limits(&self) -> Result<(), Error> {

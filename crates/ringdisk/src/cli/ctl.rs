@@ -13,7 +13,7 @@ use ringdisk_qcow2::Preallocation;
 use crate::cli::names::parse_snapshot;
 use crate::cli::words::parse_switch;
 use crate::cli::words::{PREALLOCATION, one_of};
-use crate::cli::{ProgressArgs, format_parser, parse_limit};
+use crate::cli::{CheckpointArgs, ProgressArgs, format_parser, parse_limit};
 
 const CTL_EXAMPLES: &str = "\
 Examples:
@@ -24,6 +24,9 @@ Examples:
   ringdisk ctl /srv/disk snapshot today.qcow2      further writes go to today.qcow2
   ringdisk ctl /srv/disk commit                    and back into the image below it
   ringdisk ctl /srv/disk backing -F qcow2 copy.qcow2    a copy of the image below takes its place
+  ringdisk ctl /srv/a checkpoint c1 --with /srv/b --bitmap new --since old
+                                                   both as they are now, for backup programs
+  ringdisk ctl /srv/a checkpoint --end c1
   ringdisk ctl /srv/disk limit iops=5000,bps-write=50M
   ringdisk ctl /srv/disk stop                      when nobody uses it any more; --force: now
   ringdisk ctl /run/vm1.sock resize +10G           a disk of `ringdisk serve`: its guest sees the \
@@ -138,6 +141,12 @@ pub(crate) enum CtlCommand {
         #[arg(value_name = "on|off", value_parser = parse_switch, action = clap::ArgAction::Set)]
         on: bool,
     },
+    /// Keep the state of one or several disks at one instant, for readers over NBD (backups)
+    ///
+    /// All disks stand still for a moment, then their clients go on; what they overwrite is copied
+    /// away first. Readers see that instant, read-only, until the checkpoint ends: with --end, or
+    /// with the server of the disk. `ringdisk backup` does the whole round.
+    Checkpoint(Box<CheckpointArgs>),
     /// Show the limits of the disk, or change some
     ///
     /// Those that LIMITS does not name stay as they are; a rate of 0 is no limit, `none` removes

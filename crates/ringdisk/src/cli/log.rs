@@ -7,7 +7,7 @@ use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::log_target::{self, Wanted};
 
 use crate::cli::Address;
-use crate::cli::serve::parse_address;
+use crate::cli::serve::parse_new_address;
 use crate::cli::words::{Words, one_of};
 
 /// The words of `--log`.
@@ -42,7 +42,7 @@ pub(crate) struct LogArgs {
     /// /metrics has the counters of all disks of the process; /healthz answers while it runs, and
     /// /readyz while all disks are served without a fault. There is no password: over another
     /// address than a loopback one everybody who reaches it can read this.
-    #[arg(long, value_name = "ADDRESS", value_parser = parse_address,
+    #[arg(long, value_name = "ADDRESS", value_parser = parse_new_address,
           help_heading = "Serving options")]
     pub(crate) metrics: Vec<Address>,
 }

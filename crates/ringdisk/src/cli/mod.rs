@@ -7,6 +7,7 @@
 
 mod bitmap;
 mod change;
+mod checkpoint;
 pub(crate) mod config;
 mod copy;
 mod ctl;
@@ -32,6 +33,7 @@ use std::path::PathBuf;
 pub(crate) use bitmap::{BitmapArgs, BitmapWork};
 pub(crate) use change::{CheckArgs, CommitArgs, RebaseArgs, ResizeArgs, SnapshotArgs};
 pub(crate) use change::{CreateArgs, SnapshotWork};
+pub(crate) use checkpoint::{BackupArgs, CheckpointArgs, FleeceArgs, RestoreArgs};
 use clap::builder::PossibleValuesParser;
 use clap::builder::TypedValueParser;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
@@ -129,6 +131,8 @@ pub(crate) enum Command {
     Compare(CompareArgs),
     Measure(MeasureArgs),
     Bitmap(BitmapArgs),
+    Backup(Box<BackupArgs>),
+    Restore(RestoreArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),
     Nbd(NbdWords),

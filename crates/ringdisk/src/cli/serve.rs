@@ -18,7 +18,7 @@ use ringdisk_vhost::export::{
 
 use crate::cli::words::{ENGINE, NUMA, ON_ERROR, PACKED, SECOND, one_of};
 use crate::cli::{ConfigArgs, DiskWords, ImageArgs, LogArgs, SandboxArgs, UserArgs, refuse};
-pub(crate) use nbd::{Address, NbdArgs, NbdDiskArgs, parse_address};
+pub(crate) use nbd::{Address, NbdArgs, NbdDiskArgs, parse_new_address};
 pub(crate) use nbd_access::{NbdAccessArgs, TlsWord, VerifyWord};
 
 const SERVE_LONG: &str = "\

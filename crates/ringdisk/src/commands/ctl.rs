@@ -17,10 +17,9 @@ use ringdisk_disk::{ImageOptions, Progress};
 use serde_json::Value;
 
 use crate::cli::{CtlArgs, CtlCommand, PREALLOCATION, ProgressArgs, word_of};
-use crate::commands::look;
 use crate::commands::operation::Operation;
 use crate::commands::output::json_text;
-use crate::commands::watch;
+use crate::commands::{checkpoint, look, watch};
 
 /// Notes what a file names that a server may write for a commit from now on.
 ///
@@ -46,6 +45,9 @@ const STOP_ANSWER: Duration = Duration::from_secs(10);
 /// Errors: there is no such thing, or its server's reason.
 pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
     let limit = args.timeout.unwrap_or(ANSWER);
+    if let CtlCommand::Checkpoint(wanted) = &args.command {
+        return checkpoint::run(&args.target, limit, wanted);
+    }
     let mut client = Client::connect(&args.target, limit)?;
     match &args.command {
         CtlCommand::Events => return watch::events(args, &mut client),
@@ -138,7 +140,7 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
                 _ => format!("{} ({waiting} requests wait)", visible(limits)),
             });
         }
-        CtlCommand::Stop { .. } => {}
+        CtlCommand::Stop { .. } | CtlCommand::Checkpoint(_) => {}
     }
     Ok(())
 }
@@ -222,6 +224,7 @@ fn command_of(command: &CtlCommand) -> Result<Command, Failure> {
     };
     Ok(match command {
         CtlCommand::Stats { .. } => Command::Stats,
+        CtlCommand::Checkpoint(_) => Command::CheckpointList,
         CtlCommand::Limit { change, .. } => Command::Limit(Limit { change: change.clone() }),
         CtlCommand::Events => Command::Events,
         CtlCommand::Stop { force } => Command::Stop(Stop { force: *force }),

@@ -74,6 +74,9 @@ impl MetricsSockets {
                     sockets.made.extend(made);
                 }
                 Address::Tcp { host, port } => sockets.listen_on(host, *port)?,
+                Address::Given(_) => {
+                    return Err(Failure::new(Exit::Usage, "metrics: fd:N is for `serve --nbd`"));
+                }
             }
         }
         for listener in &sockets.listeners {

@@ -1,7 +1,9 @@
 //! One file for each command.
 
+pub(crate) mod backup;
 pub(crate) mod bitmap;
 pub(crate) mod check;
+mod checkpoint;
 pub(crate) mod commit;
 pub(crate) mod compare;
 pub(crate) mod completions;
@@ -30,6 +32,7 @@ pub(crate) mod rebase;
 pub(crate) mod reopen;
 pub(crate) mod report;
 pub(crate) mod resize;
+pub(crate) mod restore;
 pub(crate) mod serve;
 mod shown;
 pub(crate) mod snapshot;

@@ -46,6 +46,7 @@ use crate::new_image::NewImage;
 use crate::vhost::{self, Handle, Served};
 
 use kept::{Begun, Kept};
+pub(super) use nbd::listen_on;
 
 /// A process that served the disk and was killed has it until its last write has landed.
 const LOCK_WAIT: Duration = Duration::from_secs(3);

@@ -249,6 +249,8 @@ fn man_pages_exist_for_every_command_and_list_the_exit_codes() {
         "-compare",
         "-measure",
         "-bitmap",
+        "-backup",
+        "-restore",
         "-completions",
         "-man",
     ] {

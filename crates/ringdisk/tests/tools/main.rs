@@ -1,6 +1,7 @@
 //! The commands for images, beside those of `qemu-img`, the command line itself, and the examples
 //! of the README.
 
+mod backup;
 mod chain;
 mod change;
 mod cli;

@@ -1,4 +1,5 @@
-//! The examples of the README, run literally: by root, and by a user who is not root.
+//! The examples of the README, run literally: by root, and by a user who is not root; and the
+//! commands of docs/backup.md.
 //!
 //! Promises: every indented block of the page runs, in the order of the page, in one scratch
 //! directory in which `vm.qcow2` is a disk with one partition. What a block says above it in a
@@ -74,8 +75,12 @@ fn blocks(page: &str) -> Vec<Block> {
 }
 
 fn readme() -> (PathBuf, Vec<Block>) {
+    page("README.md")
+}
+
+fn page(name: &str) -> (PathBuf, Vec<Block>) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).expect("the project");
-    let page = std::fs::read_to_string(root.join("README.md")).expect("README.md");
+    let page = std::fs::read_to_string(root.join(name)).expect(name);
     (root.to_path_buf(), blocks(&page))
 }
 
@@ -192,6 +197,22 @@ fn the_examples_run_as_a_user_who_is_not_root() {
         let _device = OpenDevice::open();
         examples_run(NOBODY);
     }
+}
+
+#[test]
+fn the_commands_of_the_page_on_backups_run_in_its_order() {
+    let programs = ["nbdcopy", "nbdinfo", "qemu-img", "qemu-io"];
+    if !possible() || !programs.iter().all(|name| needs(name, has(name))) {
+        return;
+    }
+    let session = Session::new(0, &["whole", "part1", "disk", "a", "b"]);
+    let (_, blocks) = page("docs/backup.md");
+    assert!(blocks.len() >= 8, "the commands are gone: {blocks:?}");
+    // One shell, since a block uses what the ones before it have set.
+    let lines: Vec<String> = blocks.iter().map(|block| block.lines.join("\n")).collect();
+    session.runs(&lines.join("\n"));
+    let left = ["disk", "a", "b"].map(|name| session.is_mounted(name));
+    assert_eq!(left, [false; 3], "a command leaves something mounted");
 }
 
 #[test]

@@ -41,7 +41,7 @@ fn commands_that_change_the_disk_wait_until_the_process_is_confined() {
         let arguments = arguments.as_object().cloned().unwrap_or_else(Map::new);
         let request = Request { execute: execute.to_owned(), arguments, id: None };
         ring.spawn(async move {
-            let _ = told.execute(&inner, &request, &for_command).await;
+            let _ = told.execute(&inner, &request, Vec::new(), &for_command).await;
             over.set(true);
         });
         runtime.block_on(ring.sleep(Duration::from_millis(50)));
@@ -58,6 +58,6 @@ fn commands_that_change_the_disk_wait_until_the_process_is_confined() {
     let progress = Arc::new(Progress::default());
     let arguments = json!({ "file": "/nowhere/new" }).as_object().cloned().unwrap_or_default();
     let request = Request { execute: String::from("snapshot"), arguments, id: None };
-    let refused = runtime.block_on(control.execute(&ring, &request, &progress));
+    let refused = runtime.block_on(control.execute(&ring, &request, Vec::new(), &progress));
     assert!(refused.is_err(), "a null disk has no overlay, and says so");
 }

@@ -1,7 +1,28 @@
 use super::*;
+use crate::control::checkpoint::words::Bitmaps;
 
 fn read(line: &str) -> Result<Command, Refusal> {
     Request::read(line.as_bytes()).and_then(|request| Command::read(&request))
+}
+
+fn text(text: &str) -> String {
+    text.to_owned()
+}
+
+fn begin() -> Begin {
+    Begin {
+        name: text("c"),
+        id: text("0f"),
+        export: text("a"),
+        bitmap: Some(text("new")),
+        since: None,
+        fleece_max: u64::MAX,
+        targets: vec![text("/srv/a"), text("/srv/b")],
+        uri: text("nbd+unix:///a?socket=/run/s"),
+        socket: Some(text("/run/s")),
+        listeners: 1,
+        is_leased: true,
+    }
 }
 
 #[test]
@@ -19,6 +40,10 @@ fn commands_survive_the_way() {
         Command::Snapshot(snapshot),
         Command::Commit(Commit { top: None, base: Some(String::from("/b")) }),
         Command::Accel(Accel { on: false }),
+        Command::CheckpointBegin(Box::new(begin())),
+        Command::CheckpointEnd(End { name: text("c"), id: None, bitmaps: Bitmaps::Merge }),
+        Command::CheckpointList,
+        Command::CheckpointDirty(Dirty { name: text("c"), first: 7 }),
         Command::Stop(Stop::default()),
         Command::Stop(Stop { force: true }),
     ] {

@@ -134,7 +134,11 @@ impl<'a> Walk<'a> {
 
     /// Asks the source for the run at `at`: its end, and what to do with it.
     async fn ask(&self, ring: &Ring, at: u64) -> Result<(u64, Action), Failure> {
-        let left = self.size - at;
+        let (is_in, end) = self.span(at);
+        if !is_in {
+            return Ok((end, Action::Skip));
+        }
+        let left = end - at;
         let (len, action) = match self.source.block_status(ring, at, left).await {
             Ok(status) if status.len > 0 => (status.len.min(left), self.action(&status)),
             // The read will find the bad part.
@@ -143,6 +147,17 @@ impl<'a> Walk<'a> {
             Err(errno) => return Err(Failure::new(Doing::Looking, at, errno)),
         };
         Ok((at + len, action))
+    }
+
+    /// Whether `at` is in a range that is copied, and where that, or the gap, ends.
+    fn span(&self, at: u64) -> (bool, u64) {
+        let Some(only) = &self.options.only else { return (true, self.size) };
+        let next = only.partition_point(|(_, end)| *end <= at);
+        match only.get(next) {
+            Some((start, end)) if *start <= at => (true, (*end).min(self.size)),
+            Some((start, _)) => (false, (*start).min(self.size)),
+            None => (false, self.size),
+        }
     }
 
     fn action(&self, status: &BlockStatus) -> Action {

@@ -127,7 +127,15 @@ impl fmt::Display for Address {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HandshakeLimit(pub(crate) Option<Duration>);
 
-pub(crate) fn parse_address(text: &str) -> Result<Address, String> {
+/// An address where a socket is made.
+pub(crate) fn parse_new_address(text: &str) -> Result<Address, String> {
+    match parse_address(text)? {
+        Address::Given(_) => Err(String::from("a socket is made here: fd:N is for `serve --nbd`")),
+        address => Ok(address),
+    }
+}
+
+pub(super) fn parse_address(text: &str) -> Result<Address, String> {
     let wrong = || {
         String::from("write unix:PATH, a path with a slash, HOST:PORT, PORT (1 to 65535), or fd:N")
     };

@@ -341,7 +341,10 @@ fn listen(places: Vec<Where>, is_encrypted: bool) -> Result<Listening, Failure> 
 }
 
 /// Listens on all addresses of a host that there are here.
-fn listen_on(address: &Address, is_encrypted: bool) -> Result<Vec<OwnedFd>, Failure> {
+pub(in crate::commands) fn listen_on(
+    address: &Address,
+    is_encrypted: bool,
+) -> Result<Vec<OwnedFd>, Failure> {
     let Address::Tcp { host, port } = address else { return Ok(Vec::new()) };
     let cannot = |error: &std::io::Error| {
         let exit = match error.kind() {
