@@ -44,6 +44,8 @@
 //! ```
 
 #![forbid(unsafe_code)]
+// Tests await an open inside several blocks of their own, and the compiler counts the depth.
+#![cfg_attr(test, recursion_limit = "256")]
 
 pub mod blocking;
 mod chain;
