@@ -88,9 +88,8 @@ impl Checkpoint {
     /// it). Then the bitmaps are treated as `end` says. A second call only repeats the part that
     /// failed.
     ///
-    /// Errors: those of changing the bitmaps (`Busy` during a commit, and when requests in flight do
-    /// not end within 2 s; those of the storage). The
-    /// checkpoint has ended all the same; the bitmaps are as they were, and valid.
+    /// Errors: those of changing the bitmaps (`Busy` during a commit, and when requests in flight
+    /// do not end within 2 s; those of the storage). The checkpoint has ended all the same; the bitmaps are as they were, and valid.
     pub async fn end(&self, ring: &Ring, end: CheckpointEnd) -> Result<(), Error> {
         over::end(self, ring, end).await
     }

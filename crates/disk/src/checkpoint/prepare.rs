@@ -36,8 +36,8 @@ impl Disk {
     /// Errors: `Unsupported` for a null disk, a frozen one, one that the kernel writes itself, and
     /// for bitmaps of an image that has none (raw, temporary overlay); `PermissionDenied` for a new
     /// bitmap of a disk that is open for reading only; `Busy` while another checkpoint is running,
-    /// and for bitmaps during a commit or when requests in flight do not end within 2 s; `Invalid` for a fleecing file that is not empty, writable
-    /// and regular, and for a bitmap that is there already, missing or inconsistent; `Io`.
+    /// and for bitmaps during a commit or when requests in flight do not end within 2 s; `Invalid`
+    /// for a fleecing file that is not empty, writable and regular, and for a bitmap that is there already, missing or inconsistent; `Io`.
     pub async fn prepare_checkpoint(
         &self,
         ring: &Ring,

@@ -43,8 +43,8 @@ pub enum Mapping<'a> {
         /// Length, bytes.
         len: u64,
     },
-    /// Bytes that only [`Disk::read`] can give: compressed, of a frozen disk, or a null disk's (where
-    /// a read leaves the buffer alone, after the disk's latency).
+    /// Bytes that only [`Disk::read`] can give: compressed, of a frozen disk, or a null disk's
+    /// (where a read leaves the buffer alone, after the disk's latency).
     ReadOnly {
         /// Length, bytes.
         len: u64,

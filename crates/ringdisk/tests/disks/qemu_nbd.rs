@@ -172,14 +172,12 @@ fn a_socket_of_a_service_manager_is_served_in_the_foreground_and_in_the_backgrou
             .arg(script)
             .stdin(std::process::Stdio::from(std::os::fd::OwnedFd::from(input)));
         let mut child = command.stderr(std::process::Stdio::piped()).spawn().expect("a server");
-        if wait {
-            Some(child.wait_with_output().expect("its end"))
-        } else {
+        if !wait {
             drop(child.stderr.take());
-            None
         }
+        child
     };
-    assert!(start(&format!("-f raw {image}"), false).is_none());
+    let mut first = start(&format!("-f raw {image}"), false);
     // The first client ends it; the socket stays.
     ok_words(&["qemu-io", "-f", "raw", "-c", "read 0 1M", &uri(&place.socket)]);
     assert!(place.socket.exists());
@@ -190,7 +188,8 @@ fn a_socket_of_a_service_manager_is_served_in_the_foreground_and_in_the_backgrou
         free.is_ok_and(|output| output.status.success()).then_some(())
     };
     assert!(until(SOON, ended).is_some(), "the first server holds the image");
-    let output = start(&words, true).expect("an end");
+    assert!(first.wait().expect("its end").success());
+    let output = start(&words, true).wait_with_output().expect("an end");
     assert!(output.status.success(), "{output:?}");
     ok_words(&["qemu-io", "-f", "raw", "-c", "read 0 1M", &uri(&place.socket)]);
     ok_words(&["kill", fs::read_to_string(&pid).expect("a pid").trim()]);
@@ -200,7 +199,7 @@ fn a_socket_of_a_service_manager_is_served_in_the_foreground_and_in_the_backgrou
         (format!("-p 1 {image}"), "TCP port number can't be set when using socket activation"),
         (format!("-b ::1 {image}"), "The interface can't be set when using socket activation"),
     ] {
-        let output = start(&words, true).expect("an end");
+        let output = start(&words, true).wait_with_output().expect("an end");
         let said = String::from_utf8(output.stderr).expect("text");
         assert!(said.contains(wanted), "{said}");
     }

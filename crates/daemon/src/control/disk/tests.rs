@@ -6,6 +6,7 @@ use ringdisk_ring::{Config, Runtime};
 use serde_json::Map;
 
 use super::*;
+use crate::stats::Report;
 
 /// Nobody asks it.
 struct Nothing;

@@ -48,7 +48,7 @@ async fn at_once(ring: &Ring, disk: &Arc<Disk>, expected: &[u8], seed: u64) -> V
     let load = Load::start(disk, expected, seed);
     load.progress(ring, REQUESTS).await;
     let checkpoint = freeze(ring, disk, options()).await.expect("a checkpoint");
-    // The first look at it is what it must show from now on.
+    // What it shows now it must show from now on.
     let before = Arc::new(read_steps(ring, checkpoint.disk(), 1 << 20).await);
     let stop = Arc::new(AtomicBool::new(false));
     let readers = [0, 1].map(|_| reader(checkpoint.disk(), &before, &stop));
