@@ -89,7 +89,8 @@ impl Checkpoint {
     /// failed.
     ///
     /// Errors: those of changing the bitmaps (`Busy` during a commit, and when requests in flight
-    /// do not end within 2 s; those of the storage). The checkpoint has ended all the same; the bitmaps are as they were, and valid.
+    /// do not end within 2 s; those of the storage). The checkpoint has ended all the same; the
+    /// bitmaps are as they were, and valid.
     pub async fn end(&self, ring: &Ring, end: CheckpointEnd) -> Result<(), Error> {
         over::end(self, ring, end).await
     }

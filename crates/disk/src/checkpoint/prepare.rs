@@ -37,7 +37,8 @@ impl Disk {
     /// for bitmaps of an image that has none (raw, temporary overlay); `PermissionDenied` for a new
     /// bitmap of a disk that is open for reading only; `Busy` while another checkpoint is running,
     /// and for bitmaps during a commit or when requests in flight do not end within 2 s; `Invalid`
-    /// for a fleecing file that is not empty, writable and regular, and for a bitmap that is there already, missing or inconsistent; `Io`.
+    /// for a fleecing file that is not empty, writable and regular, and for a bitmap that is there
+    /// already, missing or inconsistent; `Io`.
     pub async fn prepare_checkpoint(
         &self,
         ring: &Ring,

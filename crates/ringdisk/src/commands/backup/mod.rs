@@ -1,8 +1,9 @@
 //! `ringdisk backup`: a checkpoint of disks, its copy, its end.
 //!
 //! Promises: a backup has its name only when it is whole and on stable storage. When one fails or
-//! is stopped, its file goes and the bitmaps are merged back, also where this process is killed, since
-//! the checkpoint is leased. The disks are never written, but for the bitmaps of their images.
+//! is stopped, its file goes and the bitmaps are merged back, also where this process is killed,
+//! since the checkpoint is leased. The disks are never written, but for the bitmaps of their
+//! images.
 
 pub(super) mod directory;
 mod place;
