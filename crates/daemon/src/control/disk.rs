@@ -328,7 +328,9 @@ impl DiskControl {
                     let changed = current.changed(text);
                     changed.map_err(|why| Error::new(ErrorKind::Invalid, why.to_string()))
                 };
-                disk.change_limits(change)?
+                let limits = disk.change_limits(change)?;
+                disk.events().tell("limited", format!("the limits are {limits} now"));
+                limits
             }
         };
         let waits = disk.limit_waits();
@@ -554,6 +556,9 @@ impl Commands for DiskControl {
             Command::Limit(wanted) => Ok(self.limit(ring, &wanted).await?),
             Command::Stop(wanted) => {
                 self.cancel();
+                if let Ok(disk) = self.disk() {
+                    disk.events().tell("stopping", "`ringdisk ctl stop` asks for the end");
+                }
                 (self.stop)(wanted.force);
                 Ok(self.stopped(ring, wanted.force, progress).await)
             }

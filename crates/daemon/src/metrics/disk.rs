@@ -6,6 +6,7 @@
 use std::time::Duration;
 
 use ringdisk_fuse::{Histogram, QueueStats};
+use ringdisk_throttle::Waits;
 
 use super::Sample;
 
@@ -31,6 +32,8 @@ pub struct DiskFacts {
     pub since: Duration,
     /// Clients over a socket; `None`: it is not served over one.
     pub clients: Option<usize>,
+    /// How much requests waited for the limits.
+    pub waits: Waits,
     /// Requests that a guest got an I/O error for; `None`: there is no guest.
     pub device_errors: Option<u64>,
     /// Tables loaded, pushed out, and the most memory for them in bytes; of each image.
@@ -76,6 +79,9 @@ pub fn samples(facts: &DiskFacts, total: &QueueStats) -> Vec<Sample> {
     let errors = total.errors.max(facts.device_errors.unwrap_or(0));
     put("ringdisk_request_errors_total", number(errors));
     put("ringdisk_requests_in_flight", number(total.in_flight));
+    put("ringdisk_limit_waits_total", number(facts.waits.requests));
+    put("ringdisk_limit_wait_seconds_total", facts.waits.time.as_secs_f64());
+    put("ringdisk_limit_waiting_requests", number(facts.waits.now as u64));
     put("ringdisk_cpu_seconds_total", number(total.cpu_ns) / 1e9);
     let info = [
         ("target", facts.target.as_str()),

@@ -79,6 +79,12 @@ pub const FAMILIES: &[Family] = &[
         kind: Type::Histogram,
         help: "Time from the arrival of a request to its answer; the sum is at most 1/16 too high.",
     },
+    counter("ringdisk_limit_waits_total", "Requests that waited for a limit."),
+    counter(
+        "ringdisk_limit_wait_seconds_total",
+        "Time that requests waited for a limit, added up.",
+    ),
+    gauge("ringdisk_limit_waiting_requests", "Requests that wait for a limit now."),
     counter("ringdisk_cpu_seconds_total", "CPU time of the queue threads."),
     counter("ringdisk_metadata_cache_loads_total", "Tables that were read from the image."),
     counter("ringdisk_metadata_cache_evictions_total", "Tables that were pushed out of memory."),

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use ringdisk_export::stats::QueueCells;
 use ringdisk_fuse::QueueStats;
+use ringdisk_throttle::Waits;
 
 use super::disk::Cache;
 use super::*;
@@ -62,6 +63,7 @@ fn facts(target: &str) -> DiskFacts {
         is_healthy: true,
         since: Duration::from_secs(1000),
         clients: Some(2),
+        waits: Waits::default(),
         device_errors: Some(3),
         caches: vec![Cache { image: String::from("a"), loads: 1, ..Cache::default() }],
     }

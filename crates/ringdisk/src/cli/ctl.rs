@@ -73,7 +73,7 @@ pub(crate) enum CtlCommand {
     },
     /// Print what happens as it happens, as lines of JSON; Ctrl-C ends it
     ///
-    /// Each line has `event` (io-error, disk-full, fault, needs-reset, client-came, client-gone,
+    /// Each line has `event` (io-error, disk-full, needs-reset, client-came, client-gone, limited,
     /// stopping, handed-over, lost), `time`, `number` and `text`. A reader that is too slow gets
     /// `lost` with the number of events that it has missed.
     Events,

@@ -138,6 +138,7 @@ impl DiskControl {
             is_healthy: self.state(&disk).0 == "serving",
             since: self.since.duration_since(UNIX_EPOCH).unwrap_or_default(),
             clients: (kind != "mount").then(|| self.clients().len()),
+            waits: disk.limit_waits(),
             device_errors: report.device.as_ref().map(|device| report.io_errors(device)),
             caches: caches.collect(),
         };
