@@ -67,6 +67,12 @@ pub(crate) fn run(args: &BackupArgs) -> Result<(), Failure> {
             None if place.is_part() => format!("{file}: {read}, changes only"),
             None => format!("{file}: {read}, complete"),
         });
+        if place.is_part() && place.backing.is_none() {
+            terminal::note(format_args!(
+                "{file} is of no use alone: `ringdisk rebase -u -F qcow2 -b BACKUP {file}` names \
+                 the backup that it belongs to (or give --backing)"
+            ));
+        }
     }
     Ok(())
 }
