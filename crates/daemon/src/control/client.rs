@@ -84,7 +84,7 @@ impl Client {
     /// answer us.
     pub fn connect(path: &Path, limit: Duration) -> Result<Client, Failure> {
         let deadline = Instant::now() + limit;
-        let mut client = Client::reach(path, limit)?;
+        let mut client = Client::open(path, limit, mountpoint::is_dead)?;
         client.greet(deadline, limit)?;
         Ok(client)
     }
@@ -93,6 +93,17 @@ impl Client {
     ///
     /// Errors: as there.
     pub fn reach(path: &Path, limit: Duration) -> Result<Client, Failure> {
+        // Whether the mount is dead is not asked: while nobody serves it that would be one more
+        // client, which keeps the mount in use.
+        Client::open(path, limit, |_| false)
+    }
+
+    /// * `is_dead_mount`: asked of a mount without a server, for the message.
+    fn open(
+        path: &Path,
+        limit: Duration,
+        is_dead_mount: impl Fn(&Path) -> bool,
+    ) -> Result<Client, Failure> {
         let shown = path.display();
         let deadline = Instant::now() + limit;
         // The mount table first: a look at the file itself would wait for a server that is stopped.
@@ -121,7 +132,7 @@ impl Client {
                 }
             },
         };
-        let is_dead = || mount.is_some() && mountpoint.as_deref().is_ok_and(mountpoint::is_dead);
+        let is_dead = || mount.is_some() && mountpoint.as_deref().is_ok_and(&is_dead_mount);
         let stream = open(&name, owner, deadline).map_err(|error| match error.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused if is_dead() => {
                 dead(path, started(&name, owner))

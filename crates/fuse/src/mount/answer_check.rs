@@ -13,7 +13,9 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::process::{PidfdFlags, WaitId, WaitIdOptions, pidfd_open, waitid};
+use rustix::process::{
+    PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid,
+};
 
 use super::ffi::stat_in_a_process;
 
@@ -51,7 +53,9 @@ impl AnswerCheck {
     /// never end.
     pub(crate) fn answer(self, limit: Duration) -> Option<Result<(), Errno>> {
         if !self.is_answered(limit) {
-            // No descriptor is left open longer than this one, and the child is init's when we end.
+            // It goes if no server has read its request yet. No descriptor is left open longer than
+            // this one, and the child is init's when we end.
+            let _ = pidfd_send_signal(&self.0, Signal::KILL);
             std::mem::forget(self);
             return None;
         }

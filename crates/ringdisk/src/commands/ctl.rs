@@ -137,6 +137,7 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
             let waiting = value.get("waiting").and_then(Value::as_u64).unwrap_or(0);
             terminal::say(match waiting {
                 0 => visible(limits),
+                1 => format!("{} (a request waits)", visible(limits)),
                 _ => format!("{} ({waiting} requests wait)", visible(limits)),
             });
         }
