@@ -200,7 +200,7 @@ fn what_cannot_be_made_is_refused_and_leaves_nothing() {
         (&["-b", "a\nb", "-F", "raw", "a.qcow2", "1M"], 2, "control character"),
         (&["-u", "-b", "nosuch", "-F", "raw", "a.qcow2"], 2, "size of the new image is missing"),
         (&["json:{}", "1M"], 2, "begins like a protocol"),
-        (&["nbd:host", "1M"], 2, "begins like a protocol"),
+        (&["nbd:host", "1M"], 3, "needs a port"),
         (&["", "1M"], 2, "FILE"),
         (&["a\nb.qcow2", "1M"], 2, "control character"),
         (&["no/such/dir/a.qcow2", "1M"], 3, "No such file"),
