@@ -90,6 +90,8 @@ pub(super) struct Driver {
     pub(super) output: RefCell<Output>,
     /// Wakes the task.
     waker: RefCell<Option<Waker>>,
+    /// Nothing was sent since the link was taken.
+    pub(super) is_first_batch: Cell<bool>,
     /// The task is woken already.
     is_woken: Cell<bool>,
     /// A send is in flight.
@@ -122,6 +124,7 @@ fn start(shared: &Arc<Shared>, ring: &Ring) -> Rc<Driver> {
         input: Input::new(),
         output: Output::new().into(),
         waker: RefCell::default(),
+        is_first_batch: Cell::default(),
         is_woken: Cell::new(false),
         is_sending: Cell::new(false),
         direct: Cell::new(None),
@@ -331,6 +334,7 @@ impl Driver {
     ///
     /// Errors: the link is lost.
     async fn serve(&self, link: &Link) -> Result<(), Lost> {
+        self.is_first_batch.set(true);
         let mut sending = pin!(self.send_all(link));
         let mut receiving = pin!(self.receive_all(link));
         poll_fn(|cx: &mut Context<'_>| {
@@ -349,9 +353,10 @@ impl Driver {
         .await
     }
 
-    /// Whether requests that are queued may be sent: not while other rings wait for the link.
+    /// Whether requests that are queued may be sent: not while other rings wait for the link, but
+    /// for the first batch of a turn. Else no ring would send anything while several wait.
     pub(super) fn may_send(&self) -> bool {
-        !self.shared.turns.is_anyone_waiting()
+        self.is_first_batch.get() || !self.shared.turns.is_anyone_waiting()
     }
 }
 

@@ -77,6 +77,7 @@ impl Driver {
         if !slots.has_queued() || !self.may_send() {
             return None;
         }
+        self.is_first_batch.set(false);
         let output = &mut *self.output.borrow_mut();
         output.pieces.clear();
         let (mut from, mut to, mut direct) = (0, 0, 0);
