@@ -10,9 +10,16 @@ const DAY_SECONDS: u64 = 24 * 60 * 60;
 /// Such as `2026-11-27 21:13:10 UTC`.
 pub fn utc_time(time: SystemTime) -> String {
     let seconds = time.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-    let (year, month, day) = date(seconds / DAY_SECONDS);
-    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
+    let [year, month, day, hour, minute, second] = calendar(seconds);
     format!("{year:04}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02} UTC")
+}
+
+/// Year, month, day (both from 1), hour, minute and second.
+///
+/// * `seconds`: since the beginning of 1970, UTC.
+pub fn calendar(seconds: u64) -> [u64; 6] {
+    let (year, month, day) = date(seconds / DAY_SECONDS);
+    [year, month, day, seconds / 3600 % 24, seconds / 60 % 60, seconds % 60]
 }
 
 /// The date of a day; year, month from 1 and day from 1.

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::when::calendar;
 use ringdisk_disk::Format;
 
 /// What the names of complete backups, and of those with changes only, begin with.
@@ -84,29 +85,8 @@ pub(in crate::commands) fn now() -> String {
 
 /// * `seconds`: since 1970, UTC.
 fn stamp(seconds: u64, millis: u32) -> String {
-    /// Seconds of a day.
-    const DAY: u64 = 86_400;
-    let (days, time) = (seconds / DAY, seconds % DAY);
-    let (year, month, day) = date(days);
-    let (hours, minutes, seconds) = (time / 3600, time / 60 % 60, time % 60);
+    let [year, month, day, hours, minutes, seconds] = calendar(seconds);
     format!("{year:04}{month:02}{day:02}T{hours:02}{minutes:02}{seconds:02}.{millis:03}Z")
-}
-
-/// Year, month and day of a day since 1970 (Gregorian calendar).
-fn date(days: u64) -> (u64, u64, u64) {
-    /// Days of 400 years, after which the calendar repeats itself.
-    const CYCLE: u64 = 146_097;
-    /// Days from 1 March of year 0 to 1 January 1970.
-    const BEFORE: u64 = 719_468;
-    // Years begin in March, so that the leap day is their last one.
-    let days = days + BEFORE;
-    let (cycle, day) = (days / CYCLE, days % CYCLE);
-    let year = (day - day / 1460 + day / 36_524 - day / (CYCLE - 1)) / 365;
-    let day = day - (365 * year + year / 4 - year / 100);
-    let month = (5 * day + 2) / 153;
-    let in_month = day - (153 * month + 2) / 5 + 1;
-    let (month, next) = if month < 10 { (month + 3, 0) } else { (month - 9, 1) };
-    (cycle * 400 + year + next, month, in_month)
 }
 
 #[cfg(test)]

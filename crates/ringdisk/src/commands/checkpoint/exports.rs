@@ -6,13 +6,13 @@
 
 use std::fs;
 use std::os::fd::OwnedFd;
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
 use ringdisk_daemon::control::registry;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::sockets::MadeSocket;
+use ringdisk_storage::{NbdAddress, NbdServer};
 use rustix::net::sockopt::{set_socket_keepalive, set_tcp_nodelay};
 
 use super::Target;
@@ -138,17 +138,17 @@ impl Places {
     }
 
     /// Where readers find the disk of a target.
-    pub(super) fn uri(&self, target: usize, export: &str) -> String {
-        let export = escaped(export.as_bytes());
-        match &self.addresses[self.of[target].0] {
-            Address::Unix(path) => {
-                let path = escaped_path(path);
-                format!("nbd+unix:///{export}?socket={path}")
-            }
-            address @ (Address::Tcp { .. } | Address::Given(_)) => {
-                format!("nbd://{address}/{export}")
-            }
-        }
+    ///
+    /// Errors: the name is too long for an export.
+    pub(super) fn uri(&self, target: usize, export: &str) -> Result<String, Failure> {
+        let server = match &self.addresses[self.of[target].0] {
+            Address::Unix(path) => NbdServer::Unix(path.clone()),
+            Address::Tcp { host, port } => NbdServer::Tcp(host.clone(), *port),
+            Address::Given(_) => return Err(not_its_own()),
+        };
+        let address = NbdAddress::new(server, export.as_bytes().to_vec());
+        let address = address.map_err(|why| Failure::new(Exit::Usage, why.to_string()))?;
+        Ok(address.to_string())
     }
 }
 
@@ -168,10 +168,12 @@ fn further(first: &Address, number: usize) -> Result<Address, Failure> {
             })?;
             Ok(Address::Tcp { host: host.clone(), port })
         }
-        Address::Given(_) => {
-            Err(Failure::new(Exit::Usage, "each process listens at an address of its own"))
-        }
+        Address::Given(_) => Err(not_its_own()),
     }
+}
+
+fn not_its_own() -> Failure {
+    Failure::new(Exit::Usage, "each process listens at an address of its own")
 }
 
 /// Listens on all addresses of a host that there are here.
@@ -187,25 +189,6 @@ pub(super) fn remove_left(path: &Path) {
     if is_socket && registry::is_left(path) {
         let _ = fs::remove_file(path);
     }
-}
-
-/// Text as part of a URI (RFC 3986, section 2.3).
-fn escaped(bytes: &[u8]) -> String {
-    let mut text = String::with_capacity(bytes.len());
-    for &byte in bytes {
-        if byte.is_ascii_alphanumeric() || b"-_.~".contains(&byte) {
-            text.push(char::from(byte));
-        } else {
-            text.push_str(&format!("%{byte:02X}"));
-        }
-    }
-    text
-}
-
-/// A path as part of a URI; slashes stay.
-fn escaped_path(path: &Path) -> String {
-    let parts = path.as_os_str().as_bytes().split(|byte| *byte == b'/');
-    parts.map(escaped).collect::<Vec<_>>().join("/")
 }
 
 #[cfg(test)]
@@ -232,8 +215,8 @@ mod tests {
     fn names_in_uris_are_escaped() {
         let place = |address| Places { of: vec![(0, true)], addresses: vec![address] };
         let unix = place(Address::Unix("/run/a b&c".into()));
-        assert_eq!(unix.uri(0, "x/y?"), "nbd+unix:///x%2Fy%3F?socket=/run/a%20b%26c");
+        assert_eq!(unix.uri(0, "x/y?").expect("a URI"), "nbd+unix:///x/y%3F?socket=/run/a%20b%26c");
         let tcp = place(Address::Tcp { host: String::from("::1"), port: 9 });
-        assert_eq!(tcp.uri(0, "a"), "nbd://[::1]:9/a");
+        assert_eq!(tcp.uri(0, "a").expect("a URI"), "nbd://[::1]:9/a");
     }
 }

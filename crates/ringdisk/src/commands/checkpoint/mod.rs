@@ -155,7 +155,7 @@ pub(crate) fn begin(
         let begin = Begin {
             name: wanted.name.to_owned(),
             id: id.clone(),
-            uri: places.uri(number, &export),
+            uri: places.uri(number, &export)?,
             export,
             bitmap: target.bitmap,
             since: target.since,
