@@ -128,7 +128,8 @@ impl Client {
                     return Err(Failure::new(
                         Exit::Mountpoint,
                         format!("no disk of ringdisk is mounted on '{shown}'"),
-                    ));
+                    )
+                    .hint("`ringdisk ps` lists what is served"));
                 }
             },
         };

@@ -129,9 +129,14 @@ pub(crate) struct HandshakeLimit(pub(crate) Option<Duration>);
 
 /// An address where a socket is made.
 pub(crate) fn parse_new_address(text: &str) -> Result<Address, String> {
-    match parse_address(text)? {
-        Address::Given(_) => Err(String::from("a socket is made here: fd:N is for `serve --nbd`")),
-        address => Ok(address),
+    match parse_address(text) {
+        Ok(Address::Given(_)) => {
+            Err(String::from("a socket is made here: fd:N is for `serve --nbd`"))
+        }
+        Err(_) => Err(String::from(
+            "write unix:PATH, a path with a slash, HOST:PORT, or PORT (1 to 65535)",
+        )),
+        address => address,
     }
 }
 
