@@ -1,10 +1,10 @@
 //! Running the tools of the program, and qemu-img, side by side.
 
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use ringdisk_testkit::process::{Finished, Process, command, until};
+use ringdisk_testkit::process::{Finished, Process, command, run, until};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -19,13 +19,9 @@ pub(crate) struct Ran {
 }
 
 impl Ran {
-    fn of(output: &Output) -> Ran {
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        let ran = Ran {
-            code: output.status.code().unwrap_or(-1),
-            out: text(&output.stdout),
-            err: text(&output.stderr),
-        };
+    fn of(finished: Finished) -> Ran {
+        let code = finished.status.code().unwrap_or(-1);
+        let ran = Ran { code, out: finished.stdout, err: finished.stderr };
         assert!(!ran.err.contains("panicked"), "{}", ran.err);
         ran
     }
@@ -61,14 +57,14 @@ impl Ran {
 pub(crate) fn ringdisk(directory: &Path, words: &[&str]) -> Ran {
     let mut command = Command::new(program());
     command.args(words).current_dir(directory).stdin(Stdio::null()).env_remove("NOTIFY_SOCKET");
-    Ran::of(&command.output().expect("the program starts"))
+    Ran::of(run(&mut command))
 }
 
 /// Runs qemu-img in a directory.
 pub(crate) fn qemu_img(directory: &Path, words: &[&str]) -> Ran {
     let mut command = command(&["qemu-img"]);
     command.args(words).current_dir(directory).stdin(Stdio::null());
-    Ran::of(&command.output().expect("qemu-img starts"))
+    Ran::of(run(&mut command))
 }
 
 /// What qemu-img knows about an image, without what depends on its name and its place.

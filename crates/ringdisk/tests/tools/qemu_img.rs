@@ -7,6 +7,7 @@ use std::process::{Command, Stdio};
 
 use ringdisk_testkit::images::{self, qemu_io};
 use ringdisk_testkit::mount::scratch;
+use ringdisk_testkit::process::run;
 
 use crate::common::peer::peer;
 use crate::common::program;
@@ -17,9 +18,8 @@ type Said = (i32, String, String);
 
 fn said(mut command: Command, d: &Path, words: &[&str]) -> Said {
     command.args(words).current_dir(d).stdin(Stdio::null()).env("TZ", "America/New_York");
-    let output = command.output().expect("starts");
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    (output.status.code().unwrap_or(-1), text(&output.stdout), text(&output.stderr))
+    let finished = run(&mut command);
+    (finished.status.code().unwrap_or(-1), finished.stdout, finished.stderr)
 }
 
 fn ours(d: &Path, words: &[&str]) -> Said {

@@ -237,11 +237,13 @@ impl Conversion<'_> {
                 Err(failure) => return self.fail(failure),
             };
             let result = self.copy(&piece, &buf).await;
-            self.order.pass(piece.number);
-            match result {
-                Ok(()) => self.progress.add_done(piece.len),
-                Err(failure) => return self.fail(failure),
+            if let Err(failure) = result {
+                return self.fail(failure);
             }
+            // A piece that the file system copied may be done before its turn has come.
+            self.order.turn(piece.number).await;
+            self.order.pass(piece.number);
+            self.progress.add_done(piece.len);
         }
     }
 

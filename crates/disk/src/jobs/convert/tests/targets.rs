@@ -167,6 +167,39 @@ fn a_target_with_a_backing_file_gets_what_the_source_has_itself() {
     }
 }
 
+/// Pieces that the file system copies are done out of order, between pieces that wait for their
+/// turn.
+#[test]
+fn pieces_that_the_file_system_copies_leave_no_piece_waiting() {
+    let directory = directory();
+    qemu_img(&directory, &["create", "-q", "-f", "qcow2", "image", "32M"]);
+    let writes: Vec<String> =
+        (0..64).map(|at| format!("write -q -P 5 {}k 128k", at * 512)).collect();
+    qemu_io(&directory, "qcow2", "image", &writes.iter().map(String::as_str).collect::<Vec<_>>());
+    let expected = reference(&directory, "image");
+    let out = directory.path().join("out.raw");
+    let options = ConvertOptions { copy_range: true, ..ConvertOptions::default() };
+    let (sender, ended) = std::sync::mpsc::channel();
+    let image = directory.path().join("image");
+    std::thread::spawn({
+        let out = out.clone();
+        move || {
+            for _ in 0..20 {
+                fs::write(&out, vec![9; 32 << 20]).expect("write");
+                run(async |ring| {
+                    let source = open(&ring, &image, &reading()).await.expect("open");
+                    let target = open(&ring, &out, &writing(Format::Raw)).await.expect("open");
+                    let progress = Progress::new();
+                    convert(&ring, &[source], &target, &options, &progress).await.expect("convert");
+                });
+            }
+            sender.send(()).expect("the test waits");
+        }
+    });
+    ended.recv_timeout(Duration::from_secs(120)).expect("no piece waits forever");
+    assert_same(&fs::read(out).expect("read"), &expected);
+}
+
 #[test]
 fn a_cancelled_conversion_leaves_a_sound_image() {
     let directory = directory();
