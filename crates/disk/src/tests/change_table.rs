@@ -11,7 +11,7 @@
 //!
 //! Where a change allows it, some of its cells have a checkpoint running, and its fleecing file is
 //! one of the storages whose operations fail: the frozen state is what it was, or the checkpoint
-//! has failed; no request of a client has.
+//! has failed; no request of a client has. In some cells clients wait for a limit of the disk.
 //!
 //! Two failures may leave a disk that answers with errors until it is opened again, and a change
 //! that was made although an error was told; never wrong bytes, damaged images, or a bitmap that is
@@ -41,6 +41,8 @@ const CELLS_OF_OTHERS_IN_FULL: u64 = 300;
 const PAIRS: u64 = 6;
 const PAIRS_IN_FULL: u64 = 200;
 const APART: u64 = 24;
+/// One of so many cells has a disk with a limit, for which its clients wait.
+const LIMITED: u64 = 8;
 /// Operations of a storage that no change makes: a table longer than this is a loop that does not
 /// end.
 const OPERATIONS_MAX: u64 = 2000;
@@ -68,6 +70,7 @@ fn table_of(change: Change, shape: Shape) {
                 again: None,
                 injected: Injected::Hold,
                 is_frozen: victim == Victim::Fleece,
+                is_limited: false,
             };
             let operations = judge::judge(&ring, &fixture, quiet).await.operations;
             assert!(operations < OPERATIONS_MAX, "{change:?} makes {operations} operations");
@@ -101,6 +104,8 @@ fn table_of(change: Change, shape: Shape) {
                     again: is_pair.then(|| prng.below(APART)),
                     is_frozen: victim == Victim::Fleece
                         || change.can_meet_a_checkpoint() && prng.coin(),
+                    // Each wait takes real time.
+                    is_limited: prng.below(LIMITED) == 0,
                     ..quiet
                 };
                 reached += u64::from(judge::judge(&ring, &fixture, cell).await.reached);
@@ -206,6 +211,7 @@ fn a_raw_data_file_is_as_long_as_the_disk_wherever_a_growth_fails() {
                 again: None,
                 injected: Injected::NoSpace,
                 is_frozen: false,
+                is_limited: false,
             };
             if !judge::judge(&ring, &fixture, cell).await.reached {
                 assert!(number > 0, "no operation failed");

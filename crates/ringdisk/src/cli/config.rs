@@ -7,12 +7,13 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
-use std::io::Read;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, CommandFactory, ValueHint};
+use ringdisk_daemon::failure;
 use toml::{Table, Value};
 
 use crate::cli::serve::DiskSpec;
@@ -87,9 +88,12 @@ fn given_file(words: &[OsString]) -> Option<PathBuf> {
 
 fn read(file: &Path) -> Result<Table, String> {
     let mut text = String::new();
-    let opened = File::open(file).map_err(|error| error.to_string())?;
-    let count = opened.take(BYTES_MAX + 1).read_to_string(&mut text);
-    let count = count.map_err(|error| error.to_string())?;
+    let unreadable = |error: io::Error| match error.kind() {
+        io::ErrorKind::InvalidData => "it is no text in UTF-8".to_owned(),
+        _ => format!("it cannot be read: {}", failure::words(&error)),
+    };
+    let opened = File::open(file).map_err(unreadable)?;
+    let count = opened.take(BYTES_MAX + 1).read_to_string(&mut text).map_err(unreadable)?;
     if count as u64 > BYTES_MAX {
         return Err(format!("it is longer than {BYTES_MAX} bytes"));
     }

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use ringdisk_qcow2::{Qcow2, check_bytes};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
+use ringdisk_throttle::{Limits, Rate, Rates};
 
 use super::clients::{Effect, Request, write};
 use super::frozen;
@@ -125,6 +126,18 @@ fn earlier() -> [Effect; 2] {
     ]
 }
 
+/// Gives the disk a limit, and takes the burst that it allows.
+async fn limit(ring: &Ring, disk: &Disk) {
+    const FOR_EACH_SECOND: u64 = 500;
+    let total = Rate { average: FOR_EACH_SECOND, ..Rate::default() };
+    let limits = Limits { iops: Rates { total, ..Rates::default() }, ..Limits::default() };
+    disk.change_limits(|_| Ok(limits)).expect("it takes limits");
+    // What a tenth of a second allows.
+    for _ in 0..FOR_EACH_SECOND / 10 {
+        disk.read(ring, 0, &IoBuf::new(512, 512)).await.expect("read");
+    }
+}
+
 /// Runs one cell.
 pub(super) async fn judge(ring: &Ring, fixture: &Fixture, cell: Cell) -> Run {
     let overlay = fixture.place.path().join(OVERLAY);
@@ -135,6 +148,9 @@ pub(super) async fn judge(ring: &Ring, fixture: &Fixture, cell: Cell) -> Run {
     for effect in earlier() {
         assert_eq!(write(ring, &disk, Some(effect.clone())).await, Ok(()));
         model.apply(&effect, true);
+    }
+    if cell.is_limited {
+        limit(ring, &disk).await;
     }
 
     let frozen = frozen::Frozen::new(ring, &world, &disk, &model.a, cell).await;
@@ -258,12 +274,15 @@ async fn meet(
     cell: Cell,
 ) -> (Result<(), Error>, Run, Option<OpKind>) {
     let left = Rc::new(Slot::new(0));
+    // The first client has to be in flight when the change begins.
+    let lifted = disk.lift_limits();
     for (.., sim) in &world.storages {
         sim.on(When::any().once(), Fault::Hold);
     }
     let (handle, other) = (ring.clone(), Arc::clone(disk));
     let first = spawn(ring, &left, async move { cell.request.make(&handle, &other).await });
     settle(ring).await;
+    drop(lifted);
     for (.., sim) in &world.storages {
         sim.clear_rules();
     }

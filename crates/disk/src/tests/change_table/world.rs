@@ -169,6 +169,8 @@ pub(super) struct Cell {
     pub(super) injected: Injected,
     /// A checkpoint is running when the change begins.
     pub(super) is_frozen: bool,
+    /// Clients that come while the change is made wait for a limit of the disk.
+    pub(super) is_limited: bool,
 }
 
 /// The images of all cells of one change.
