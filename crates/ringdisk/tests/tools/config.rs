@@ -64,8 +64,8 @@ fn a_file_that_is_not_understood_serves_nothing() {
     refused("serve", "[[disk]]\nimage = 'a'\nsokcet = 'b'", "did you mean 'socket'?");
     let none = ringdisk(d, &["mount", "--config", "none.toml"]).ends(2);
     assert!(!none.says("cannot be read: No such file").err.contains("os error"));
-    fs::write(d.join("noise.toml"), [0xff, 0xfe, 0x80]).expect("write");
-    ringdisk(d, &["mount", "--config", "noise.toml"]).ends(2).says("it is no text in UTF-8");
+    fs::write(d.join("bad.toml"), [0xff, 0xfe, 0x80]).expect("write");
+    ringdisk(d, &["mount", "--config", "bad.toml"]).ends(2).says("it is no text in UTF-8");
     // Nothing of it is opened or made.
     assert_eq!(crate::common::tools::names(d), ["bad.toml"]);
 }

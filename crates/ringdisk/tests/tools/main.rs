@@ -16,6 +16,7 @@ mod names;
 mod nbd;
 mod nbd_tls;
 mod nbdkit;
+mod package;
 mod ps;
 mod qemu_img;
 mod readme;
