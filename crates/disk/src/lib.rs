@@ -101,7 +101,7 @@ pub use options::{
 };
 pub use ownership::HandOver;
 pub use plain::Plain;
-pub use progress::Progress;
+pub use progress::{OnError, Pause, Progress};
 pub use request::{MapEntry, Mapped, Mapping, View};
 pub use ringdisk_ring::Errno;
 pub use watch::{Change, SizeWatch};

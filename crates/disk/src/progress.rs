@@ -1,12 +1,24 @@
-//! Progress of a long operation, and its cancellation.
+//! Progress of a long operation, its pace, and its cancellation.
 //!
-//! Promises: three atomics, so any thread may look or cancel at any time; nothing here locks,
-//! allocates or blocks. The operation calls [`Progress::check`] between two steps, so a cancelled
-//! operation ends after the present step, and leaves every image as sound as before.
+//! Promises: any thread may look, cancel, pause or limit at any time. The operation calls
+//! [`Progress::check`] or [`Progress::pace`] between two steps, so a cancelled operation ends after
+//! the present step, and leaves every image as sound as before. A paused operation rests: no timer
+//! runs, and whoever resumes or cancels it wakes it.
+//!
+//! The counters are atomics. [`Progress::pace`] takes a lock, held for a few instructions, once for
+//! each piece that is copied; requests of clients never come here.
 
+mod gate;
+
+use std::future::poll_fn;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
-use ringdisk_ring::Errno;
+use ringdisk_ring::{Errno, Ring};
+
+use gate::Gate;
+pub use gate::{OnError, Pause};
 
 /// Progress of one operation. Shared in an `Arc` with the threads that show or cancel it.
 #[derive(Debug, Default)]
@@ -14,6 +26,7 @@ pub struct Progress {
     done: AtomicU64,
     total: AtomicU64,
     cancelled: AtomicBool,
+    gate: Mutex<Gate>,
 }
 
 impl Progress {
@@ -41,9 +54,10 @@ impl Progress {
         }
     }
 
-    /// Cancels the operation. For any thread, also from a signal handler.
+    /// Cancels the operation, also a paused one. For any thread, not for a signal handler.
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::Relaxed);
+        self.gate().wake();
     }
 
     /// Whether it was cancelled.
@@ -80,4 +94,94 @@ impl Progress {
     pub fn finish(&self) {
         self.set_done(self.total());
     }
+
+    /// Called between two pieces of a copy, while nothing is held that a client may wait for: waits
+    /// while the operation is paused, and until the speed limit has room for the next piece.
+    ///
+    /// * `bytes`: size of the next piece. It may be more than the limit has for a second: the
+    ///   pieces after it wait for it.
+    ///
+    /// Errors: `ECANCELED` when it was cancelled, also in the middle of a wait.
+    pub async fn pace(&self, ring: &Ring, bytes: u64) -> Result<(), Errno> {
+        loop {
+            self.check()?;
+            let wait = self.gate().enter(now(), bytes);
+            match wait {
+                gate::Wait::Go => return Ok(()),
+                gate::Wait::Resume(turn) => self.changed(turn).await,
+                gate::Wait::Until(turn, time) => {
+                    // Either the time has come or the gate has changed: both look again.
+                    let _ = ring.within(time, self.changed(turn)).await;
+                }
+            }
+        }
+    }
+
+    /// Called when a piece failed: says whether to try it again. Waits while the operation is
+    /// paused because of it.
+    ///
+    /// Errors: `errno` where the operation ends with it; `ECANCELED`.
+    pub async fn failed(&self, ring: &Ring, errno: Errno) -> Result<(), Errno> {
+        self.check()?;
+        if errno == Errno::CANCELED || !self.gate().fail(errno) {
+            return Err(errno);
+        }
+        self.pace(ring, 0).await
+    }
+
+    /// Lets the operation rest after the present pieces.
+    pub fn pause(&self) {
+        self.gate().pause(Pause::Asked);
+    }
+
+    /// Lets a paused operation go on.
+    pub fn resume(&self) {
+        self.gate().resume();
+    }
+
+    /// Why the operation rests; `None`: it does not.
+    pub fn paused(&self) -> Option<Pause> {
+        self.gate().paused()
+    }
+
+    /// Limits the speed from now on; what is left of the present wait is computed anew.
+    ///
+    /// * `speed`: bytes per second; 0: no limit.
+    pub fn set_speed(&self, speed: u64) {
+        self.gate().set_speed(now(), speed);
+    }
+
+    /// The speed limit, bytes per second; 0: none.
+    pub fn speed(&self) -> u64 {
+        self.gate().speed()
+    }
+
+    /// Sets what an error of the storage that is written does to the operation.
+    pub fn set_on_error(&self, on_error: OnError) {
+        self.gate().on_error = on_error;
+    }
+
+    /// What an error of the storage that is written does to the operation.
+    pub fn on_error(&self) -> OnError {
+        self.gate().on_error
+    }
+
+    /// Ready when the gate has changed since `turn`.
+    async fn changed(&self, turn: u64) {
+        poll_fn(|context| self.gate().poll_change(turn, context)).await;
+    }
+
+    /// A panic elsewhere leaves the gate valid, so poison is ignored.
+    fn gate(&self) -> MutexGuard<'_, Gate> {
+        self.gate.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
+
+/// The time since some fixed moment of this process.
+fn now() -> Duration {
+    static START: OnceLock<Instant> = OnceLock::new();
+    START.get_or_init(Instant::now).elapsed()
+}
+
+#[cfg(test)]
+mod tests;
