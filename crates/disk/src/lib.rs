@@ -74,6 +74,7 @@ pub mod probe;
 mod progress;
 mod request;
 pub mod resolve;
+mod task_join;
 mod task_mutex;
 #[cfg(test)]
 mod tests;
@@ -92,7 +93,8 @@ pub use events::{Batch, Event, Events, QUEUE_MAX as EVENTS_MAX};
 pub use layer::Layer;
 pub use limits::BlockLimits;
 pub use live::{
-    Backing, CommitOptions, NewSize, OverlayOptions, ResizeOptions, Resized, SnapshotChange,
+    Backing, CommitOptions, MirrorControl, MirrorEnd, MirrorOptions, MirrorSync, NewSize,
+    OverlayOptions, ResizeOptions, Resized, SnapshotChange, StreamOptions,
 };
 pub use open::{guess, note_file};
 pub use options::{

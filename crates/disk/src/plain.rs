@@ -111,7 +111,7 @@ impl Disk {
             return refuse("discards are ignored (--discard ignore)");
         }
         if graph.tracker.is_some() {
-            return refuse("a commit is under way");
+            return refuse("a commit, a stream or a mirror is under way");
         }
         if graph.running_fleece().is_some() {
             return refuse("a checkpoint is running");

@@ -7,6 +7,7 @@
 
 mod drain;
 mod fleece;
+mod mirror;
 #[cfg(test)]
 #[allow(clippy::duplicate_mod)]
 // The model builds `shards.rs` a second time, on simulated primitives.
@@ -32,6 +33,7 @@ use crate::watch::{ChangeCallback, ChangeWatch};
 pub(crate) use drain::Drained;
 pub use fleece::CheckpointState;
 pub(crate) use fleece::{Fleece, Known};
+pub(crate) use mirror::{Content, Mirror, Target};
 pub(crate) use tracker::{Mark, Tracker};
 pub(crate) use window::Window;
 
@@ -48,8 +50,10 @@ pub(crate) struct Graph {
     pub(crate) layers: Vec<Arc<Layer>>,
     /// Guard of the first sector, when the top is a probed raw image.
     pub(crate) guard: Option<Arc<SectorGuard>>,
-    /// Records which ranges are written, for a commit of the top layer.
+    /// Records which ranges are written, for a commit of the top layer, a stream or a mirror.
     pub(crate) tracker: Option<Arc<Tracker>>,
+    /// Where each write goes too, for a mirror.
+    pub(crate) mirror: Option<Arc<Mirror>>,
     /// Keeps what clients overwrite, for a checkpoint.
     pub(crate) fleece: Option<Arc<Fleece>>,
     /// Indexes of writable qcow2 layers: a reader holds a grace of each.
@@ -92,6 +96,7 @@ impl Graph {
             layers,
             guard,
             tracker: None,
+            mirror: None,
             fleece: None,
             writable: [None; WRITABLE_MAX],
             state: State::Active,
@@ -101,8 +106,8 @@ impl Graph {
         graph
     }
 
-    /// The same with other layers, for the same content: a checkpoint goes on. The record for a
-    /// commit is not kept.
+    /// The same with other layers, for the same content: a checkpoint goes on. The records
+    /// for a commit, a stream or a mirror are not kept.
     pub(crate) fn with_layers(&self, layers: Vec<Arc<Layer>>) -> Graph {
         let mut graph = Graph::new(layers);
         graph.state = self.state;

@@ -1,4 +1,4 @@
-//! Record of the ranges that clients write while the top layer is being committed.
+//! Record of the ranges that clients write while a commit, a stream or a mirror copies.
 //!
 //! Promises: a write records its range when it has ended, also when it failed, with one atomic
 //! operation for each granule: no lock, no allocation. The copier clears a granule first and reads
@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
 use ringdisk_qcow2::GuestOffset;
-use ringdisk_ring::Errno;
+use ringdisk_ring::{Errno, Ring};
 
 use super::Graph;
 
@@ -104,14 +104,61 @@ impl Tracker {
         None
     }
 
-    /// Removes a range of whole granules from the record. The caller reads it after this.
-    pub(crate) fn clear(&self, offset: GuestOffset, len: u64) {
+    /// Removes a range of whole granules from the record. The caller reads it after this. Returns
+    /// whether any of it was recorded.
+    pub(crate) fn clear(&self, offset: GuestOffset, len: u64) -> bool {
         let end = (offset.0 + len) >> self.granule_bits;
+        let mut was_recorded = false;
         for granule in (offset.0 + (1 << self.granule_bits) - 1) >> self.granule_bits..end {
             if let Some(word) = self.word(granule) {
-                word.fetch_and(!(1 << (granule % 64)), Ordering::AcqRel);
+                let bit = 1 << (granule % 64);
+                was_recorded |= word.fetch_and(!bit, Ordering::AcqRel) & bit != 0;
             }
         }
+        was_recorded
+    }
+
+    /// The next recorded range from `offset` on, in whole granules; it stays recorded.
+    ///
+    /// * `max`: bytes of the range at most, or one granule.
+    pub(crate) fn next(&self, offset: GuestOffset, max: u64) -> Option<(GuestOffset, u64)> {
+        let mut granule = (offset.0 + (1 << self.granule_bits) - 1) >> self.granule_bits;
+        loop {
+            let rest = self.word(granule)?.load(Ordering::Acquire) >> (granule % 64);
+            if rest != 0 {
+                granule += u64::from(rest.trailing_zeros());
+                break;
+            }
+            granule = (granule / 64 + 1) * 64;
+        }
+        let mut end = granule + 1;
+        while (end - granule + 1) << self.granule_bits <= max && self.is_recorded(end) {
+            end += 1;
+        }
+        Some((GuestOffset(granule << self.granule_bits), (end - granule) << self.granule_bits))
+    }
+
+    /// Whether all of a range is recorded. An empty one is.
+    pub(crate) fn covers(&self, offset: GuestOffset, len: u64) -> bool {
+        let (start, end) = self.granules(offset, len);
+        (start..end).all(|granule| self.is_recorded(granule))
+    }
+
+    /// The granules that a range touches, in bytes: first and past the last.
+    pub(crate) fn widened(&self, offset: GuestOffset, len: u64) -> (u64, u64) {
+        let (start, end) = self.granules(offset, len);
+        (start << self.granule_bits, end << self.granule_bits)
+    }
+
+    /// The granules that a range touches: first and past the last.
+    fn granules(&self, offset: GuestOffset, len: u64) -> (u64, u64) {
+        let end = offset.0.saturating_add(len).div_ceil(1 << self.granule_bits);
+        (offset.0 >> self.granule_bits, end)
+    }
+
+    fn is_recorded(&self, granule: u64) -> bool {
+        let word = self.word(granule);
+        word.is_some_and(|word| word.load(Ordering::Acquire) >> (granule % 64) & 1 != 0)
     }
 
     /// Size of the recorded ranges, bytes (granules count as whole).
@@ -128,6 +175,7 @@ impl Tracker {
 /// Records a range when it is dropped: after the write, also when that failed or was cancelled.
 #[derive(Debug)]
 pub(crate) struct Mark<'a> {
+    graph: &'a Graph,
     tracker: Option<&'a Arc<Tracker>>,
     offset: GuestOffset,
     len: u64,
@@ -136,7 +184,20 @@ pub(crate) struct Mark<'a> {
 impl<'a> Mark<'a> {
     /// For a write that begins now.
     pub(crate) fn new(graph: &'a Graph, offset: GuestOffset, len: u64) -> Mark<'a> {
-        Mark { tracker: graph.tracker.as_ref(), offset, len }
+        Mark { graph, tracker: graph.tracker.as_ref(), offset, len }
+    }
+
+    /// The write has ended with success: where a mirror is to stay in step, the range goes to its
+    /// target now, and is not recorded.
+    #[inline]
+    pub(crate) async fn written(mut self, ring: &Ring) {
+        let Some(mirror) = &self.graph.mirror else { return };
+        // Boxed: the future of a plain write stays small.
+        if mirror.is_in_step()
+            && Box::pin(mirror.follow(ring, self.graph, self.offset, self.len)).await
+        {
+            self.tracker = None;
+        }
     }
 }
 
@@ -201,6 +262,23 @@ mod tests {
         tracker.clear(GuestOffset(1), (128 << 10) - 1);
         assert_eq!(tracker.take(GuestOffset(0)), Some((GuestOffset(0), GRANULE_MIN)));
         assert_eq!(tracker.take(GuestOffset(0)), Some((GuestOffset(2 * GRANULE_MIN), GRANULE_MIN)));
+    }
+
+    #[test]
+    fn recorded_ranges_are_found_and_stay() {
+        let tracker = Tracker::new(100 << 20);
+        let at = |granule: u64| GuestOffset(granule * GRANULE_MIN);
+        tracker.set(at(62), 4 * GRANULE_MIN);
+        assert_eq!(tracker.next(at(0), 1 << 20), Some((at(62), 4 * GRANULE_MIN)));
+        assert_eq!(tracker.next(at(0), 2 * GRANULE_MIN), Some((at(62), 2 * GRANULE_MIN)));
+        assert_eq!(tracker.next(at(64), 0), Some((at(64), GRANULE_MIN)));
+        assert_eq!(tracker.next(at(66), 1 << 20), None);
+        assert!(tracker.covers(at(62) + 5, 3 * GRANULE_MIN));
+        assert!(!tracker.covers(at(62) + 5, 4 * GRANULE_MIN));
+        assert_eq!(tracker.widened(at(3) + 1, GRANULE_MIN), (at(3).0, at(5).0));
+        assert!(tracker.clear(at(60), 3 * GRANULE_MIN));
+        assert!(!tracker.clear(at(60), 3 * GRANULE_MIN));
+        assert_eq!(tracker.bytes(), 3 * GRANULE_MIN);
     }
 
     #[test]

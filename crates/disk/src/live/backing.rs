@@ -16,6 +16,7 @@ use ringdisk_storage::{Kind, Storage};
 use rustix::fs::{AtFlags, CWD, StatxFlags, major, makedev, minor, statx};
 
 use super::copy::{all_of, buffer, equal, pieces};
+use super::pivot::Named;
 use super::{Busy, check_lasting, offline_layer, reopen};
 use crate::chain::Chain;
 use crate::graph::{Drained, Graph, Tracker};
@@ -111,7 +112,7 @@ impl Disk {
     /// put below the top. No request is in flight.
     ///
     /// Errors: as [`Disk::change_backing`]; the disk is as it was.
-    async fn put_backing(
+    pub(super) async fn put_backing(
         &self,
         ring: &Ring,
         drained: &mut Drained<'_>,
@@ -143,11 +144,11 @@ impl Disk {
 }
 
 /// The backing file that the top image will name, with its chain open for reading.
-struct NextBacking {
+pub(super) struct NextBacking {
     /// Name and format, as the header will state them; `None`: no backing file.
-    named: Option<(Vec<u8>, String)>,
-    full: Option<String>,
-    below: Vec<Arc<Layer>>,
+    pub(super) named: Option<Named>,
+    pub(super) full: Option<String>,
+    pub(super) below: Vec<Arc<Layer>>,
 }
 
 impl NextBacking {
@@ -170,7 +171,7 @@ impl NextBacking {
             .await
             .map_err(|error| error.context(format!("backing file '{}'", printable(&file))))?;
         Ok(NextBacking {
-            named: Some((file, format.name().to_owned())),
+            named: Some((file, Some(format.name().to_owned()))),
             full: Some(full),
             below: below.into_iter().map(Arc::new).collect(),
         })
@@ -178,20 +179,20 @@ impl NextBacking {
 
     fn file_and_format(&self) -> (Option<&[u8]>, Option<&str>) {
         match &self.named {
-            Some((file, format)) => (Some(file), Some(format)),
+            Some((file, format)) => (Some(file), format.as_deref()),
             None => (None, None),
         }
     }
 }
 
 /// From now on a [`Tracker`] records which ranges clients change.
-fn start_recording(mut drained: Drained<'_>) {
+pub(super) fn start_recording(mut drained: Drained<'_>) {
     let mut graph = Graph::clone(drained.graph());
     graph.tracker = Some(Arc::new(Tracker::new(graph.size())));
     drained.replace(graph);
 }
 
-fn stop_recording(drained: &mut Drained<'_>) {
+pub(super) fn stop_recording(drained: &mut Drained<'_>) {
     let mut graph = Graph::clone(drained.graph());
     graph.tracker = None;
     drained.replace(graph);
@@ -199,7 +200,7 @@ fn stop_recording(drained: &mut Drained<'_>) {
 
 impl Disk {
     /// Errors: `Invalid` where one of the layers is the disk itself.
-    fn check_others(&self, layers: &[Arc<Layer>]) -> Result<(), Error> {
+    pub(super) fn check_others(&self, layers: &[Arc<Layer>]) -> Result<(), Error> {
         let own = self.shown_on.load(Ordering::Acquire);
         let lies_on = |storage: &Storage| match storage.kind() {
             _ if storage.nbd_address().is_some() => false,
@@ -212,8 +213,8 @@ impl Disk {
         Err(Error::new(
             ErrorKind::Invalid,
             format!(
-                "'{name}' is this very disk as it is mounted, which cannot lie below itself; name \
-                 an image"
+                "'{name}' is this very disk as it is mounted, which cannot lie below itself, nor \
+                 be its own copy; name an image"
             ),
         ))
     }

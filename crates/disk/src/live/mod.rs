@@ -2,9 +2,10 @@
 //!
 //! Promises:
 //! - A change waits for the requests in flight and makes new ones wait (they never fail) until it
-//!   is done; changes run one after the other. A commit copies, and a change of the backing file
-//!   compares, while clients work; clients wait for the last step only. Other changes are refused
-//!   meanwhile, except those of clients that change the size of the disk.
+//!   is done; changes run one after the other. A commit, a stream and a mirror copy, and a change
+//!   of the backing file compares, while clients work; clients wait for the last step only. Other
+//!   changes are refused meanwhile, except (not during a mirror) those of clients that change the
+//!   size of the disk.
 //! - A change runs to its end when its caller is dropped: it is a task of the ring. If the ring
 //!   ends in the middle of it, the images are sound but the chain is unknown, and the disk answers
 //!   with errors.
@@ -19,12 +20,14 @@ mod bitmaps;
 mod commit;
 mod copy;
 mod detached;
+mod mirror;
 mod overlay;
 mod pivot;
 mod reopen;
 mod resize;
 mod resize_in_commit;
 mod snapshot;
+mod stream;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -42,10 +45,12 @@ pub(crate) use backing::snapshots_show_the_same;
 pub(crate) use bitmaps::bitmap_result;
 pub use commit::CommitOptions;
 pub(crate) use copy::{all_of, buffer, equal, pieces};
+pub use mirror::{MirrorControl, MirrorEnd, MirrorOptions, MirrorSync};
 pub use overlay::OverlayOptions;
 pub(crate) use reopen::{again, for_reading, in_mode, named_as};
 pub use resize::{NewSize, ResizeOptions, Resized};
 pub use snapshot::SnapshotChange;
+pub use stream::StreamOptions;
 
 impl Disk {
     /// Waits for other changes and for the requests in flight.
@@ -59,7 +64,8 @@ impl Disk {
 
     /// Whether a change may be made now. The caller holds the lock of changes.
     ///
-    /// Errors: `Busy` during a commit and while the disk is not active; `Io` on one that is broken.
+    /// Errors: `Busy` during a long change and while the disk is not active; `Io` on one that is
+    /// broken.
     pub(crate) fn check_free(&self) -> Result<(), Error> {
         if self.is_busy.load(Ordering::Acquire) {
             return Err(busy());
@@ -234,8 +240,8 @@ fn inactive() -> Error {
 pub(crate) fn busy() -> Error {
     Error::new(
         ErrorKind::Busy,
-        "a commit, or a change of the backing file, of this disk is under way; wait until it is \
-         done, or cancel it",
+        "a commit, a stream, a mirror or a change of the backing file of this disk is under way; \
+         wait until it is done, or cancel it",
     )
 }
 

@@ -11,7 +11,7 @@ use std::time::Duration;
 use ringdisk_qcow2::{GuestOffset, Preallocation};
 use ringdisk_ring::{Errno, Ring};
 
-use super::checkpointed;
+use super::{busy, checkpointed};
 use crate::graph::{Graph, Window};
 use crate::layer::{Layer, Node, Raw};
 use crate::limits::SECTOR_BYTES;
@@ -364,7 +364,14 @@ impl Disk {
     ) -> Result<Option<Resized>, Error> {
         let turn = self.changes().lock().await;
         let in_commit = match change.requester {
-            Requester::Client | Requester::ClientAtLeast => self.check_beside_commit()?,
+            Requester::Client | Requester::ClientAtLeast => {
+                let in_commit = self.check_beside_commit()?;
+                // The target of a mirror would have another size.
+                if self.graph().mirror.is_some() {
+                    return Err(busy());
+                }
+                in_commit
+            }
             Requester::Control => self.check_free().map(|()| false)?,
         };
         let mut drained = self.gateway().drain(ring, turn).await;

@@ -79,7 +79,8 @@ fn an_error_pauses_as_the_policy_says() {
         (OnError::StopWhenFull, Errno::IO, false),
     ];
     for (on_error, errno, stops) in cases {
-        let mut gate = Gate { on_error, ..Gate::default() };
+        let mut gate = Gate::default();
+        gate.on_error = on_error;
         assert_eq!(gate.fail(errno), stops, "{on_error:?} {errno:?}");
         assert_eq!(gate.paused(), stops.then_some(Pause::Error(errno)), "{on_error:?} {errno:?}");
     }

@@ -156,6 +156,16 @@ fn another_backing_file_is_taken_or_refused() {
 }
 
 #[test]
+fn a_stream_is_made_or_refused() {
+    table(Change::Stream);
+}
+
+#[test]
+fn a_stream_down_to_a_base_is_made_or_refused() {
+    table(Change::StreamDown);
+}
+
+#[test]
 fn a_disk_grows_or_stays() {
     table(Change::Grow);
 }

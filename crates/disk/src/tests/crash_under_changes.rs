@@ -28,6 +28,7 @@ use crate::layer::Layer;
 use crate::open::simulated::Simulated;
 use crate::{
     Backing, CommitOptions, Disk, Format, OverlayOptions, Progress, ResizeOptions, SnapshotChange,
+    StreamOptions,
 };
 
 use clients::client;
@@ -73,6 +74,7 @@ enum Change {
     /// An older snapshot is deleted.
     Delete,
     Backing,
+    Stream(StreamOptions),
 }
 
 /// How far the change is.
@@ -214,6 +216,7 @@ async fn change(shore: &Shore) {
             let backing = Backing { file: OTHER.into(), format: Format::Qcow2 };
             disk.change_backing(ring, Some(backing), &progress).await
         }
+        Change::Stream(options) => disk.stream(ring, options, &progress).await,
     };
     done.unwrap_or_else(|error| panic!("{:?}: {error}", shore.what));
 }
@@ -408,4 +411,14 @@ fn a_snapshot_that_is_deleted_under_clients() {
 #[test]
 fn another_backing_file_under_clients() {
     all(Change::Backing);
+}
+
+#[test]
+fn a_stream_of_the_whole_chain_under_clients() {
+    all(Change::Stream(StreamOptions { base: None }));
+}
+
+#[test]
+fn a_stream_down_to_a_base_under_clients() {
+    all(Change::Stream(StreamOptions { base: Some(2) }));
 }

@@ -2,6 +2,8 @@
 //! check` finds nothing, and QEMU reads the same.
 
 mod commits;
+mod mirrors;
+mod streams;
 
 use std::fs;
 use std::sync::Arc;

@@ -20,6 +20,7 @@ mod copy;
 mod data_write;
 mod decompress;
 mod fault;
+mod fill;
 mod group;
 mod guard;
 mod image;

@@ -33,6 +33,13 @@ impl Qcow2 {
         offset: GuestOffset,
         len: u64,
     ) -> Result<(), Errno> {
+        self.begin_write(ring).await?;
+        self.engine()?.recording.record(offset, len);
+        Ok(())
+    }
+
+    /// For a write that leaves the content of the disk as it is, so no bitmap records it.
+    pub(super) async fn begin_write(&self, ring: &Ring) -> Result<(), Errno> {
         let engine = self.engine()?;
         if !engine.started.load(Ordering::Acquire) {
             Box::pin(self.start(ring)).await?;
@@ -44,7 +51,6 @@ impl Qcow2 {
             // Nothing may land in the image file instead.
             return Err(Errno::IO);
         }
-        engine.recording.record(offset, len);
         Ok(())
     }
 

@@ -171,6 +171,21 @@ impl Qcow2 {
         let engine = self.engine()?;
         let (first, last) = (offset >> bits, (end - 1) >> bits);
         let _claim = engine.clusters.claim(first.0, last.0 + 1).await;
+        self.write_claimed(ring, chunk, buf, below).await
+    }
+
+    /// Writes to clusters that may be new; the caller has claimed those of the chunk.
+    ///
+    /// * `buf`: the data of the chunk, or more.
+    pub(super) async fn write_claimed<B: Below>(
+        &self,
+        ring: &Ring,
+        chunk: Chunk,
+        buf: &IoBuf,
+        below: &B,
+    ) -> Result<usize, Errno> {
+        let bits = self.geometry.cluster_bits;
+        let Chunk { slice, start: offset, end } = chunk;
         self.ensure_table(ring, self.geometry.l1_index(offset)).await?;
         let first = self.geometry.entry_in_slice(offset);
         let count = self.geometry.entry_in_slice(end - 1) - first + 1;

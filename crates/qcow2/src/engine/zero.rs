@@ -18,11 +18,11 @@ use crate::entry::{COMPRESSED, OFFSET_MASK, Rules, ZERO};
 use crate::units::{GuestOffset, HostOffset};
 
 /// Zeroes that are written where the image has no better way go in pieces of this size.
-const PIECE_BYTES: u64 = 1 << 20;
+pub(super) const PIECE_BYTES: u64 = 1 << 20;
 
 /// What happens to the space of zeroed clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Space {
+pub(super) enum Space {
     /// It stays reserved.
     Keep,
     /// It is given back.
@@ -186,7 +186,7 @@ impl Qcow2 {
 
     /// Returns where it stopped (before a damaged entry), and the ranges of the disk that have to
     /// be written as zeroes.
-    async fn clear_claimed<B: Below>(
+    pub(super) async fn clear_claimed<B: Below>(
         &self,
         ring: &Ring,
         mut chunk: Chunk,

@@ -3,7 +3,8 @@
 //! Promises: a write takes no lock that it could wait for, and allocates nothing once its clusters
 //! are allocated (exception: the first sector of a probed raw image); nothing here grows a disk; a
 //! flush reaches the device unless the user asked for [`Cache::Unsafe`]. The range of a write is
-//! recorded for a commit that is under way, after the write, also when it failed. Before it, what
+//! recorded for a commit, a stream or a mirror that is under way, after the write, also when it
+//! failed; or it goes to the target of the mirror before the write is answered. Before it, what
 //! it overwrites is kept for a checkpoint that is running.
 
 mod qcow2;
@@ -46,11 +47,12 @@ impl Disk {
             buf = ring.in_memory(&buf).await?;
         }
         graph.keep(ring, offset, len as u64).await;
-        let _mark = Mark::new(&graph, offset, len as u64);
+        let mark = Mark::new(&graph, offset, len as u64);
         if self.policy().detect_zeroes != DetectZeroes::Off && buf.is_zero() {
             let may_unmap = self.policy().detect_zeroes == DetectZeroes::Unmap
                 && self.policy().discard == Discard::Unmap;
             self.zero(ring, &graph, offset, len as u64, may_unmap).await?;
+            mark.written(ring).await;
             return Ok(len);
         }
         loop {
@@ -60,6 +62,9 @@ impl Disk {
                 Node::Null(_) | Node::Frozen(_) => Ok(len),
             };
             if done != Err(Errno::NOSPC) || !graph.make_room(ring).await {
+                if done.is_ok() {
+                    mark.written(ring).await;
+                }
                 return done;
             }
         }
@@ -101,12 +106,14 @@ impl Disk {
             return Ok(());
         }
         graph.keep(ring, offset, len).await;
-        let _mark = Mark::new(&graph, offset, len);
+        let mark = Mark::new(&graph, offset, len);
         match &graph.top().node {
-            Node::Qcow2(image) => self.discard_qcow2(ring, &graph, image, offset, len).await,
-            Node::Raw(raw) => self.discard_raw(ring, raw, offset, len).await,
-            Node::Null(_) | Node::Frozen(_) => Err(Errno::OPNOTSUPP),
+            Node::Qcow2(image) => self.discard_qcow2(ring, &graph, image, offset, len).await?,
+            Node::Raw(raw) => self.discard_raw(ring, raw, offset, len).await?,
+            Node::Null(_) | Node::Frozen(_) => return Err(Errno::OPNOTSUPP),
         }
+        mark.written(ring).await;
+        Ok(())
     }
 
     /// Punches a hole, in every discard mode: the range reads as zeroes and its space is freed (in
@@ -128,12 +135,14 @@ impl Disk {
             return Ok(());
         }
         graph.keep(ring, offset, len).await;
-        let _mark = Mark::new(&graph, offset, len);
+        let mark = Mark::new(&graph, offset, len);
         match &graph.top().node {
-            Node::Qcow2(image) => self.zero_qcow2(ring, &graph, image, offset, len, true).await,
-            Node::Raw(raw) => self.zero_raw(ring, raw, offset, len, true, false).await,
-            Node::Null(_) | Node::Frozen(_) => Err(Errno::OPNOTSUPP),
+            Node::Qcow2(image) => self.zero_qcow2(ring, &graph, image, offset, len, true).await?,
+            Node::Raw(raw) => self.zero_raw(ring, raw, offset, len, true, false).await?,
+            Node::Null(_) | Node::Frozen(_) => return Err(Errno::OPNOTSUPP),
         }
+        mark.written(ring).await;
+        Ok(())
     }
 
     /// Makes a range read as zeroes, by writing them where the storage has no better way.
@@ -160,8 +169,10 @@ impl Disk {
             return Ok(());
         }
         graph.keep(ring, offset, len).await;
-        let _mark = Mark::new(&graph, offset, len);
-        self.zero(ring, &graph, offset, len, may_unmap).await
+        let mark = Mark::new(&graph, offset, len);
+        self.zero(ring, &graph, offset, len, may_unmap).await?;
+        mark.written(ring).await;
+        Ok(())
     }
 
     /// Writes one whole guest cluster of a qcow2 image in compressed form. For tools: the cluster
@@ -184,8 +195,9 @@ impl Disk {
         let image = graph.top_image().filter(|_| !graph.window.is_part());
         let Some(image) = image else { return Err(Errno::OPNOTSUPP) };
         graph.keep(ring, offset, image.info().cluster_size()).await;
-        let _mark = Mark::new(&graph, offset, image.info().cluster_size());
+        let mark = Mark::new(&graph, offset, image.info().cluster_size());
         image.write_compressed(ring, offset, compressed).await?;
+        mark.written(ring).await;
         self.look_after(ring, image);
         Ok(())
     }

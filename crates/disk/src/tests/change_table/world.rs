@@ -16,7 +16,7 @@ use crate::open::qcow2_layer;
 use crate::tests::{directory, qemu_img, qemu_io};
 use crate::{
     Backing, CheckpointEnd, CheckpointOptions, CommitOptions, Disk, Error, Format, ImageOptions,
-    NewBitmap, OverlayOptions, Progress, ResizeOptions, SnapshotChange,
+    NewBitmap, OnError, OverlayOptions, Progress, ResizeOptions, SnapshotChange, StreamOptions,
 };
 
 /// Cluster size of the images, bytes.
@@ -53,6 +53,10 @@ pub(super) enum Change {
     CommitThrough,
     /// What lies between goes into the base.
     CommitBelow,
+    /// All that is below the top goes into it.
+    Stream,
+    /// What lies between goes into the top.
+    StreamDown,
     /// A checkpoint with a new bitmap is made and ended.
     Checkpoint,
 }
@@ -396,6 +400,8 @@ impl Change {
         };
         let snapshot = |change| disk.snapshot(ring, change);
         let progress = Arc::new(Progress::new());
+        // A change that rests until there is space would never end.
+        progress.set_on_error(OnError::Report);
         match self {
             Change::External => {
                 let overlay = overlay.expect("a storage for the overlay");
@@ -423,6 +429,10 @@ impl Change {
             Change::Backing => {
                 let backing = Backing { file: b"other.qcow2".to_vec(), format: Format::Qcow2 };
                 disk.change_backing(ring, Some(backing), &progress).await
+            }
+            Change::Stream => disk.stream(ring, StreamOptions { base: None }, &progress).await,
+            Change::StreamDown => {
+                disk.stream(ring, StreamOptions { base: Some(2) }, &progress).await
             }
             Change::Grow => resize(LARGE, Preallocation::Off, false).await.map(drop),
             Change::GrowFalloc => resize(LARGE, Preallocation::Falloc, false).await.map(drop),
@@ -465,7 +475,8 @@ impl Change {
             }
             Change::Create | Change::Apply | Change::Delete => &[Chain, Old],
             Change::Commit => &[Chain, Old, Data, OverRaw],
-            Change::CommitThrough | Change::CommitBelow => &[Deep],
+            Change::CommitThrough | Change::CommitBelow | Change::StreamDown => &[Deep],
+            Change::Stream => &[Chain, Deep, Old, OverRaw, Data],
             Change::Backing => &[Chain, Old, Data],
             Change::HandOver => &[Chain, Raw],
             Change::Checkpoint => &[Chain, Deep, Data],
@@ -474,7 +485,7 @@ impl Change {
 
     /// The former top shows what another image has, or another image shows it.
     pub(super) fn changes_below(self) -> bool {
-        self == Change::Backing || self.is_commit()
+        self.is_commit() || matches!(self, Change::Backing | Change::Stream | Change::StreamDown)
     }
 
     /// Whether it may be made while a checkpoint is running, and is not one.

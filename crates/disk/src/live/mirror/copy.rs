@@ -1,0 +1,174 @@
+//! The copying task of a mirror: everything once, then what clients change.
+//!
+//! Promises: waits for the target, for a pause and for the speed limit while it keeps no client
+//! waiting: it holds neither the graph nor a claim then (the target's own write excepted, for which
+//! clients wait a fixed time at most).
+
+use std::time::Duration;
+
+use ringdisk_qcow2::GuestOffset;
+use ringdisk_ring::Errno;
+
+use super::super::copy::{COPY_BYTES, all_of, pieces};
+use super::{MirrorEnd, MirrorSync, Run, refusal};
+use crate::Error;
+use crate::chain::Chain;
+use crate::graph::{Content, Graph};
+use crate::progress::OnError;
+
+/// The target counts as in step when no more than this is left, bytes.
+const REST_BYTES: u64 = 4 << 20;
+/// Passes over what clients changed, one after the other, at most.
+const PASSES_MAX: u32 = 16;
+/// How often a mirror that is ready looks for something to do.
+const TICK: Duration = Duration::from_millis(50);
+
+/// Which copy of a range it is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Pass {
+    First,
+    /// Of what clients changed.
+    Again,
+}
+
+impl Run<'_> {
+    /// Copies and stays in step until the mirror is complete.
+    pub(super) async fn until_complete(&self) -> Result<MirrorEnd, Error> {
+        self.control.check()?;
+        self.first_copy().await.map_err(refusal)?;
+        loop {
+            let wanted = self.control.wanted();
+            self.mirror.set_in_step(self.options.write_blocking || wanted.is_some());
+            let is_small = self.catch_up().await.map_err(refusal)?;
+            if is_small {
+                self.control.set_ready();
+            }
+            let may_end = is_small && (wanted != Some(true) || self.may_switch());
+            if let Some(pivot) = wanted.filter(|_| may_end)
+                && let Some(end) = self.finish(pivot).await?
+            {
+                return Ok(end);
+            }
+            self.progress.pace(self.ring, 0).await.map_err(refusal)?;
+            if wanted.is_some() {
+                self.ring.sleep(TICK).await;
+            } else {
+                let _ = self.ring.within(TICK, self.control.until_wanted()).await;
+            }
+        }
+    }
+
+    /// Copies everything that is to be copied at the beginning.
+    async fn first_copy(&self) -> Result<(), Errno> {
+        if self.options.sync == MirrorSync::None {
+            return Ok(());
+        }
+        let size = self.disk.graph().size();
+        self.progress.set_total(size);
+        let mut ranges = pieces(GuestOffset(0), GuestOffset(size));
+        all_of(|| {
+            let (offset, len) = ranges.next()?;
+            Some(async move {
+                self.copy(offset, len, Pass::First).await?;
+                self.progress.add_done(len);
+                Ok(())
+            })
+        })
+        .await
+    }
+
+    /// Copies what clients changed until little is left. Returns whether it is.
+    pub(super) async fn catch_up(&self) -> Result<bool, Errno> {
+        for _ in 0..PASSES_MAX {
+            let left = self.tracker.bytes();
+            if left == 0 {
+                return Ok(true);
+            }
+            self.progress.add_total(left);
+            let mut at = GuestOffset(0);
+            all_of(|| {
+                let (offset, len) = self.tracker.next(at, COPY_BYTES)?;
+                at = offset + len;
+                Some(async move {
+                    self.copy(offset, len, Pass::Again).await?;
+                    self.progress.add_done(len);
+                    Ok(())
+                })
+            })
+            .await?;
+            if self.tracker.bytes() <= REST_BYTES {
+                break;
+            }
+        }
+        Ok(self.tracker.bytes() <= REST_BYTES)
+    }
+
+    /// Copies one range. After an error of the target it is tried again where the progress says so.
+    async fn copy(&self, offset: GuestOffset, len: u64, pass: Pass) -> Result<(), Errno> {
+        loop {
+            self.progress.pace(self.ring, 0).await?;
+            let claim = self.mirror.claim(self.tracker.widened(offset, len)).await;
+            let read = {
+                // Waiting for a change of the graph here would keep clients waiting, for which the
+                // change waits.
+                let Some(view) = self.disk.gateway().try_enter() else {
+                    drop(claim);
+                    drop(self.disk.enter().await);
+                    continue;
+                };
+                let was_recorded = self.tracker.clear(offset, len);
+                self.read(&view, offset, len, pass, was_recorded).await
+            };
+            let sent = match read {
+                Ok(runs) => {
+                    let written = self.mirror.target().write(self.ring, offset, &runs).await;
+                    Ok(written.map(|()| data_bytes(&runs)))
+                }
+                Err(errno) => Err(errno),
+            };
+            if !matches!(sent, Ok(Ok(_))) {
+                self.tracker.set(offset, len);
+            }
+            drop(claim);
+            match sent? {
+                Ok(0) => return Ok(()),
+                // Counted afterwards, when it is known; the next piece waits for it.
+                Ok(bytes) => return self.progress.pace(self.ring, bytes).await,
+                // It is recorded, so it is tried again with what clients change.
+                Err(_) if self.progress.on_error() == OnError::Ignore => return Ok(()),
+                Err(errno) => self.progress.failed(self.ring, errno).await?,
+            }
+        }
+    }
+
+    /// What is to be sent of a range.
+    async fn read(
+        &self,
+        graph: &Graph,
+        offset: GuestOffset,
+        len: u64,
+        pass: Pass,
+        was_recorded: bool,
+    ) -> Result<Vec<Content>, Errno> {
+        // What a client has changed may have uncovered the layers below.
+        let is_again = pass == Pass::Again || was_recorded;
+        if self.options.sync == MirrorSync::Top && !is_again {
+            let top = Chain(&graph.layers[..1]);
+            return graph.content_of(self.ring, top, offset, len).await;
+        }
+        let mut runs = graph.content(self.ring, offset, len).await?;
+        if self.is_new && !is_again {
+            for run in &mut runs {
+                if let Content::Zero(len) = *run {
+                    *run = Content::Keep(len);
+                }
+            }
+        }
+        Ok(runs)
+    }
+}
+
+/// Bytes that go over the wire.
+pub(super) fn data_bytes(runs: &[Content]) -> u64 {
+    runs.iter().filter(|run| matches!(run, Content::Data(_))).map(Content::len).sum()
+}

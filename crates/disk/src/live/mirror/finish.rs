@@ -1,0 +1,206 @@
+//! The last step of a mirror.
+//!
+//! Promises: while no request is in flight the rest is read and sent, for a fixed time at most.
+//! Only when the target has everything on stable storage do clients go on with it, or is the mirror
+//! over; otherwise the disk and its record are as before.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ringdisk_qcow2::GuestOffset;
+use ringdisk_ring::Errno;
+
+use super::super::copy::COPY_BYTES;
+use super::super::{close_layer, not_drained};
+use super::{MirrorEnd, Run, refusal};
+use crate::graph::{Content, Drained, Graph, State};
+use crate::layer::Layer;
+use crate::task_join::spawn;
+use crate::{Error, ErrorKind, NullOptions, lost_names};
+
+/// The most that is sent in the last step, bytes: it takes some ten milliseconds.
+const LAST_BYTES: u64 = 4 << 20;
+/// The longest that clients wait for the target in the last step.
+const LAST_WAIT: Duration = Duration::from_millis(500);
+
+impl Run<'_> {
+    /// Whether a switch-over is possible at this moment.
+    pub(super) fn may_switch(&self) -> bool {
+        self.disk.graph().running_fleece().is_none()
+    }
+
+    /// Sends the rest while no request is in flight, and ends the mirror. `None`: it was not
+    /// possible yet, and clients go on.
+    ///
+    /// * `pivot`: the disk switches over to the target.
+    pub(super) async fn finish(&self, pivot: bool) -> Result<Option<MirrorEnd>, Error> {
+        // While clients still work, so that the flush of the last step is short.
+        if let Err(errno) = self.target.flush(self.ring).await {
+            self.failed(errno).await?;
+            return Ok(None);
+        }
+        let turn = self.disk.changes().lock().await;
+        let mut drained = self.disk.gateway().drain(self.ring, turn).await;
+        if pivot && !self.may_switch() {
+            return Ok(None);
+        }
+        // Copies for which a client no longer waits.
+        if !self.mirror.is_idle() {
+            drop(drained);
+            self.mirror.idle().await;
+            return Ok(None);
+        }
+        let Some(rest) = self.rest(drained.graph()).await? else { return Ok(None) };
+        match self.send(rest).await {
+            Ok(true) => {}
+            unsent => {
+                drop(drained);
+                self.mirror.idle().await;
+                if let Err(errno) = unsent {
+                    self.failed(errno).await?;
+                }
+                return Ok(None);
+            }
+        }
+        self.progress.check().map_err(refusal)?;
+        if !pivot {
+            self.forget(&mut drained);
+            drop(self.busy.take());
+            return Ok(Some(MirrorEnd::Copied));
+        }
+        let old = Arc::clone(drained.graph());
+        self.switch_over(&mut drained).await?;
+        drop(self.busy.take());
+        drop(drained);
+        self.close_former(&old).await;
+        Ok(Some(MirrorEnd::Pivoted))
+    }
+
+    /// The target failed. Errors: it ends the mirror.
+    async fn failed(&self, errno: Errno) -> Result<(), Error> {
+        if self.progress.on_error() == crate::progress::OnError::Ignore {
+            return self.progress.check().map_err(refusal);
+        }
+        self.progress.failed(self.ring, errno).await.map_err(refusal)
+    }
+
+    /// Reads what the target does not have. `None`: too much for one step.
+    ///
+    /// Errors: those of the disk's storage.
+    async fn rest(&self, graph: &Graph) -> Result<Option<Vec<(GuestOffset, Vec<Content>)>>, Error> {
+        if self.tracker.bytes() > LAST_BYTES {
+            return Ok(None);
+        }
+        let mut rest = Vec::new();
+        let mut at = GuestOffset(0);
+        while let Some((offset, len)) = self.tracker.next(at, COPY_BYTES) {
+            rest.push((offset, graph.content(self.ring, offset, len).await.map_err(refusal)?));
+            at = offset + len;
+        }
+        Ok(Some(rest))
+    }
+
+    /// Sends the rest and makes all of the target durable. It stays recorded.
+    ///
+    /// Returns whether it is done; if not, the target takes too long, and the ranges stay claimed
+    /// until it has answered.
+    ///
+    /// Errors: those of the target.
+    async fn send(&self, rest: Vec<(GuestOffset, Vec<Content>)>) -> Result<bool, Errno> {
+        let mut claims = Vec::with_capacity(rest.len());
+        for (offset, runs) in &rest {
+            let len = runs.iter().map(Content::len).sum();
+            claims.push(self.mirror.claim(self.tracker.widened(*offset, len)).await);
+        }
+        let (mirror, target) = (Arc::clone(&self.mirror), Arc::clone(self.target));
+        let ring = self.ring.clone();
+        // A task of its own, since what has begun cannot be taken back.
+        let sent = spawn(self.ring, async move {
+            let _claims = claims;
+            for (offset, runs) in &rest {
+                mirror.target().write(&ring, *offset, runs).await?;
+            }
+            target.flush(&ring).await
+        });
+        match self.ring.within(LAST_WAIT, sent).await {
+            Ok(Some(result)) => result.map(|()| true),
+            Ok(None) => Err(Errno::IO),
+            Err(_) => {
+                tracing::warn!(
+                    "the target of a mirror did not take the rest within {} ms; clients go on, and \
+                     it is tried again",
+                    LAST_WAIT.as_millis()
+                );
+                Ok(false)
+            }
+        }
+    }
+
+    /// The disk has the layers of the target from now on. No request is in flight.
+    ///
+    /// Errors: `NotFound` where an image of the target has lost its name; `Unsupported` where the
+    /// next process of a kept mount would not find it; `Busy` where something else uses the target.
+    async fn switch_over(&self, drained: &mut Drained<'_>) -> Result<(), Error> {
+        let layers = self.target.graph().layers.clone();
+        lost_names::check("switch over to the target", layers.iter().map(|layer| &**layer))?;
+        self.disk.chain_watch().check(&layers[0]).map_err(|why| {
+            Error::new(
+                ErrorKind::Unsupported,
+                format!(
+                    "the target would be the image on top, which the next process of a kept mount \
+                     opens by its name, and {why}; complete the mirror without a switch-over"
+                ),
+            )
+        })?;
+        let emptied = async {
+            let turn = self.target.changes().lock().await;
+            let mut target = self.target.gateway().drain(self.ring, turn).await;
+            let mut empty = Graph::new(vec![Arc::new(Layer::null(&NullOptions::default()))]);
+            empty.state = State::Quiet;
+            target.replace(empty);
+        };
+        self.ring.within(LAST_WAIT, emptied).await.map_err(|_| not_drained(LAST_WAIT))?;
+        let graph = drained.graph().with_layers(layers);
+        self.disk.put(drained, graph, false);
+        Ok(())
+    }
+
+    /// Closes the former images, and looks after the new one.
+    async fn close_former(&self, old: &Graph) {
+        for layer in old.layers.iter().filter(|layer| layer.is_writable) {
+            // Everything is in the target too.
+            if let Err(error) = close_layer(self.ring, layer).await {
+                tracing::warn!("after a switch-over: {error}");
+            }
+        }
+        warn_of_bitmaps(old.top());
+        // A write-back that was due on the target has found it empty.
+        let pass = self.disk.enter().await;
+        if let Some(image) = pass.top_image() {
+            image.write_back(self.ring).await;
+            self.disk.look_after(self.ring, image);
+        }
+    }
+
+    /// Takes the records out of the graph.
+    pub(super) fn forget(&self, drained: &mut Drained<'_>) {
+        let mut graph = Graph::clone(drained.graph());
+        graph.tracker = None;
+        graph.mirror = None;
+        drained.replace(graph);
+    }
+}
+
+/// Logs which bitmaps no longer record writes: they stay valid for their image, which no longer
+/// changes.
+fn warn_of_bitmaps(old: &Layer) {
+    let Some(image) = old.qcow2() else { return };
+    for bitmap in image.info().bitmaps.iter().filter(|bitmap| bitmap.auto && !bitmap.in_use) {
+        tracing::warn!(
+            "the bitmap '{}' stays in '{}' and does not record what is written from now on: the \
+             next backup has to be a full one",
+            bitmap.name.escape_debug(),
+            crate::name::printable_path(old.name())
+        );
+    }
+}

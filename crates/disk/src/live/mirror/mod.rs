@@ -1,0 +1,222 @@
+//! Mirror: copies a disk in use to another one, stays in step with it, and ends by switching over
+//! to the copy or by leaving it.
+//!
+//! ```text
+//! copy everything ──► copy what clients changed meanwhile ──► ready: stay in step
+//!                        ▲                                     │ complete
+//!                        └── the target failed ◄── last step ◄─┘ (no request in flight)
+//! ```
+//!
+//! Promises:
+//! - Clients never wait for the target longer than a fixed time, and never fail because of it
+//!   (`graph/mirror.rs`). What was not sent is recorded and sent later.
+//! - Until the last step has succeeded the disk is what it was; a mirror that is cancelled or fails
+//!   leaves an incomplete target and nothing else.
+//! - In the last step the rest is read while no request is in flight, and is on the stable storage
+//!   of the target before clients go on. If the target takes longer than a fixed time for that,
+//!   clients go on with the disk as it was, and the step is tried again.
+//! - After a switch-over the disk has the layers of the target, and the target [`Disk`] is empty.
+//!   The former images are closed; they hold what the disk held at that moment.
+//!
+//! The size of the disk, and the chains of both, do not change meanwhile: such changes are refused,
+//! also those of clients.
+
+mod checks;
+mod control;
+mod copy;
+mod finish;
+
+use std::cell::Cell;
+use std::sync::Arc;
+
+use ringdisk_qcow2::GuestOffset;
+use ringdisk_ring::{Errno, Ring};
+
+use super::Busy;
+use crate::graph::{Content, Graph, Mirror, Target, Tracker};
+use crate::layer::Pending;
+use crate::{Disk, Error, ErrorKind, Progress};
+
+pub use control::MirrorControl;
+
+/// What is copied at the beginning.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MirrorSync {
+    /// All of the disk.
+    #[default]
+    Full,
+    /// What the top image has. The target has the content of the layers below already, by a backing
+    /// file of its own.
+    Top,
+    /// Nothing: the target has the content of the disk already.
+    None,
+}
+
+/// Options of a mirror.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MirrorOptions {
+    /// What is copied at the beginning.
+    pub sync: MirrorSync,
+    /// After the first copy each write of a client goes to the target before it is answered.
+    /// Otherwise that is so only while the mirror completes.
+    pub write_blocking: bool,
+}
+
+/// How a mirror ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MirrorEnd {
+    /// The disk has switched over to the target.
+    Pivoted,
+    /// The target holds what the disk held at the end.
+    Copied,
+}
+
+/// The disk that is written.
+#[derive(Debug)]
+struct Destination(Arc<Disk>);
+
+impl Target for Destination {
+    fn write<'a>(
+        &'a self,
+        ring: &'a Ring,
+        offset: GuestOffset,
+        runs: &'a [Content],
+    ) -> Pending<'a, ()> {
+        Box::pin(async move {
+            let mut at = offset.0;
+            for run in runs {
+                match run {
+                    Content::Keep(_) => {}
+                    Content::Zero(len) => self.0.write_zeroes(ring, at, *len, true).await?,
+                    Content::Data(buf) => {
+                        let mut done = 0;
+                        while done < buf.len() {
+                            let rest = buf.slice(done..buf.len());
+                            match self.0.write(ring, at + done as u64, &rest).await? {
+                                0 => return Err(Errno::IO),
+                                more => done += more,
+                            }
+                        }
+                    }
+                }
+                at += run.len();
+            }
+            Ok(())
+        })
+    }
+}
+
+/// A mirror that runs.
+struct Run<'a> {
+    disk: &'a Disk,
+    ring: &'a Ring,
+    target: &'a Arc<Disk>,
+    options: MirrorOptions,
+    progress: &'a Progress,
+    control: &'a MirrorControl,
+    mirror: Arc<Mirror>,
+    tracker: Arc<Tracker>,
+    /// The target reads as zeroes where nothing was sent to it.
+    is_new: bool,
+    /// Taken before the gate opens in the last step: the next change must not find this one still
+    /// under way.
+    busy: Cell<Option<Busy<'a>>>,
+}
+
+impl Disk {
+    /// Copies the disk to another one while clients work, and stays in step with it until
+    /// [`MirrorControl::complete`] is called.
+    ///
+    /// * `target`: opened for writing by the caller, for this mirror only; for a switch-over, with
+    ///   the options that the disk is to have.
+    /// * `progress`: can be cancelled until the last step. Its speed limit counts bytes that are
+    ///   sent; [`Progress::on_error`] says what an error of the target does.
+    /// * `control`: a new one.
+    ///
+    /// Errors: `Invalid` where the target is too small, is an image of this disk, or lies above
+    /// one; `PermissionDenied` where it is read-only; `Unsupported` for a disk that is a part of
+    /// its image, or that the kernel writes itself; `Busy` during another change of this kind, of
+    /// either; `Cancelled`; those of the storage. The disk is as it was.
+    pub async fn mirror(
+        &self,
+        ring: &Ring,
+        target: Arc<Disk>,
+        options: MirrorOptions,
+        progress: &Arc<Progress>,
+        control: &Arc<MirrorControl>,
+    ) -> Result<MirrorEnd, Error> {
+        let (progress, shared) = (Arc::clone(progress), Arc::clone(control));
+        let change = move |disk: Arc<Disk>, ring: Ring| async move {
+            disk.mirror_now(&ring, &target, options, &progress, &shared).await
+        };
+        let result = self.detached(ring, change).await;
+        control.end();
+        result
+    }
+
+    async fn mirror_now(
+        &self,
+        ring: &Ring,
+        target: &Arc<Disk>,
+        options: MirrorOptions,
+        progress: &Progress,
+        control: &MirrorControl,
+    ) -> Result<MirrorEnd, Error> {
+        checks::check(self, target)?;
+        let turn = self.changes().lock().await;
+        self.check_free()?;
+        let (other, is_new) = {
+            let _turn = target.changes().lock().await;
+            target.check_free()?;
+            checks::check(self, target)?;
+            let is_new = options.sync == MirrorSync::Full && checks::is_empty(ring, target).await;
+            (Busy::begin(target)?, is_new)
+        };
+        control.begin(checks::pivot_refusal(self, target));
+        let mut drained = self.gateway().drain(ring, turn).await;
+        let busy = Busy::begin(self)?;
+        let tracker = Arc::new(Tracker::new(drained.graph().size()));
+        let mirror = Arc::new(Mirror::new(Arc::new(Destination(Arc::clone(target)))));
+        let mut graph = Graph::clone(drained.graph());
+        graph.tracker = Some(Arc::clone(&tracker));
+        graph.mirror = Some(Arc::clone(&mirror));
+        drained.replace(graph);
+        drop(drained);
+        let disk = self;
+        let busy = Cell::new(Some(busy));
+        let run =
+            Run { disk, ring, target, options, progress, control, mirror, tracker, is_new, busy };
+        let result = run.run().await;
+        // What was sent for clients is not taken back; nothing goes on in the background.
+        run.mirror.idle().await;
+        drop(other);
+        result
+    }
+}
+
+impl Run<'_> {
+    /// All of it; takes the records out of the graph at the end, also after an error.
+    async fn run(&self) -> Result<MirrorEnd, Error> {
+        let error = match self.until_complete().await {
+            Ok(end) => {
+                self.progress.finish();
+                return Ok(end);
+            }
+            Err(error) => error,
+        };
+        let turn = self.disk.changes().lock().await;
+        let mut drained = self.disk.gateway().drain(self.ring, turn).await;
+        self.forget(&mut drained);
+        drop(self.busy.take());
+        Err(error)
+    }
+}
+
+fn refusal(errno: Errno) -> Error {
+    match errno {
+        Errno::CANCELED => {
+            Error::new(ErrorKind::Cancelled, "the mirror was cancelled").with_errno(Some(errno))
+        }
+        errno => Error::os("cannot mirror the disk", errno),
+    }
+}

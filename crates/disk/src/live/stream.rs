@@ -1,0 +1,363 @@
+//! Stream: fills the top image of a disk in use from the layers below it, which it then no longer
+//! needs.
+//!
+//! Promises: the disk reads the same at every moment, also after a crash: what is copied is what
+//! the top shows already, it is on stable storage before the header of the top changes, and the
+//! header names the base in one write. A write of a client is never overwritten: only what the top
+//! has nothing of is written, under the claim that every write to a new cluster needs. Clients wait
+//! for the beginning and the last step only. A stream that is cancelled or fails leaves the chain
+//! as it was; what was copied stays in the top.
+//!
+//! Internal snapshots of the top show the backing file wherever they have nothing. A stream is
+//! refused where they would show other bytes over the base.
+
+use std::sync::Arc;
+
+use ringdisk_qcow2::{Below, GuestOffset};
+use ringdisk_ring::{Errno, IoBuf, Ring};
+
+use super::backing::{NextBacking, snapshots_show_the_same, start_recording, stop_recording};
+use super::copy::{all_of, buffer, pieces};
+use super::pivot::name_of_base;
+use super::{Busy, CommitOptions, check_lasting, reopen};
+use crate::chain::Chain;
+use crate::graph::Graph;
+use crate::{Disk, Error, ErrorKind, Progress, lost_names};
+
+/// The last pass begins when no more than this was changed by clients, bytes. It reads tables, and
+/// copies what clients have uncovered.
+const LAST_PASS_BYTES: u64 = 4 << 20;
+/// Or after so many passes.
+const PASSES_MAX: u32 = 16;
+
+/// Which layers are brought up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StreamOptions {
+    /// Index in [`Disk::layers`] of the layer that becomes the backing file; the layers between the
+    /// top and it are brought up. `None`: all of them, and the top has no backing file afterwards.
+    pub base: Option<usize>,
+}
+
+/// The storage at fault when a piece was not copied.
+enum Failure {
+    /// A layer below, or the disk as a whole.
+    Source(Errno),
+    /// The top.
+    Target(Errno),
+}
+
+impl Failure {
+    fn errno(self) -> Errno {
+        match self {
+            Failure::Source(errno) | Failure::Target(errno) => errno,
+        }
+    }
+}
+
+impl Disk {
+    /// Copies the content of layers below into the top image wherever it has nothing of its own,
+    /// while clients work, and drops them from the chain.
+    ///
+    /// * `progress`: can be cancelled until the last step. Its speed limit counts what is copied;
+    ///   its total is the size of the disk.
+    ///
+    /// Errors: `Invalid` when there is no such base, or an internal snapshot would show other bytes
+    /// over it; `Unsupported` when the top is no qcow2 image; `Busy` during another change of this
+    /// kind; `Cancelled`; `NotFound` when the name of the base does not lead to it any more; those
+    /// of the storage. The chain is as it was.
+    pub async fn stream(
+        &self,
+        ring: &Ring,
+        options: StreamOptions,
+        progress: &Arc<Progress>,
+    ) -> Result<(), Error> {
+        check_lasting(self)?;
+        let progress = Arc::clone(progress);
+        let change = move |disk: Arc<Disk>, ring: Ring| async move {
+            disk.stream_now(&ring, options, &progress).await
+        };
+        self.detached(ring, change).await
+    }
+
+    async fn stream_now(
+        &self,
+        ring: &Ring,
+        options: StreamOptions,
+        progress: &Progress,
+    ) -> Result<(), Error> {
+        let turn = self.changes().lock().await;
+        self.check_free()?;
+        let graph = self.graph();
+        reopen::check(graph.top())?;
+        let base = check_base(&graph, options)?;
+        let next = backing_of(&graph, base)?;
+        check_names(&graph, &next)?;
+        let drained = self.gateway().drain(ring, turn).await;
+        // Clients may change the size meanwhile; every other change is refused.
+        let busy = Busy::begin(self)?;
+        start_recording(drained);
+        let filled = self.fill_beside_clients(ring, &graph, base, progress).await;
+
+        let turn = self.changes().lock().await;
+        let mut drained = self.gateway().drain(ring, turn).await;
+        let filled = match filled {
+            Ok(()) => fill_recorded(ring, drained.graph(), base, progress).await.map_err(refusal),
+            Err(error) => Err(error),
+        };
+        stop_recording(&mut drained);
+        let done = match filled {
+            Ok(()) => self.put_backing(ring, &mut drained, next).await,
+            Err(error) => Err(error),
+        };
+        if done.is_ok() {
+            progress.finish();
+        }
+        // Before the gate opens: the next change must not find this one still under way.
+        drop(busy);
+        done
+    }
+
+    /// Everything that happens while clients work.
+    ///
+    /// * `graph`: of the beginning.
+    async fn fill_beside_clients(
+        &self,
+        ring: &Ring,
+        graph: &Graph,
+        base: usize,
+        progress: &Progress,
+    ) -> Result<(), Error> {
+        if let Some(image) = graph.top_image() {
+            let (old, new) = (graph.below(0), Chain(&graph.layers[base..]));
+            snapshots_show_the_same(ring, image, old, new, progress).await?;
+        }
+        self.fill_all(ring, base, progress).await.map_err(refusal)?;
+        // So that the flush of the last step is short.
+        let pass = self.enter().await;
+        pass.flush(ring).await.map_err(refusal)
+    }
+
+    /// Fills everything, then looks at what clients changed meanwhile, until little is left.
+    async fn fill_all(&self, ring: &Ring, base: usize, progress: &Progress) -> Result<(), Errno> {
+        let size = self.graph().size();
+        progress.set_total(size);
+        let mut ranges = pieces(GuestOffset(0), GuestOffset(size));
+        all_of(|| {
+            let (offset, len) = ranges.next()?;
+            Some(async move {
+                self.fill_one(ring, base, offset, len, progress).await?;
+                progress.add_done(len);
+                Ok(())
+            })
+        })
+        .await?;
+        let mut before = u64::MAX;
+        for _ in 0..PASSES_MAX {
+            // A change of the size puts another tracker in place.
+            let Some(tracker) = self.graph().tracker.clone() else { break };
+            let left = tracker.bytes();
+            if left <= LAST_PASS_BYTES || left > before / 2 {
+                break;
+            }
+            before = left;
+            let mut at = GuestOffset(0);
+            all_of(|| {
+                let (offset, len) = tracker.take(at)?;
+                at = offset + len;
+                Some(async move {
+                    for (offset, len) in pieces(offset, offset + len) {
+                        self.fill_one(ring, base, offset, len, progress).await?;
+                    }
+                    Ok(())
+                })
+            })
+            .await?;
+        }
+        Ok(())
+    }
+
+    /// Fills one piece, as one request among those of the clients. After an error of the top it is
+    /// tried again where the progress says so.
+    async fn fill_one(
+        &self,
+        ring: &Ring,
+        base: usize,
+        offset: GuestOffset,
+        len: u64,
+        progress: &Progress,
+    ) -> Result<(), Errno> {
+        loop {
+            progress.pace(ring, 0).await?;
+            let filled = {
+                let pass = self.enter().await;
+                let filled = Filler::new(&pass, base).piece(ring, offset, len).await;
+                if let Some(image) = pass.top_image() {
+                    self.look_after(ring, image);
+                }
+                filled
+            };
+            match filled {
+                Ok(0) => return Ok(()),
+                // Counted afterwards, when it is known; the next piece waits for it.
+                Ok(copied) => return progress.pace(ring, copied).await,
+                Err(Failure::Source(errno)) => return Err(errno),
+                Err(Failure::Target(errno)) => progress.failed(ring, errno).await?,
+            }
+        }
+    }
+}
+
+/// Looks at what clients changed, while no request is in flight: a discard, or a larger size, may
+/// have uncovered what is below.
+async fn fill_recorded(
+    ring: &Ring,
+    graph: &Graph,
+    base: usize,
+    progress: &Progress,
+) -> Result<(), Errno> {
+    let Some(tracker) = &graph.tracker else { return Err(Errno::IO) };
+    let mut at = GuestOffset(0);
+    while let Some((offset, len)) = tracker.take(at) {
+        progress.check()?;
+        for (offset, len) in pieces(offset, offset + len) {
+            let filled = Filler::new(graph, base).piece(ring, offset, len).await;
+            filled.map_err(Failure::errno)?;
+        }
+        at = offset + len;
+    }
+    progress.check()
+}
+
+/// Fills the top from the layers between it and the base.
+struct Filler<'a> {
+    graph: &'a Graph,
+    between: Chain<'a>,
+    /// The base, and what is below it.
+    rest: Chain<'a>,
+}
+
+impl<'a> Filler<'a> {
+    fn new(graph: &'a Graph, base: usize) -> Filler<'a> {
+        let (above, rest) = graph.layers.split_at(base.min(graph.layers.len()));
+        Filler { graph, between: Chain(above.get(1..).unwrap_or_default()), rest: Chain(rest) }
+    }
+
+    /// Fills a piece. Returns how many bytes were copied.
+    ///
+    /// * `len`: at most a piece. Bytes past the end of the disk are left out.
+    async fn piece(&self, ring: &Ring, offset: GuestOffset, len: u64) -> Result<u64, Failure> {
+        let graph = self.graph;
+        graph.check().map_err(Failure::Source)?;
+        if self.between.0.is_empty() {
+            // The base is the backing file already.
+            return Ok(0);
+        }
+        let end = GuestOffset((offset + len).0.min(graph.size()));
+        let top = Chain(&graph.layers[..1]);
+        let mut at = offset;
+        let mut copied = 0;
+        while at < end {
+            // A hint: whether it is so is decided when it is written.
+            let (own, _) = top.status(ring, at, end - at).await.map_err(Failure::Target)?;
+            if own.len == 0 {
+                break;
+            }
+            if !own.present {
+                copied += self.run(ring, at, own.len).await?;
+            }
+            at += own.len;
+        }
+        Ok(copied)
+    }
+
+    /// Fills a run of which the top has nothing.
+    async fn run(&self, ring: &Ring, offset: GuestOffset, len: u64) -> Result<u64, Failure> {
+        let Some(image) = self.graph.top_image() else { return Err(Failure::Source(Errno::IO)) };
+        let (end, below) = (offset + len, self.graph.below(0));
+        let mut at = offset;
+        let mut copied = 0;
+        let mut buf: Option<IoBuf> = None;
+        while at < end {
+            let inside = self.between.end().saturating_sub(at).min(end - at);
+            // What is past the end of the layers reads as zeroes, whatever the base has there.
+            let (mut run, mut is_data, mut is_zero) = (end - at, false, true);
+            if inside > 0 {
+                let status = self.between.status(ring, at, inside).await;
+                let (status, is_cut) = status.map_err(Failure::Source)?;
+                if status.len == 0 {
+                    return Err(Failure::Source(Errno::IO));
+                }
+                run = status.len;
+                is_data = status.present && !status.zero;
+                is_zero = status.zero && (status.present || is_cut);
+            }
+            if is_data {
+                let buf = buf.get_or_insert_with(|| buffer(len));
+                let part = usize::try_from(run).map_or(buf.len(), |run| run.min(buf.len()));
+                let part = buf.slice(0..part);
+                self.between.fill(ring, at, &part).await.map_err(Failure::Source)?;
+                let written = image.write_unallocated(ring, at, &part, &below).await;
+                copied += written.map_err(Failure::Target)?;
+                run = part.len() as u64;
+            } else if is_zero && self.rest.has_data(at, run) {
+                let zeroed = image.zero_unallocated(ring, at, run, &below).await;
+                zeroed.map_err(Failure::Target)?;
+            }
+            at += run;
+        }
+        Ok(copied)
+    }
+}
+
+/// Index of the first layer that stays below the top; the number of layers: none does.
+///
+/// Errors: `Invalid`.
+fn check_base(graph: &Graph, options: StreamOptions) -> Result<usize, Error> {
+    let count = graph.layers.len();
+    match options.base {
+        None if count > 1 => Ok(count),
+        Some(base) if (1..count).contains(&base) => Ok(base),
+        None => Err(Error::new(
+            ErrorKind::Invalid,
+            "the disk has no backing file, so there is nothing to stream",
+        )),
+        Some(base) => Err(Error::new(
+            ErrorKind::Invalid,
+            format!(
+                "layer {base} of {count} cannot be the base of a stream: the base must be a layer \
+                 below the top"
+            ),
+        )),
+    }
+}
+
+/// What the top names afterwards.
+///
+/// Errors: `Unsupported` where the base has no name that is right for the top.
+fn backing_of(graph: &Graph, base: usize) -> Result<NextBacking, Error> {
+    if base == graph.layers.len() {
+        return Ok(NextBacking { named: None, full: None, below: Vec::new() });
+    }
+    let named = name_of_base(graph, CommitOptions { top: 1, base, keep_top: false })?;
+    Ok(NextBacking {
+        named: Some(named),
+        full: graph.layers[base - 1].full_backing_name.clone(),
+        below: graph.layers[base..].to_vec(),
+    })
+}
+
+/// Errors: as [`lost_names::check`] for the top and the base. The layers between may have lost
+/// their names: the stream saves their content.
+fn check_names(graph: &Graph, next: &NextBacking) -> Result<(), Error> {
+    let named = std::iter::once(graph.top()).chain(next.below.iter());
+    lost_names::check("stream", named.map(|layer| &**layer))
+}
+
+fn refusal(errno: Errno) -> Error {
+    match errno {
+        Errno::CANCELED => {
+            Error::new(ErrorKind::Cancelled, "the stream was cancelled").with_errno(Some(errno))
+        }
+        errno => Error::os("cannot fill the top image from the layers below", errno),
+    }
+}

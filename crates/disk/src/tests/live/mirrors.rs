@@ -1,0 +1,581 @@
+//! Mirrors while clients work on the disk.
+
+use std::cell::{Cell, RefCell};
+use std::fs;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ringdisk_ring::Ring;
+use ringdisk_storage::Storage;
+use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
+use tempfile::TempDir;
+
+use super::{SIZE, SOME, image, opened, overlay};
+use crate::disk::Parts;
+use crate::layer::{Layer, Node, Raw};
+use crate::open::qcow2_layer;
+use crate::tests::load::Load;
+use crate::tests::{assert_same, buffer, directory, open, qemu_img, read_steps, reading, run};
+use crate::{
+    CommitOptions, Disk, Errno, Error, ErrorKind, Format, ImageOptions, MirrorControl, MirrorEnd,
+    MirrorOptions, MirrorSync, OnError, Progress, ResizeOptions,
+};
+
+const BACKGROUND: MirrorOptions = MirrorOptions { sync: MirrorSync::Full, write_blocking: false };
+const BLOCKING: MirrorOptions = MirrorOptions { sync: MirrorSync::Full, write_blocking: true };
+
+/// A mirror that runs as a task.
+struct Running {
+    progress: Arc<Progress>,
+    control: Arc<MirrorControl>,
+    ended: Rc<RefCell<Option<Result<MirrorEnd, Error>>>>,
+}
+
+impl Running {
+    fn start(ring: &Ring, disk: &Arc<Disk>, target: Arc<Disk>, options: MirrorOptions) -> Running {
+        Running::with(ring, disk, target, options, Arc::default())
+    }
+
+    fn with(
+        ring: &Ring,
+        disk: &Arc<Disk>,
+        target: Arc<Disk>,
+        options: MirrorOptions,
+        progress: Arc<Progress>,
+    ) -> Running {
+        let control = Arc::new(MirrorControl::new());
+        let running = Running { progress, control, ended: Rc::default() };
+        let (disk, handle, slot) = (Arc::clone(disk), ring.clone(), running.ended.clone());
+        let (progress, control) = (Arc::clone(&running.progress), Arc::clone(&running.control));
+        ring.spawn(async move {
+            let end = disk.mirror(&handle, target, options, &progress, &control).await;
+            *slot.borrow_mut() = Some(end);
+        });
+        running
+    }
+
+    fn is_over(&self) -> bool {
+        self.ended.borrow().is_some()
+    }
+
+    async fn end(&self, ring: &Ring) -> Result<MirrorEnd, Error> {
+        loop {
+            if let Some(result) = self.ended.borrow_mut().take() {
+                return result;
+            }
+            ring.sleep(Duration::from_millis(1)).await;
+        }
+    }
+}
+
+/// A new empty image, open for writing.
+async fn target(ring: &Ring, directory: &TempDir, name: &str, size: usize) -> Arc<Disk> {
+    let format = if name.ends_with(".raw") { Format::Raw } else { Format::Qcow2 };
+    qemu_img(directory, &["create", "-q", "-f", format.name(), name, &size.to_string()]);
+    writable(ring, directory, name).await
+}
+
+async fn writable(ring: &Ring, directory: &TempDir, name: &str) -> Arc<Disk> {
+    let format = if name.ends_with(".raw") { Format::Raw } else { Format::Qcow2 };
+    let options = ImageOptions { format: Some(format), ..ImageOptions::default() };
+    open(ring, directory.path().join(name), &options).await.expect("open")
+}
+
+/// A chain of two, or a raw image, and its name.
+fn source(directory: &TempDir, is_raw: bool) -> (&'static str, Vec<u8>) {
+    let mut bytes = image(directory, "base.raw", "raw", 1);
+    if is_raw {
+        return ("base.raw", bytes);
+    }
+    overlay(directory, "top.qcow2", ("base.raw", "raw"), &mut bytes, 2);
+    ("top.qcow2", bytes)
+}
+
+/// Mirrors under clients and switches over; the target has everything, also what came afterwards.
+fn switch_over(is_raw: bool, name: &str, options: MirrorOptions, seed: u64) {
+    let directory = directory();
+    let (top, mut bytes) = source(&directory, is_raw);
+    run(async |ring| {
+        let disk = opened(&ring, &directory, top).await;
+        let load = Load::start(&disk, &bytes, seed);
+        load.progress(&ring, SOME).await;
+        let target = target(&ring, &directory, name, SIZE).await;
+        let mirror = Running::start(&ring, &disk, target, options);
+        assert!(mirror.control.ready().await);
+        load.progress(&ring, SOME).await;
+        assert!(!mirror.is_over());
+        mirror.control.complete(true).expect("it can switch over");
+        assert_eq!(mirror.end(&ring).await.expect("mirror"), MirrorEnd::Pivoted);
+        assert_eq!(mirror.progress.done(), mirror.progress.total());
+        assert_eq!(disk.layers().len(), 1);
+        assert_eq!(disk.layers()[0].name(), directory.path().join(name));
+        // The former images are not in use any more.
+        let former = fs::read(directory.path().join(top)).expect("read");
+        drop(opened(&ring, &directory, top).await);
+        load.progress(&ring, SOME).await;
+        assert_same(&former, &fs::read(directory.path().join(top)).expect("read"));
+        super::finish(&ring, &directory, disk, load, name, &mut bytes).await;
+    });
+    if !is_raw {
+        qemu_img(&directory, &["check", "-q", "-f", "qcow2", top]);
+    }
+}
+
+#[test]
+fn a_chain_is_mirrored_to_a_qcow2_image_under_clients() {
+    switch_over(false, "copy.qcow2", BACKGROUND, 51);
+}
+
+#[test]
+fn a_chain_is_mirrored_to_a_raw_image_under_clients() {
+    switch_over(false, "copy.raw", BACKGROUND, 52);
+}
+
+#[test]
+fn a_raw_disk_is_mirrored_under_clients() {
+    switch_over(true, "copy.qcow2", BACKGROUND, 53);
+    switch_over(true, "copy.raw", BLOCKING, 54);
+}
+
+#[test]
+fn a_mirror_that_blocks_writes_stays_in_step_under_clients() {
+    switch_over(false, "copy.qcow2", BLOCKING, 55);
+    switch_over(false, "copy.raw", BLOCKING, 56);
+}
+
+/// Leaves the target as a copy of one instant, to which clients write nothing afterwards.
+#[test]
+fn a_target_is_left_as_a_copy_of_one_instant() {
+    for (options, old) in [(BACKGROUND, 0u8), (BLOCKING, 7)] {
+        let directory = directory();
+        let (top, bytes) = source(&directory, false);
+        run(async |ring| {
+            let disk = opened(&ring, &directory, top).await;
+            let target = target(&ring, &directory, "copy.raw", SIZE + 4096).await;
+            // What the target held before must not show.
+            let junk = buffer(&vec![old; 1 << 20]);
+            assert_eq!(target.write(&ring, 9 << 20, &junk).await, Ok(1 << 20));
+            let load = Load::start(&disk, &bytes, 57);
+            let mirror = Running::start(&ring, &disk, Arc::clone(&target), options);
+            assert!(mirror.control.ready().await);
+            load.progress(&ring, SOME).await;
+            let error = mirror.control.complete(true).expect_err("another size");
+            assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+            let known = load.stop();
+            mirror.control.complete(false).expect("complete");
+            assert_eq!(mirror.end(&ring).await.expect("mirror"), MirrorEnd::Copied);
+            assert_eq!(disk.write(&ring, 0, &junk).await, Ok(1 << 20));
+            assert_eq!(disk.layers().len(), 2);
+            let copied = read_steps(&ring, &target, 1 << 20).await;
+            assert_same(&copied[..known.len()], &known);
+            assert_eq!(target.close(&ring).await, Ok(()));
+            assert_eq!(disk.close(&ring).await, Ok(()));
+        });
+    }
+}
+
+/// Bytes of the top only go to an overlay over the same base.
+#[test]
+fn the_top_alone_is_mirrored_to_another_overlay() {
+    let directory = directory();
+    let (top, mut bytes) = source(&directory, false);
+    run(async |ring| {
+        let disk = opened(&ring, &directory, top).await;
+        let load = Load::start(&disk, &bytes, 58);
+        let create = ["create", "-q", "-f", "qcow2", "-b", "base.raw", "-F", "raw", "copy.qcow2"];
+        qemu_img(&directory, &create);
+        let options = MirrorOptions { sync: MirrorSync::Top, write_blocking: false };
+        let target = writable(&ring, &directory, "copy.qcow2").await;
+        let mirror = Running::start(&ring, &disk, target, options);
+        mirror.control.complete(true).expect("also before it is ready");
+        assert_eq!(mirror.end(&ring).await.expect("mirror"), MirrorEnd::Pivoted);
+        assert_eq!(disk.layers().len(), 2);
+        load.progress(&ring, SOME).await;
+        super::finish(&ring, &directory, disk, load, "copy.qcow2", &mut bytes).await;
+    });
+}
+
+/// The disk goes to and fro under load; no request fails, and no byte is lost.
+#[test]
+fn a_disk_switches_over_again_and_again_under_load() {
+    let rounds = if ringdisk_testkit::limits::full() { 200 } else { 24 };
+    let directory = directory();
+    let small = 4 << 20;
+    qemu_img(&directory, &["create", "-q", "-f", "raw", "a.raw", &small.to_string()]);
+    let mut bytes = vec![0; small];
+    run(async |ring| {
+        let disk = opened(&ring, &directory, "a.raw").await;
+        let load = Load::start(&disk, &bytes, 59);
+        let mut name = String::from("a.raw");
+        for round in 0..rounds {
+            let next = format!("{round}.{}", if round % 2 == 0 { "qcow2" } else { "raw" });
+            let target = target(&ring, &directory, &next, small).await;
+            let options = if round % 3 == 0 { BLOCKING } else { BACKGROUND };
+            let mirror = Running::start(&ring, &disk, target, options);
+            mirror.control.complete(true).expect("complete");
+            assert_eq!(mirror.end(&ring).await.expect("mirror"), MirrorEnd::Pivoted);
+            fs::remove_file(directory.path().join(&name)).expect("nobody needs it");
+            name = next;
+            load.progress(&ring, 10).await;
+        }
+        super::finish(&ring, &directory, disk, load, &name, &mut bytes).await;
+    });
+}
+
+#[test]
+fn a_cancelled_mirror_leaves_the_disk_at_every_step() {
+    let directory = directory();
+    let (top, mut bytes) = source(&directory, false);
+    run(async |ring| {
+        let disk = opened(&ring, &directory, top).await;
+        let load = Load::start(&disk, &bytes, 60);
+        for step in 0..=9u64 {
+            let target = target(&ring, &directory, &format!("{step}.qcow2"), SIZE).await;
+            let options = if step % 2 == 0 { BLOCKING } else { BACKGROUND };
+            let mirror = Running::start(&ring, &disk, target, options);
+            // The last steps: it is ready.
+            while mirror.progress.done() < (step * (3 << 20)).min(SIZE as u64) {
+                ring.yield_now().await;
+            }
+            load.progress(&ring, SOME / 4).await;
+            mirror.progress.cancel();
+            let error = mirror.end(&ring).await.expect_err("cancelled");
+            assert_eq!(error.kind(), ErrorKind::Cancelled, "{error}");
+            assert_eq!(disk.layers().len(), 2);
+        }
+        // Nothing is left of them.
+        disk.commit(&ring, CommitOptions::TOP, &Arc::default()).await.expect("commit");
+        super::finish(&ring, &directory, disk, load, "base.raw", &mut bytes).await;
+    });
+}
+
+#[test]
+fn other_changes_are_refused_during_a_mirror() {
+    let directory = directory();
+    let (top, bytes) = source(&directory, false);
+    run(async |ring| {
+        let disk = opened(&ring, &directory, top).await;
+        let target = target(&ring, &directory, "copy.qcow2", SIZE).await;
+        let mirror = Running::start(&ring, &disk, Arc::clone(&target), BACKGROUND);
+        assert!(mirror.control.ready().await);
+        let larger = SIZE as u64 + (1 << 20);
+        assert_eq!(disk.grow(&ring, larger).await, Err(Errno::BUSY));
+        for disk in [&disk, &target] {
+            let error = disk.resize_with(&ring, larger, ResizeOptions::default()).await;
+            assert_eq!(error.expect_err("busy").kind(), ErrorKind::Busy);
+        }
+        let error = disk.commit(&ring, CommitOptions::TOP, &Arc::default()).await;
+        assert_eq!(error.expect_err("busy").kind(), ErrorKind::Busy);
+        mirror.control.complete(true).expect("complete");
+        mirror.end(&ring).await.expect("mirror");
+        assert_eq!(disk.resize(&ring, larger).await, Ok(()));
+        assert_same(&read_steps(&ring, &disk, 1 << 20).await[..SIZE], &bytes);
+        assert_eq!(target.close(&ring).await, Ok(()));
+        assert_eq!(disk.close(&ring).await, Ok(()));
+    });
+    qemu_img(&directory, &["check", "-q", "-f", "qcow2", "copy.qcow2"]);
+}
+
+#[test]
+fn a_wrong_target_is_refused_before_anything_changes() {
+    let directory = directory();
+    let (top, bytes) = source(&directory, false);
+    qemu_img(&directory, &["create", "-q", "-f", "qcow2", "small.qcow2", "1M"]);
+    qemu_img(&directory, &["create", "-q", "-f", "raw", "ro.raw", &SIZE.to_string()]);
+    run(async |ring| {
+        let disk = opened(&ring, &directory, top).await;
+        let refused = async |target: Arc<Disk>| {
+            let control = Arc::new(MirrorControl::new());
+            let progress = Arc::default();
+            let mirror = disk.mirror(&ring, target, BACKGROUND, &progress, &control);
+            let error = mirror.await.expect_err("refused");
+            assert!(!control.ready().await);
+            error.kind()
+        };
+        let small = writable(&ring, &directory, "small.qcow2").await;
+        assert_eq!(refused(small).await, ErrorKind::Invalid);
+        let path = directory.path().join("ro.raw");
+        let read_only = open(&ring, path, &reading()).await.expect("open");
+        assert_eq!(refused(read_only).await, ErrorKind::PermissionDenied);
+        assert_eq!(refused(Arc::clone(&disk)).await, ErrorKind::Invalid);
+        // An image below the disk, and one above it.
+        let layers = disk.layers();
+        let storage = |layer: usize| Arc::clone(layers[layer].file().expect("a file"));
+        let options = ImageOptions { format: Some(Format::Raw), ..ImageOptions::default() };
+        for layer in [0, 1] {
+            let raw = Disk::build(vec![writable_over(storage(layer))], Parts::new(&options));
+            assert_eq!(refused(raw).await, ErrorKind::Invalid);
+        }
+        assert_same(&read_steps(&ring, &disk, 1 << 20).await, &bytes);
+        assert_eq!(disk.close(&ring).await, Ok(()));
+    });
+}
+
+/// A raw layer that can be written, as somebody would have it without locks.
+fn writable_over(storage: Arc<Storage>) -> Layer {
+    let size = storage.len();
+    let mut layer = Layer::new(Node::Raw(Raw::new(storage)), size);
+    layer.is_writable = true;
+    layer
+}
+
+/// A raw disk in memory of the test, and its storage.
+fn simulated(len: usize) -> (Arc<Disk>, SimStorage) {
+    let sim = SimStorage::new(len as u64, 3);
+    (Disk::from_storage(sim.storage(), &ImageOptions::default()), sim)
+}
+
+/// Mirrors to a target that fails in some way at the first write of each number; clients see
+/// nothing of it.
+fn target_fails(options: MirrorOptions, on_error: OnError, errno: Errno) {
+    let directory = directory();
+    let (top, bytes) = source(&directory, false);
+    run(async |ring| {
+        let disk = opened(&ring, &directory, top).await;
+        let load = Load::start(&disk, &bytes, 61);
+        for number in [0, 3, 10] {
+            let (target, sim) = simulated(SIZE);
+            sim.on(When::kind(OpKind::Write).skip(number).once(), Fault::Fail(errno));
+            let progress = Arc::new(Progress::new());
+            progress.set_on_error(on_error);
+            let mirror =
+                Running::with(&ring, &disk, Arc::clone(&target), options, Arc::clone(&progress));
+            match on_error {
+                OnError::Report => {
+                    let error = mirror.end(&ring).await.expect_err("reported");
+                    assert_eq!(error.errno(), Some(errno), "{error}");
+                    continue;
+                }
+                OnError::Stop | OnError::StopWhenFull => {
+                    while progress.paused().is_none() {
+                        ring.sleep(Duration::from_millis(1)).await;
+                    }
+                    load.progress(&ring, SOME / 4).await;
+                    assert!(!mirror.is_over());
+                    progress.resume();
+                }
+                OnError::Ignore => {}
+            }
+            assert!(mirror.control.ready().await);
+            load.progress(&ring, SOME / 4).await;
+            mirror.progress.cancel();
+            mirror.end(&ring).await.expect_err("cancelled");
+        }
+        // Once more, to the end.
+        let (target, sim) = simulated(SIZE);
+        sim.on(When::kind(OpKind::Write).skip(7).once(), Fault::Fail(errno));
+        let progress = Arc::new(Progress::new());
+        progress.set_on_error(OnError::Ignore);
+        let mirror = Running::with(&ring, &disk, Arc::clone(&target), options, progress);
+        assert!(mirror.control.ready().await);
+        let known = load.stop();
+        mirror.control.complete(false).expect("complete");
+        mirror.end(&ring).await.expect("mirror");
+        assert_same(&sim.image()[..known.len()], &known);
+        assert_same(&read_steps(&ring, &disk, 1 << 20).await[..known.len()], &known);
+        assert_eq!(disk.close(&ring).await, Ok(()));
+    });
+}
+
+#[test]
+fn an_error_of_the_target_ends_the_mirror_or_rests_and_no_client_sees_it() {
+    target_fails(BACKGROUND, OnError::Report, Errno::IO);
+    target_fails(BACKGROUND, OnError::Stop, Errno::IO);
+    target_fails(BACKGROUND, OnError::StopWhenFull, Errno::NOSPC);
+    target_fails(BACKGROUND, OnError::Ignore, Errno::IO);
+}
+
+#[test]
+fn an_error_of_a_target_in_step_is_not_an_error_of_a_client() {
+    target_fails(BLOCKING, OnError::Report, Errno::IO);
+    target_fails(BLOCKING, OnError::Ignore, Errno::NOSPC);
+}
+
+/// A client's write does not wait for a target that does not answer for longer than it may.
+#[test]
+fn a_target_that_hangs_holds_clients_up_for_a_limited_time_only() {
+    let directory = directory();
+    let (top, _) = source(&directory, false);
+    run(async |ring| {
+        let disk = opened(&ring, &directory, top).await;
+        let (target, sim) = simulated(SIZE);
+        let mirror = Running::start(&ring, &disk, target, BLOCKING);
+        assert!(mirror.control.ready().await);
+        ring.sleep(Duration::from_millis(100)).await;
+        sim.on(When::kind(OpKind::Write), Fault::Hold);
+        let data = buffer(&[9; 4096]);
+        let begun = Instant::now();
+        assert_eq!(disk.write(&ring, 0, &data).await, Ok(4096));
+        let first = begun.elapsed();
+        assert!(first > Duration::from_secs(1), "it was sent before it was answered: {first:?}");
+        assert!(first < Duration::from_secs(10), "{first:?}");
+        // From now on it is left to the copying task.
+        let begun = Instant::now();
+        for at in 1..20u64 {
+            assert_eq!(disk.write(&ring, at << 20, &data).await, Ok(4096));
+        }
+        assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+        assert!(!mirror.is_over());
+        mirror.control.complete(false).expect("complete");
+        ring.sleep(Duration::from_millis(300)).await;
+        assert!(!mirror.is_over());
+        sim.clear_rules();
+        sim.release_all();
+        mirror.end(&ring).await.expect("mirror");
+        assert_same(&sim.image(), &read_steps(&ring, &disk, 1 << 20).await);
+        assert_eq!(disk.close(&ring).await, Ok(()));
+    });
+}
+
+/// The target dies in the last step: clients go on with the disk as it was.
+#[test]
+fn a_target_that_fails_in_the_last_step_leaves_the_disk() {
+    for fault in [Fault::Fail(Errno::IO), Fault::Hold] {
+        let directory = directory();
+        let (top, bytes) = source(&directory, false);
+        run(async |ring| {
+            let disk = opened(&ring, &directory, top).await;
+            let (target, sim) = simulated(SIZE);
+            let load = Load::start(&disk, &bytes, 62);
+            let progress = Arc::new(Progress::new());
+            progress.set_on_error(OnError::Stop);
+            let mirror = Running::with(&ring, &disk, target, BACKGROUND, Arc::clone(&progress));
+            assert!(mirror.control.ready().await);
+            // The first flush is made while clients work, the second one is the last step's.
+            sim.on(When::kind(OpKind::Flush).skip(1).once(), fault);
+            mirror.control.complete(true).expect("complete");
+            load.progress(&ring, SOME).await;
+            while progress.paused().is_none() && sim.held().is_empty() {
+                ring.sleep(Duration::from_millis(1)).await;
+            }
+            load.progress(&ring, SOME).await;
+            assert_eq!(disk.layers().len(), 2);
+            sim.clear_rules();
+            sim.release_all();
+            progress.resume();
+            assert_eq!(mirror.end(&ring).await.expect("mirror"), MirrorEnd::Pivoted);
+            load.progress(&ring, SOME).await;
+            let known = load.stop();
+            assert_eq!(disk.close(&ring).await, Ok(()));
+            assert_same(&sim.image()[..known.len()], &known);
+        });
+    }
+}
+
+/// A qcow2 disk over simulated storage.
+async fn simulated_image(ring: &Ring, sim: &SimStorage) -> Arc<Disk> {
+    let open = ringdisk_qcow2::OpenOptions { writable: true, ..Default::default() };
+    let image = ringdisk_qcow2::Qcow2::open(ring, sim.storage(), &open).await.expect("it opens");
+    Disk::build(vec![qcow2_layer(image, true)], Parts::new(&ImageOptions::default()))
+}
+
+/// The power fails right after the switch-over: the target has everything that the disk had, also
+/// what no client had flushed.
+#[test]
+fn a_target_is_on_stable_storage_when_clients_go_on_with_it() {
+    for is_raw in [false, true] {
+        let directory = directory();
+        let (top, bytes) = source(&directory, false);
+        qemu_img(&directory, &["create", "-q", "-f", "qcow2", "empty", &SIZE.to_string()]);
+        let empty = fs::read(directory.path().join("empty")).expect("read");
+        run(async |ring| {
+            let disk = opened(&ring, &directory, top).await;
+            let load = Load::start(&disk, &bytes, 63);
+            let (target, sim) = if is_raw {
+                simulated(SIZE)
+            } else {
+                let sim = SimStorage::from_image(&empty, 5);
+                (simulated_image(&ring, &sim).await, sim)
+            };
+            let mirror = Running::start(&ring, &disk, target, BACKGROUND);
+            assert!(mirror.control.ready().await);
+            load.progress(&ring, SOME).await;
+            let known = load.stop();
+            mirror.control.complete(true).expect("complete");
+            assert_eq!(mirror.end(&ring).await.expect("mirror"), MirrorEnd::Pivoted);
+            for seed in 0..4 {
+                let left = SimStorage::from_image(&sim.crash_image(seed), 1);
+                let shown = match is_raw {
+                    true => left.image(),
+                    false => {
+                        read_steps(&ring, &*simulated_image(&ring, &left).await, 1 << 20).await
+                    }
+                };
+                assert_same(&shown[..known.len()], &known);
+            }
+            assert_eq!(disk.close(&ring).await, Ok(()));
+        });
+    }
+}
+
+/// The longest that a client waits around a switch-over, printed; far from a hang.
+#[test]
+fn a_switch_over_is_a_short_pause() {
+    let directory = directory();
+    let (top, _) = source(&directory, false);
+    run(async |ring| {
+        let disk = opened(&ring, &directory, top).await;
+        let mut pauses = Vec::new();
+        for round in 0..10 {
+            let name = format!("{round}.raw");
+            let target = target(&ring, &directory, &name, SIZE).await;
+            let mirror = Running::start(&ring, &disk, target, BACKGROUND);
+            assert!(mirror.control.ready().await);
+            let longest = Rc::new(Cell::new(Duration::ZERO));
+            let running = Rc::new(Cell::new(32));
+            let is_over = Rc::new(Cell::new(false));
+            for client in 0..32u64 {
+                let (disk, handle) = (Arc::clone(&disk), ring.clone());
+                let (longest, running) = (longest.clone(), running.clone());
+                let is_over = is_over.clone();
+                ring.spawn(async move {
+                    let data = buffer(&[7; 4096]);
+                    let mut at = client * 4096;
+                    while !is_over.get() {
+                        let begun = Instant::now();
+                        assert_eq!(disk.write(&handle, at, &data).await, Ok(4096));
+                        longest.set(longest.get().max(begun.elapsed()));
+                        at = (at + 37 * 4096) % (SIZE as u64);
+                    }
+                    running.set(running.get() - 1);
+                });
+            }
+            ring.sleep(Duration::from_millis(50)).await;
+            longest.set(Duration::ZERO);
+            mirror.control.complete(true).expect("complete");
+            assert_eq!(mirror.end(&ring).await.expect("mirror"), MirrorEnd::Pivoted);
+            is_over.set(true);
+            while running.get() > 0 {
+                ring.sleep(Duration::from_millis(1)).await;
+            }
+            pauses.push(longest.get());
+        }
+        println!("longest request while a mirror completes, of 32: {pauses:?}");
+        assert!(pauses.iter().all(|pause| *pause < Duration::from_secs(2)), "{pauses:?}");
+        assert_eq!(disk.close(&ring).await, Ok(()));
+    });
+}
+
+/// Holes stay holes, and an empty target is not filled with zeroes.
+#[test]
+fn a_mirrored_disk_is_not_larger_than_its_data() {
+    let directory = directory();
+    let size = 1 << 30;
+    qemu_img(&directory, &["create", "-q", "-f", "raw", "a.raw", &size.to_string()]);
+    super::qemu_io(&directory, "raw", "a.raw", &["write -P 5 700M 1M"]);
+    run(async |ring| {
+        let disk = opened(&ring, &directory, "a.raw").await;
+        for name in ["copy.raw", "copy.qcow2"] {
+            let target = target(&ring, &directory, name, size).await;
+            let mirror = Running::start(&ring, &disk, Arc::clone(&target), BACKGROUND);
+            mirror.control.complete(false).expect("complete");
+            mirror.end(&ring).await.expect("mirror");
+            let taken = target.allocated_bytes();
+            assert!((1 << 20..2 << 20).contains(&taken), "{name}: {taken} bytes");
+            assert_eq!(target.close(&ring).await, Ok(()));
+        }
+    });
+    let same = ["compare", "-f", "raw", "-F", "qcow2", "a.raw", "copy.qcow2"];
+    qemu_img(&directory, &same);
+}
