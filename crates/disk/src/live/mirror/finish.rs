@@ -10,8 +10,8 @@ use std::time::Duration;
 use ringdisk_qcow2::GuestOffset;
 use ringdisk_ring::Errno;
 
+use super::super::close_layer;
 use super::super::copy::COPY_BYTES;
-use super::super::{close_layer, not_drained};
 use super::{MirrorEnd, Run, refusal};
 use crate::graph::{Content, Drained, Graph, State};
 use crate::layer::Layer;
@@ -69,7 +69,9 @@ impl Run<'_> {
             return Ok(Some(MirrorEnd::Copied));
         }
         let old = Arc::clone(drained.graph());
-        self.switch_over(&mut drained).await?;
+        if !self.switch_over(&mut drained).await? {
+            return Ok(None);
+        }
         drop(self.busy.take());
         drop(drained);
         self.close_former(&old).await;
@@ -107,7 +109,9 @@ impl Run<'_> {
     ///
     /// Errors: those of the target.
     async fn send(&self, rest: Vec<(GuestOffset, Vec<Content>)>) -> Result<bool, Errno> {
-        let mut claims = Vec::with_capacity(rest.len());
+        let mut claims = Vec::with_capacity(rest.len() + 1);
+        // Past every disk: so that the flush is waited for, also where nothing is left to send.
+        claims.push(self.mirror.claim((u64::MAX - 1, u64::MAX)).await);
         for (offset, runs) in &rest {
             let len = runs.iter().map(Content::len).sum();
             claims.push(self.mirror.claim(self.tracker.widened(*offset, len)).await);
@@ -136,11 +140,12 @@ impl Run<'_> {
         }
     }
 
-    /// The disk has the layers of the target from now on. No request is in flight.
+    /// The disk has the layers of the target from now on. No request is in flight. False: requests
+    /// to the target did not end in time, and nothing has changed.
     ///
     /// Errors: `NotFound` where an image of the target has lost its name; `Unsupported` where the
-    /// next process of a kept mount would not find it; `Busy` where something else uses the target.
-    async fn switch_over(&self, drained: &mut Drained<'_>) -> Result<(), Error> {
+    /// next process of a kept mount would not find it.
+    async fn switch_over(&self, drained: &mut Drained<'_>) -> Result<bool, Error> {
         let layers = self.target.graph().layers.clone();
         lost_names::check("switch over to the target", layers.iter().map(|layer| &**layer))?;
         self.disk.chain_watch().check(&layers[0]).map_err(|why| {
@@ -159,10 +164,12 @@ impl Run<'_> {
             empty.state = State::Quiet;
             target.replace(empty);
         };
-        self.ring.within(LAST_WAIT, emptied).await.map_err(|_| not_drained(LAST_WAIT))?;
+        if self.ring.within(LAST_WAIT, emptied).await.is_err() {
+            return Ok(false);
+        }
         let graph = drained.graph().with_layers(layers);
         self.disk.put(drained, graph, false);
-        Ok(())
+        Ok(true)
     }
 
     /// Closes the former images, and looks after the new one.
