@@ -22,6 +22,7 @@
 
 #![forbid(unsafe_code)]
 
+mod beside;
 mod control;
 mod depth;
 mod drain;
@@ -37,6 +38,7 @@ pub mod stats;
 mod thread;
 mod trial;
 
+pub use beside::Beside;
 pub use control::ControlThread;
 pub use depth::DepthRule;
 pub use drain::{Admission, wait_drained};

@@ -82,7 +82,13 @@ async fn speak(
         &**socket,
         Arc::clone(agreed.export.disk.events()),
     );
-    let served = session::run(queue, transport, agreed, input).await;
+    let export = Arc::clone(&agreed.export);
+    let served = match queue.begin_session(&export, socket) {
+        true => session::run(queue, transport, agreed, input).await,
+        // It has left since it was found.
+        false => Ok(()),
+    };
+    queue.end_session(socket);
     drop(listed);
     drop(in_use);
     served

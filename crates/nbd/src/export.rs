@@ -21,6 +21,7 @@ use rustix::net::sockopt::{set_socket_keepalive, set_tcp_nodelay};
 use crate::accept;
 use crate::ending::{Ending, StopHandle, Why};
 use crate::exported::{Exported, Exports};
+use crate::leaving::DiskHandle;
 use crate::options::{NamedDisk, NbdOptions, check};
 use crate::peers::Peer;
 use crate::queue::{Queue, Shared, Work};
@@ -48,6 +49,8 @@ pub struct Export {
     notes: Vec<String>,
     /// Listening sockets that no queue thread has yet.
     listeners: Vec<OwnedFd>,
+    /// The disks are opened and closed with this export, not with another one.
+    is_in_charge: bool,
     has_ended: bool,
 }
 
@@ -78,7 +81,7 @@ impl Export {
         let common = &options.common;
         let places = place_threads(&Topology::read(), &common.threads, &rule, &mut notes)?;
         let exports = disks.into_iter().map(|disk| Exported::new(disk, &options));
-        let exports = Arc::new(Exports(exports.map(Arc::new).collect()));
+        let exports = Arc::new(Exports::new(exports.map(Arc::new).collect()));
         let ending = Arc::new(Ending::default());
         let shared = Arc::new(Shared::new(exports, &options, places.threads.len()));
         let mut export = Export {
@@ -87,6 +90,7 @@ impl Export {
             ending,
             notes: Vec::new(),
             listeners,
+            is_in_charge: !options.beside_another,
             has_ended: false,
         };
         for (number, cpus) in places.threads.into_iter().enumerate() {
@@ -105,7 +109,9 @@ impl Export {
             export.threads.push(thread);
         }
         export.notes = notes;
-        export.shared.exports.0.iter().for_each(|export| export.disk.take_charge());
+        if export.is_in_charge {
+            export.shared.exports.all().iter().for_each(|export| export.disk.take_charge());
+        }
         if !options.held {
             export.release();
         }
@@ -134,6 +140,16 @@ impl Export {
     #[must_use]
     pub fn stop_handle(&self) -> StopHandle {
         StopHandle::new(&self.ending)
+    }
+
+    /// A handle for one disk, for the export that is in charge of it
+    /// ([`NbdOptions::beside_another`]).
+    ///
+    /// * `name`: of the disk.
+    #[must_use]
+    pub fn disk_handle(&self, name: &str) -> DiskHandle {
+        let threads = self.threads.iter().map(QueueThread::handle).collect();
+        DiskHandle::new(name, Arc::clone(&self.shared), threads)
     }
 
     /// Reads the counters later and from elsewhere.
@@ -186,18 +202,20 @@ impl Export {
 
     /// Answers what is in flight and sends clients away. `false`: some did not end in time.
     fn drain(&self) -> bool {
-        let disks = self.shared.exports.0.iter();
-        let _lifted: Vec<_> = disks.map(|export| export.disk.lift_limits()).collect();
+        let disks = self.shared.exports.all();
+        let _lifted: Vec<_> = disks.iter().map(|export| export.disk.lift_limits()).collect();
         let hold = async |queue: Rc<Queue>| queue.drain(LAST_REPLIES).await;
         ask_all(&self.threads, END_LIMIT, hold).is_ok()
     }
 
-    /// Flushes and closes all disks.
+    /// Flushes and closes all disks that are ours to close.
     fn close_disks(&self, drained: bool) -> Result<(), HaltReason> {
         let Some(first) = self.threads.first() else { return Ok(()) };
+        let is_in_charge = self.is_in_charge;
         let close = async move |queue: Rc<Queue>| {
             let mut result = Ok(());
-            for export in &queue.shared.exports.0 {
+            let disks = if is_in_charge { queue.shared.exports.all() } else { Vec::new() };
+            for export in disks {
                 result = result.and(close_disk(&export.disk, &queue.ring, drained).await);
             }
             result

@@ -1,8 +1,10 @@
 //! A disk as clients see it: its name, its flags, and its contexts of block status.
 //!
-//! Promises: read-only after the start, shared by all queue threads.
+//! Promises: shared by all queue threads; after the start a disk changes in one way only: it leaves
+//! the export, once.
 
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ringdisk_disk::{ClientErrors, Disk};
 use ringdisk_nbd_protocol::numbers::{context, export_flags};
@@ -46,6 +48,8 @@ pub(crate) struct Exported {
     pub(crate) preferred_block: u32,
     /// Writes errors that clients get down.
     pub(crate) errors: ClientErrors,
+    /// It leaves the export: requests that come are answered with ESHUTDOWN.
+    is_leaving: AtomicBool,
 }
 
 impl Exported {
@@ -69,7 +73,13 @@ impl Exported {
             preferred_block: preferred_block(disk.block_limits().physical_block),
             errors: ClientErrors::start(&shown, Arc::clone(disk.events())),
             disk,
+            is_leaving: AtomicBool::new(false),
         }
+    }
+
+    /// Whether the disk leaves the export.
+    pub(crate) fn is_leaving(&self) -> bool {
+        self.is_leaving.load(Ordering::Acquire)
     }
 
     /// The flags for a client.
@@ -115,18 +125,45 @@ fn preferred_block(bytes: u32) -> u32 {
     bytes.next_power_of_two().clamp(4096, 32 << 20)
 }
 
-/// All disks of an export, in the order in which they were given.
+/// The disks of an export, in the order in which they were given. Asked in handshakes and at the
+/// end, never for a request.
 #[derive(Debug)]
-pub(crate) struct Exports(pub(crate) Vec<Arc<Exported>>);
+pub(crate) struct Exports {
+    disks: Mutex<Vec<Arc<Exported>>>,
+    /// One disk was given: the empty name stands for it, too.
+    has_one: bool,
+}
 
 impl Exports {
+    pub(crate) fn new(disks: Vec<Arc<Exported>>) -> Exports {
+        Exports { has_one: disks.len() == 1, disks: Mutex::new(disks) }
+    }
+
+    /// A panic elsewhere leaves the list valid.
+    fn lock(&self) -> MutexGuard<'_, Vec<Arc<Exported>>> {
+        self.disks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Those that have not left.
+    pub(crate) fn all(&self) -> Vec<Arc<Exported>> {
+        self.lock().clone()
+    }
+
     /// The disk with this name. The empty name stands for the only disk, too.
-    pub(crate) fn find(&self, name: &[u8]) -> Option<&Arc<Exported>> {
-        let named = self.0.iter().find(|export| export.name.as_bytes() == name);
-        named.or(match self.0.as_slice() {
-            [only] if name.is_empty() => Some(only),
-            _ => None,
-        })
+    pub(crate) fn find(&self, name: &[u8]) -> Option<Arc<Exported>> {
+        let disks = self.lock();
+        let named = disks.iter().find(|export| export.name.as_bytes() == name);
+        named.or(if self.has_one && name.is_empty() { disks.first() } else { None }).cloned()
+    }
+
+    /// Takes a disk out: no client finds it any more, and requests of those that have are refused.
+    /// `None`: it has left before.
+    pub(crate) fn remove(&self, name: &str) -> Option<Arc<Exported>> {
+        let mut disks = self.lock();
+        let place = disks.iter().position(|export| export.name == name)?;
+        let export = disks.remove(place);
+        export.is_leaving.store(true, Ordering::Release);
+        Some(export)
     }
 }
 
@@ -176,7 +213,17 @@ mod tests {
 
     #[test]
     fn the_only_disk_is_the_default_one() {
-        let one = Exports(vec![Arc::new(exported(false))]);
+        let one = Exports::new(vec![Arc::new(exported(false))]);
         assert!(one.find(b"").is_some() && one.find(b"a").is_some() && one.find(b"b").is_none());
+    }
+
+    #[test]
+    fn a_disk_that_has_left_is_found_by_no_name() {
+        let exports = Exports::new(vec![Arc::new(exported(false))]);
+        let known = exports.find(b"a").expect("it is there");
+        assert!(!known.is_leaving());
+        assert!(exports.remove("a").is_some() && exports.remove("a").is_none());
+        assert!(known.is_leaving());
+        assert!(exports.find(b"").is_none() && exports.find(b"a").is_none());
     }
 }

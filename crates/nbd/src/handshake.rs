@@ -213,7 +213,7 @@ impl Handshake<'_> {
     /// The export with this name.
     fn find(&self, name: &[u8]) -> Result<Arc<Exported>, Refusal> {
         let found = self.queue.shared.exports.find(name);
-        found.cloned().ok_or_else(|| {
+        found.ok_or_else(|| {
             let name = String::from_utf8_lossy(name);
             // A text of an error has 4096 bytes at most.
             let name: String = name.chars().take(1000).collect();
@@ -244,7 +244,7 @@ impl Handshake<'_> {
     fn list(&mut self, data: &[u8]) -> Result<(), Refusal> {
         nothing("list", data)?;
         let mut all = Vec::new();
-        for export in &self.queue.shared.exports.0 {
+        for export in self.queue.shared.exports.all() {
             let (name, description) = (export.name.as_bytes(), export.description.as_bytes());
             let mut data = Vec::new();
             ListedExport { name, description }.push(&mut data);

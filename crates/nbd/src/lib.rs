@@ -23,8 +23,8 @@
 //!
 //! Modules use one another in one direction only: [`options`] ◄ `exported` ◄ `ending`, `idle`,
 //! `peers` ◄ `queue` (what a queue thread has) ◄ `end` ◄ `transport` ◄ `input` ◄ `handshake` ◄
-//! `session` (requests) ◄ `connection` ◄ `accept` ◄ `export` (control thread), `on_ring` (a ring of
-//! the caller). The wire is in
+//! `session` (requests) ◄ `connection` ◄ `accept` ◄ `export` (control thread, with `leaving`), `on_ring`
+//! (a ring of the caller). The wire is in
 //! `ringdisk-nbd-protocol`.
 
 #![forbid(unsafe_code)]
@@ -38,6 +38,7 @@ mod exported;
 mod handshake;
 mod idle;
 mod input;
+mod leaving;
 mod on_ring;
 pub mod options;
 mod peers;
@@ -47,6 +48,7 @@ mod transport;
 
 pub use ending::StopHandle;
 pub use export::Export;
+pub use leaving::DiskHandle;
 pub use on_ring::RingExport;
 pub use options::{AllowedUsers, DirtyBitmap, NamedDisk, NbdOptions, TlsOptions};
 pub use peers::Peer;

@@ -38,7 +38,7 @@ impl RingExport {
     ///
     /// * `listeners`: listening stream sockets that do not block; their names, if they have any,
     ///   are the caller's to remove.
-    /// * `options`: `idle_exit`, `held` and the threads mean nothing here.
+    /// * `options`: `idle_exit`, `held`, `beside_another` and the threads mean nothing here.
     ///
     /// Errors: [`ErrorKind::Usage`] for disks and options that cannot be; no descriptor is left.
     pub fn start(
@@ -53,7 +53,7 @@ impl RingExport {
             Error::new(ErrorKind::System, "a listening socket cannot be used").source(error)
         })?;
         let exports = disks.into_iter().map(|disk| Arc::new(Exported::new(disk, options)));
-        let exports = Arc::new(Exports(exports.collect()));
+        let exports = Arc::new(Exports::new(exports.collect()));
         let shared = Arc::new(Shared::new(exports, options, 1));
         let (cells, ending) = (Arc::new(QueueCells::default()), Arc::new(Ending::default()));
         let queue = Rc::new(Queue::new(ring.clone(), cells, shared, ending, 0));

@@ -101,6 +101,9 @@ pub struct NbdOptions {
     /// No word of a client is read before [`Export::release`](crate::Export::release): those that
     /// come wait.
     pub held: bool,
+    /// Another export of this process is in charge of the disks: it closes them, after each has left
+    /// this export ([`Export::disk_handle`](crate::Export::disk_handle)).
+    pub beside_another: bool,
     /// TLS; `None`: STARTTLS is refused.
     pub tls: Option<TlsOptions>,
     /// Who may connect to Unix sockets; `None`: everybody who can reach them.
@@ -115,6 +118,7 @@ impl Default for NbdOptions {
             handshake_limit: Some(HANDSHAKE_DEFAULT),
             idle_exit: None,
             held: false,
+            beside_another: false,
             tls: None,
             allowed_users: None,
         }

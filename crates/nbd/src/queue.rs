@@ -17,7 +17,7 @@ use ringdisk_ring::{Parker, Ring, SetupError};
 use rustix::net::{Shutdown, shutdown};
 
 use crate::ending::Ending;
-use crate::exported::Exports;
+use crate::exported::{Exported, Exports};
 use crate::idle::Idle;
 use crate::options::{AllowedUsers, NbdOptions, TlsOptions};
 use crate::peers::Peers;
@@ -62,6 +62,13 @@ impl Shared {
     /// Names the thread that accepts. Once.
     pub(crate) fn set_first(&self, first: ThreadHandle<Work>) {
         let _ = self.first.set(first);
+    }
+
+    /// Does something on the thread that accepts, soon.
+    pub(crate) fn tell_first(&self, job: impl FnOnce(&Rc<Queue>) + Send + 'static) {
+        if let Some(first) = self.first.get() {
+            first.send(job);
+        }
     }
 
     /// Connections of all threads.
@@ -110,8 +117,8 @@ impl Drop for Place {
     fn drop(&mut self) {
         let was_full = self.shared.is_full();
         self.shared.counts[self.thread].fetch_sub(1, Ordering::AcqRel);
-        if was_full && let Some(first) = self.shared.first.get() {
-            first.send(|queue| queue.has_room());
+        if was_full {
+            self.shared.tell_first(|queue| queue.has_room());
         }
     }
 }
@@ -182,6 +189,8 @@ pub(crate) struct Queue {
     pub(crate) admission: Admission,
     /// Of all connections.
     pub(crate) sockets: RefCell<Vec<Rc<OwnedFd>>>,
+    /// Those in their transmission phase, with the disk that each uses.
+    sessions: RefCell<Vec<(Arc<Exported>, Rc<OwnedFd>)>>,
     /// Replies that have not left, on all connections.
     pub(crate) unsent: Cell<usize>,
     /// Requests that come are answered with ESHUTDOWN.
@@ -207,6 +216,7 @@ impl Queue {
             number,
             admission: Admission::default(),
             sockets: RefCell::default(),
+            sessions: RefCell::default(),
             unsent: Cell::new(0),
             is_ending: Cell::new(false),
             acceptors: RefCell::default(),
@@ -234,7 +244,7 @@ impl Queue {
         }
     }
 
-    fn end_if_idle(self: &Rc<Queue>) {
+    pub(crate) fn end_if_idle(self: &Rc<Queue>) {
         let Some(limit) = self.shared.idle.limit else { return };
         let queue = Rc::clone(self);
         self.ring.spawn(async move {
@@ -246,6 +256,44 @@ impl Queue {
                 queue.ending.stopped();
             }
         });
+    }
+
+    /// A connection uses a disk from now on. `false`: the disk has left the export.
+    pub(crate) fn begin_session(&self, export: &Arc<Exported>, socket: &Rc<OwnedFd>) -> bool {
+        if export.is_leaving() {
+            return false;
+        }
+        self.sessions.borrow_mut().push((Arc::clone(export), Rc::clone(socket)));
+        true
+    }
+
+    /// The connection uses no disk any more.
+    pub(crate) fn end_session(&self, socket: &Rc<OwnedFd>) {
+        self.sessions.borrow_mut().retain(|(_, other)| !Rc::ptr_eq(other, socket));
+    }
+
+    /// Ends the connections that use a disk which leaves the export: requests in flight are
+    /// answered, and later ones are not read. Returns when no request of theirs is in flight.
+    ///
+    /// * `limit`: for the last replies to leave.
+    pub(crate) async fn dismiss(&self, export: &Arc<Exported>, limit: Duration) {
+        let shut = |how| {
+            let sessions = self.sessions.borrow();
+            let theirs = sessions.iter().filter(|(used, _)| Arc::ptr_eq(used, export));
+            for (_, socket) in theirs {
+                let _ = shutdown(&**socket, how);
+            }
+        };
+        let gone = async || {
+            while self.sessions.borrow().iter().any(|(used, _)| Arc::ptr_eq(used, export)) {
+                self.ring.sleep(DRAIN_POLL).await;
+            }
+        };
+        shut(Shutdown::Read);
+        if self.ring.within(limit, gone()).await.is_err() {
+            shut(Shutdown::Both);
+            gone().await;
+        }
     }
 
     /// Takes no more requests, waits for those in flight, then sends clients away.

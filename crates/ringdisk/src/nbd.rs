@@ -14,7 +14,7 @@ use ringdisk_daemon::stats::Report;
 use ringdisk_daemon::topology;
 use ringdisk_disk::Layer;
 use ringdisk_export::stats::Stats;
-use ringdisk_nbd::{Export, NamedDisk, NbdOptions, Peer, StopHandle};
+use ringdisk_nbd::{DiskHandle, Export, NamedDisk, NbdOptions, Peer, StopHandle};
 use ringdisk_ring::Topology;
 use serde_json::Value;
 
@@ -53,6 +53,11 @@ impl Served {
     /// Takes clients from now on.
     pub(crate) fn release(&mut self) {
         self.export.release();
+    }
+
+    /// Ends one disk for the export that is in charge of it.
+    pub(crate) fn disk_handle(&self, name: &str) -> DiskHandle {
+        self.export.disk_handle(name)
     }
 
     /// What was asked for and could not be had.

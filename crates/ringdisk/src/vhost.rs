@@ -14,7 +14,7 @@ use ringdisk_daemon::stats::Report;
 use ringdisk_daemon::topology;
 use ringdisk_disk::Disk;
 use ringdisk_export::CommonOptions;
-use ringdisk_export::stats::Stats;
+use ringdisk_export::stats::{QueueStats, Stats};
 use ringdisk_ring::Topology;
 use ringdisk_vhost::export::{
     AccelHandle, AccelOptions, Acceleration, Connector, HandOverHandle, Health, Packed, Prepared,
@@ -24,6 +24,7 @@ use ringdisk_vhost::{Export, ExportOptions, Listen, StopHandle};
 use serde_json::Value;
 
 use crate::cli::{AccelWord, DiskArgs};
+use crate::nbd;
 
 /// Virtqueues of a disk with these options.
 pub(crate) fn queues(args: &DiskArgs) -> u16 {
@@ -90,6 +91,8 @@ pub(crate) struct Served {
     export: Export,
     name: String,
     since: Instant,
+    /// NBD clients have it, too.
+    nbd: Option<nbd::Handle>,
 }
 
 /// Stops a disk and reads its counters, from any thread, also after its end.
@@ -102,6 +105,7 @@ pub(crate) struct Handle {
     switch: AccelHandle,
     name: String,
     since: Instant,
+    nbd: Option<nbd::Handle>,
 }
 
 impl Served {
@@ -110,12 +114,21 @@ impl Served {
     /// Errors: options that cannot be, those of the socket and of the rings.
     pub(crate) fn start(disk: Arc<Disk>, options: ExportOptions) -> Result<Served, Failure> {
         let name = options.common.name.clone();
-        Ok(Served { export: Export::start(disk, options)?, name, since: Instant::now() })
+        Ok(Served::of(Export::start(disk, options)?, name))
     }
 
     /// Serves what another process has handed over.
     pub(crate) fn go(prepared: Prepared, name: String) -> Served {
-        Served { export: prepared.go(), name, since: Instant::now() }
+        Served::of(prepared.go(), name)
+    }
+
+    fn of(export: Export, name: String) -> Served {
+        Served { export, name, since: Instant::now(), nbd: None }
+    }
+
+    /// NBD clients have the disk, too: they are listed and counted with it.
+    pub(crate) fn counts_with(&mut self, nbd: nbd::Handle) {
+        self.nbd = Some(nbd);
     }
 
     /// Takes front ends from now on, if they had to wait for it ([`ExportOptions::held`]).
@@ -148,6 +161,7 @@ impl Served {
             switch: self.export.accel_handle(),
             name: self.name.clone(),
             since: self.since,
+            nbd: self.nbd.clone(),
         }
     }
 
@@ -176,10 +190,17 @@ impl Handle {
 
 impl Serving for Handle {
     fn report(&self) -> Report {
+        let mut stats = (self.stats)();
+        if let Some(nbd) = &self.nbd {
+            let first = stats.queues.len();
+            let theirs = nbd.report().stats.queues.into_iter();
+            let renumber = |queue: QueueStats| QueueStats { thread: first + queue.thread, ..queue };
+            stats.queues.extend(theirs.map(renumber));
+        }
         Report {
             name: self.name.clone(),
             elapsed: self.since.elapsed(),
-            stats: (self.stats)(),
+            stats,
             device: Some((self.health)()),
             accel: self.accel.as_ref().map(|read| read()),
         }
@@ -193,6 +214,7 @@ impl Serving for Handle {
         let pid = (self.health)().front_end_pid;
         pid.map(|pid| SocketClient { pid: Some(pid), ..SocketClient::default() })
             .into_iter()
+            .chain(self.nbd.iter().flat_map(nbd::Handle::clients))
             .collect()
     }
 

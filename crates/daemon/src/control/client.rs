@@ -25,6 +25,7 @@ use rustix::net::sockopt::socket_peercred;
 use rustix::process::{PidfdFlags, pidfd_open};
 use serde_json::Value;
 
+use crate::control::address;
 use crate::control::protocol::{Command, REPLY_BYTES_MAX, Reply, VERSION};
 use crate::control::registry::{
     candidates, connect_now, is_served, name_of_disk, name_of_mount, name_of_path, owner_of,
@@ -75,8 +76,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to the server of the mount at `path`, or of the disk whose vhost-user socket that
-    /// is.
+    /// Connects to the server of the mount at `path`, or of the disk with this socket or address.
     ///
     /// * `limit`: for the server to take us.
     ///
@@ -120,6 +120,13 @@ impl Client {
             // Only now: the file of a mount is not looked at.
             _ => match (socket(path), mountpoint.as_ref()) {
                 (Some(socket), _) => socket,
+                (None, Err(_)) if address::name_of(path).is_some() => {
+                    return Err(Failure::new(
+                        Exit::Mountpoint,
+                        format!("no ringdisk of this user serves NBD clients at '{shown}'"),
+                    )
+                    .hint("`ringdisk ps` lists what is served"));
+                }
                 (None, Err(_)) => {
                     mountpoint?;
                     return Err(Failure::new(Exit::Mountpoint, format!("no such path: '{shown}'")));
@@ -477,7 +484,11 @@ fn is_left(path: &Path) -> bool {
 /// The server that made a socket is gone.
 fn stale(path: &Path) -> Failure {
     let shown = path.display().to_string();
-    Failure::new(Exit::Mountpoint, format!("the server of '{shown}' is gone")).hint(format!(
+    let gone = Failure::new(Exit::Mountpoint, format!("the server of '{shown}' is gone"));
+    if !path.exists() && address::name_of(path).is_some() {
+        return gone.hint("start it anew: nothing is left of it but its control socket");
+    }
+    gone.hint(format!(
         "the next `ringdisk serve` with this socket replaces it; `rm {}` removes it",
         shell_word(&shown)
     ))
@@ -525,14 +536,19 @@ fn gone(error: &io::Error) -> Failure {
 /// The name of the control socket of the disk whose vhost-user socket this may be, and its owner.
 /// `None`: it is none.
 fn socket(path: &Path) -> Option<(String, u32)> {
-    let real = real_path(path).ok()?;
-    let name = name_of_disk(&real);
-    match fs::symlink_metadata(&real) {
-        Ok(meta) => meta.file_type().is_socket().then(|| (name, meta.uid())),
-        // The front end makes the socket (--connect), and has not.
-        Err(_) => {
-            let is_there = candidates(&name, user()).iter().any(|path| path.exists());
-            is_there.then(|| (name, user()))
+    let ours = |name: String| {
+        let is_there = candidates(&name, user()).iter().any(|path| path.exists());
+        is_there.then(|| (name, user()))
+    };
+    let real = real_path(path).ok();
+    match real.as_deref().map(|real| (real, fs::symlink_metadata(real))) {
+        Some((real, Ok(meta))) => {
+            meta.file_type().is_socket().then(|| (name_of_disk(real), meta.uid()))
+        }
+        // The front end makes the socket (--connect), and has not; or it is no path.
+        absent => {
+            let by_path = absent.and_then(|(real, _)| ours(name_of_disk(real)));
+            by_path.or_else(|| ours(name_of_disk(&address::name_of(path)?)))
         }
     }
 }

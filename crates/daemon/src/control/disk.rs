@@ -39,7 +39,7 @@ use crate::stats::layer_json;
 use crate::stopping::{Stage, Stopping};
 use crate::terminal::{shell_word, visible};
 
-pub use describe::{ServedAs, SocketClient};
+pub use describe::{NbdPlace, ServedAs, SocketClient};
 pub use serving::Serving;
 
 /// A disk under control.

@@ -8,6 +8,7 @@
 //! [`server::Commands`] (those of a disk are in [`disk`]), [`client`] is the other end, [`many`]
 //! one that asks all servers of the machine; [`checkpoint`] is what several of them do together.
 
+pub mod address;
 pub mod checkpoint;
 pub mod client;
 pub mod disk;

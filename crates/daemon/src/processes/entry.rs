@@ -63,6 +63,8 @@ pub struct Entry {
     pub kind: String,
     /// The mountpoint, the socket, or the addresses.
     pub place: String,
+    /// Where else it is served.
+    pub also: Option<String>,
     /// The image, as the server names it.
     pub image: String,
     /// Its format.
@@ -92,6 +94,7 @@ impl Entry {
             user: None,
             kind: String::from("unknown"),
             place,
+            also: None,
             image: String::new(),
             format: None,
             size: None,
@@ -198,6 +201,7 @@ impl Entry {
         if let Some(place) = text("where").filter(|place| !place.is_empty()) {
             self.place = place;
         }
+        self.also = text("also");
         self.image = text("image").unwrap_or_default();
         self.format = text("format");
         self.size = value["size"].as_u64();
@@ -234,6 +238,7 @@ impl Entry {
             "uid": self.user,
             "kind": self.kind,
             "where": self.place,
+            "also": self.also,
             "image": self.image,
             "format": self.format,
             "size": self.size,

@@ -51,7 +51,11 @@ fn row(entry: &Entry, now: SystemTime) -> [String; 8] {
         entry.state.word().to_owned(),
         since.filter(|_| entry.is_alive()).unwrap_or_else(dash),
         entry.size.map_or_else(dash, human_size),
-        entry.place.clone(),
+        [Some(entry.place.as_str()), entry.also.as_deref()]
+            .into_iter()
+            .flatten()
+            .collect::<Vec<_>>()
+            .join(", "),
         format!("{}{}{mode}", entry.image, format.unwrap_or_default()),
         users,
     ]

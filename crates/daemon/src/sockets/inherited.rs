@@ -134,7 +134,10 @@ pub fn take_listeners<'a>(
         }
         let is_unix = socket_domain(&socket) == Ok(AddressFamily::UNIX);
         let path = is_unix.then(|| bound_to(&socket)).flatten();
-        let shown = path.as_ref().map_or(shown, |path| path.display().to_string());
+        let shown = match &path {
+            Some(path) => path.display().to_string(),
+            None => local_address(&socket).unwrap_or(shown),
+        };
         all.push(GivenListener { socket, path, shown });
     }
     Ok(all)
@@ -202,6 +205,12 @@ fn look(socket: OwnedFd, shown: String) -> Result<Inherited, Failure> {
     }
     let path = listens.then(|| bound_to(&socket)).flatten();
     Ok(Inherited { socket, listens, path, shown })
+}
+
+/// The address of TCP that a socket is bound to: `127.0.0.1:10809`.
+fn local_address(socket: &OwnedFd) -> Option<String> {
+    let address = std::net::SocketAddr::try_from(getsockname(socket).ok()?).ok()?;
+    Some(address.to_string())
 }
 
 /// The path of a socket, if it has one that does not depend on a current directory.

@@ -94,7 +94,7 @@ async fn take(
             return Err(end);
         }
     }
-    if session.queue.is_ending.get() {
+    if session.queue.is_ending.get() || session.export.is_leaving() {
         session.refuse(&slot, &request, &Refusal::new(errno::ESHUTDOWN, "the server ends"));
         return Ok(true);
     }

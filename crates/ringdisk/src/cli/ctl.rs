@@ -39,9 +39,11 @@ Examples:
 #[derive(Args, Debug)]
 #[command(after_help = CTL_EXAMPLES)]
 pub(crate) struct CtlArgs {
-    /// The file that the image is served as, or the socket of `ringdisk serve`
+    /// The file that the image is served as, the socket of `ringdisk serve`, or the HOST:PORT of
+    /// `serve --nbd`
     ///
-    /// Of several disks that are served over NBD: SOCKET/NAME, with the name of the export.
+    /// Of several disks that are served over NBD: SOCKET/NAME or HOST:PORT/NAME, with the name of
+    /// the export. HOST as it was given to `serve`. `ringdisk ps` lists all targets.
     #[arg(value_name = "TARGET", value_hint = ValueHint::FilePath)]
     pub(crate) target: PathBuf,
 

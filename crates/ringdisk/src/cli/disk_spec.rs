@@ -80,6 +80,13 @@ fn words(arg: &Arg, values: impl Iterator<Item = OsString>) -> Vec<OsString> {
 }
 
 impl DiskWords {
+    /// Whether an option was given for all disks.
+    ///
+    /// * `id`: its identifier.
+    pub(super) fn has(&self, id: &str) -> bool {
+        self.0.iter().any(|given| given.id == id)
+    }
+
     /// Reads a SPEC.
     ///
     /// Errors: unknown keys, bad values, keys that exclude each other; the text names the SPEC.

@@ -25,7 +25,7 @@ const SERVE_LONG: &str = "\
 Serves the disk inside IMAGE to a virtual machine, through the socket SOCKET (vhost-user-blk), \
 until it is \
 stopped by Ctrl-C (SIGINT), SIGTERM, SIGHUP or `ringdisk ctl SOCKET stop`. With --nbd ADDRESS it \
-is served to NBD clients instead (docs/nbd.md).
+is served to NBD clients, without a socket for a virtual machine or beside it (docs/nbd.md).
 
 QEMU, Cloud Hypervisor, Firecracker, crosvm and libblkio connect to it, one at a time; the virtual \
 machine may \
@@ -75,7 +75,7 @@ Examples:
     long_about = SERVE_LONG,
     after_help = SERVE_EXAMPLES,
     override_usage = "ringdisk serve [OPTIONS] IMAGE --vhost-user-blk SOCKET\n       \
-                      ringdisk serve [OPTIONS] IMAGE --nbd ADDRESS\n       \
+                      ringdisk serve [OPTIONS] IMAGE [--vhost-user-blk SOCKET] --nbd ADDRESS\n       \
                       ringdisk serve [OPTIONS] --null SIZE --vhost-user-blk SOCKET\n       \
                       ringdisk serve [OPTIONS] --disk SPEC [--disk SPEC]..."
 )]
@@ -361,6 +361,14 @@ pub(crate) struct ServedDisk {
 }
 
 impl SocketArgs {
+    /// Whether the words say where front ends come from.
+    pub(crate) fn is_given(&self) -> bool {
+        self.vhost_user_blk.is_some()
+            || self.connect.is_some()
+            || self.socket_fd.is_some()
+            || self.socket_name.is_some()
+    }
+
     /// As the library takes them.
     pub(crate) fn options(&self) -> SocketOptions {
         SocketOptions {
@@ -467,9 +475,8 @@ impl ServeArgs {
             }
         }
         disks.iter().try_for_each(|disk| self.check_kept(&disk.args))?;
-        let check_nbd = |disk: &ServedDisk| self.nbd.check(&disk.args);
         let wrong = |text| refuse("serve", ErrorKind::ArgumentConflict, text);
-        disks.iter().try_for_each(check_nbd).map_err(wrong)?;
+        self.nbd.check(&disks, &self.words).map_err(wrong)?;
         self.check_alike(&disks)?;
         Ok(disks)
     }

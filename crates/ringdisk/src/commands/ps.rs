@@ -1,8 +1,10 @@
 //! `ringdisk ps`: the disks that are served on this machine.
 
 use std::io::Write as _;
+use std::path::Path;
 use std::time::SystemTime;
 
+use ringdisk_daemon::control::address;
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::processes::{self, Entry};
 use ringdisk_daemon::terminal::{self, Results, ended};
@@ -17,7 +19,9 @@ pub(crate) fn run(args: &PsArgs) -> Result<(), Failure> {
     let entries = processes::list(!args.targets)?;
     let mut out = Results::lock();
     if args.targets {
-        let with_name = |entry: &&Entry| entry.is_alive() && entry.place.starts_with('/');
+        let is_target =
+            |place: &str| place.starts_with('/') || address::name_of(Path::new(place)).is_some();
+        let with_name = |entry: &&Entry| entry.is_alive() && is_target(&entry.place);
         for entry in entries.iter().filter(with_name) {
             ended(writeln!(out, "{}", entry.place))?;
         }

@@ -1,6 +1,7 @@
 //! `ringdisk serve`: disks of virtual machines, their upgrades, kills and migrations; disks of NBD
 //! clients.
 
+mod beside;
 mod checkpoint;
 #[path = "../common/mod.rs"]
 mod common;

@@ -5,8 +5,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use ringdisk_testkit::mount::text;
-use ringdisk_testkit::process::{command, ok, ok_words};
-use rustix::process::Signal;
+use ringdisk_testkit::process::{LIMIT, command, ok, ok_words, until};
 use serde_json::Value;
 
 use crate::common::serving::{Daemon, Place, ctl, serve_command, stats};
@@ -204,11 +203,39 @@ fn a_port_of_this_machine_serves_and_a_port_in_use_is_refused() {
     let words = [text(&place.image), "-f", "raw", "--nbd", &address];
     let daemon = Daemon::of(&mut serve_command(&words));
     let uri = format!("nbd://127.0.0.1:{port}");
+    for target in [format!("127.0.0.1:{port}"), format!(":{port}"), address.clone()] {
+        assert_eq!(stats(Path::new(&target))["size"], 8 << 20, "{target}");
+    }
     assert_eq!(ok_words(&["nbdinfo", "--size", &uri]).trim(), (8 << 20).to_string());
     let other = Place::new("raw");
     let words = ["serve", text(&other.image), "-f", "raw", "--nbd", &address];
     ringdisk(Path::new("/"), &words).ends(5).says("cannot listen at 127.0.0.1");
-    daemon.process.signal(Signal::TERM);
+    let target = format!("127.0.0.1:{port}");
+    ctl(Path::new(&target), &["resize", "+1M"]).ok();
+    assert_eq!(ok_words(&["nbdinfo", "--size", &uri]).trim(), (9 << 20).to_string());
+    ctl(Path::new(&target), &["stop"]).ok();
+    daemon.ends(0);
+    ctl(Path::new(&target), &["stats"]).ends(4).says("serves NBD clients at");
+}
+
+#[test]
+fn disks_of_a_port_are_commanded_by_their_names_also_when_another_was_killed_there() {
+    let (place, other) = (Place::new("qcow2"), Place::new("raw"));
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let address = format!("localhost:{port}");
+    let first = format!("image={},export-name=a,format=qcow2", text(&place.image));
+    let second = format!("image={},export-name=b,format=raw", text(&other.image));
+    let words = ["--disk", &first, "--disk", &second, "--nbd", &address];
+    let killed = Daemon::of(&mut serve_command(&words));
+    let target = |name: &str| format!("{address}/{name}");
+    killed.kill();
+    let gone = || ctl(Path::new(&target("a")), &["stats"]);
+    until(LIMIT, || gone().err.contains("is gone").then_some(())).expect("it says so");
+    let daemon = Daemon::of(&mut serve_command(&words));
+    ctl(Path::new(&target("a")), &["resize", "+1M"]).ok();
+    let size = |name: &str| stats(Path::new(&target(name)))["size"].as_u64();
+    assert_eq!((size("a"), size("b")), (Some(9 << 20), Some(8 << 20)));
+    ctl(Path::new(&target("b")), &["stop"]).ok();
     daemon.ends(0);
 }
 
@@ -221,7 +248,10 @@ fn what_does_not_go_with_nbd_is_refused_in_words() {
     for (words, code, text) in [
         (&[image, "--nbd", "/tmp/x/s", "--keep"][..], 2, "cannot be used with"),
         (&[image, "--nbd", "/tmp/x/s", "--upgrade"], 2, "cannot be used with"),
-        (&[image, "--nbd", "/tmp/x/s", "--vhost-user-blk", "s"], 2, "cannot be used with"),
+        (&[image, "--nbd", "/tmp/x/s", "--queues", "2"], 2, "add --vhost-user-blk"),
+        (&[image, "--nbd", "/tmp/x/s", "--accel", "off"], 2, "--accel is for virtual"),
+        (&[image, "--nbd", "/tmp/x/s", "--share-rw"], 2, "NBD clients write anyway"),
+        (&[image, "--share-rw", "--vhost-user-blk", "/tmp/s"], 2, "--nbd"),
         (&[image, "--nbd", "host"], 2, "unix:PATH"),
         (&[image, "--nbd", "/tmp/x/s", "--max-connections", "0"], 2, "1 to 10000"),
         (&[image, "--nbd", "/nowhere/s"], 4, "the directory '/nowhere' does not exist"),

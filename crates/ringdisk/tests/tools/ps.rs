@@ -122,6 +122,10 @@ fn disks_over_sockets_are_listed_with_their_clients_and_when_killed_as_stale() {
     };
     let one = until(LIMIT, by_pid).expect("it is listed, without a socket of its own");
     assert_eq!((&one["kind"], &one["state"]), (&"nbd".into(), &"serving".into()));
+    let target = format!("127.0.0.1:{port}");
+    assert_eq!(one["where"], target.as_str());
+    let targets = ringdisk(Path::new("."), &["ps", "--targets"]).ok().out;
+    assert!(targets.lines().any(|line| line == target), "{targets}");
     nbd.signal(Signal::TERM);
     drop(nbd);
 }

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ringdisk_export::HaltReason;
+use ringdisk_export::{Beside, HaltReason};
 use rustix::event::epoll;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt::socket_peercred;
@@ -69,6 +69,8 @@ pub(super) struct Host {
     pub(super) record: Option<Record>,
     /// What a process that was killed left half done.
     pub(super) left: Left,
+    /// A second export of the disk.
+    pub(super) beside: Option<Arc<dyn Beside>>,
 }
 
 /// Why the waiting for a front end ended.
@@ -87,6 +89,9 @@ impl Host {
         let result = self.serve();
         // What follows may take long.
         drop(attended);
+        if let Some(beside) = &self.beside {
+            beside.end();
+        }
         let is_ours = !self.control.device.gives_up() && !matches!(result, Ok(End::HandedOver));
         let mut flushed = Ok(());
         if is_ours {
@@ -230,7 +235,9 @@ impl Host {
         };
         self.control.had_front_end = true;
         self.control.device.set_front_end(pid_of(&socket));
+        self.beside.iter().for_each(|beside| beside.client_came());
         let end = self.converse_on(&mut session, socket, wake.as_fd());
+        self.beside.iter().for_each(|beside| beside.client_gone());
         self.control.device.set_front_end(0);
         end
     }

@@ -9,7 +9,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ringdisk_export::{CommonOptions, THREADS_MAX, Threads};
+use ringdisk_export::{Beside, CommonOptions, THREADS_MAX, Threads};
 
 use super::accel::AccelOptions;
 use crate::device::OnError;
@@ -135,6 +135,9 @@ pub struct ExportOptions {
     /// ([`Export::go_on`](super::Export::go_on)), and the front end notices a pause. Not with
     /// `accel`.
     pub keep: Option<Box<dyn Keeper>>,
+    /// A second export of the disk in this process, which ends before the disk is closed. Not with
+    /// `accel`: the second export would not see what the kernel has in flight.
+    pub beside: Option<Arc<dyn Beside>>,
 }
 
 impl ExportOptions {
@@ -158,6 +161,7 @@ impl ExportOptions {
             pin_guest_memory: false,
             on_error: OnError::Report,
             keep: None,
+            beside: None,
         }
     }
 
@@ -183,6 +187,10 @@ impl ExportOptions {
         }
         if self.keep.is_some() && self.accel.is_some() {
             return usage(String::from("a disk that is kept is not served by the host kernel"));
+        }
+        if self.beside.is_some() && self.accel.is_some() {
+            let text = "a disk with a second export is not served by the host kernel";
+            return usage(String::from(text));
         }
         check_serial(&self.serial).or_else(usage)?;
         check_block_size(self.logical_block_size).or_else(usage)?;

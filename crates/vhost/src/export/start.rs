@@ -86,6 +86,7 @@ pub(super) fn prepare(
         is_deaf: false,
         record,
         left,
+        beside: options.beside,
     };
     host.record_start()?;
     let export = Export {
@@ -193,6 +194,10 @@ fn never_in_kernel(options: &ExportOptions) -> Option<&'static str> {
         (Some(_), _) => None,
         (None, _) if options.keep.is_some() => Some(
             "it was started with --keep, and the kernel would lose virtqueues with the process",
+        ),
+        (None, _) if options.beside.is_some() => Some(
+            "it is served over NBD, too, and NBD clients would not see what the kernel has in \
+             flight",
         ),
         (None, Packed::On) => {
             Some("it was started with --packed on, and the kernel knows no packed virtqueues")

@@ -15,6 +15,7 @@ use crate::failure::Failure;
 use crate::helper;
 use crate::metrics::{self, Cache, DiskFacts, Sample};
 use crate::stopping::Stage;
+use crate::terminal::visible;
 
 /// Where clients find a disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -33,14 +34,36 @@ pub enum ServedAs {
     VhostUser {
         /// The socket.
         socket: PathBuf,
+        /// Where NBD clients find it, too.
+        nbd: Option<NbdPlace>,
     },
     /// To NBD clients.
     Nbd {
-        /// Where they connect, for people: `at 127.0.0.1:10809`.
-        addresses: Vec<String>,
-        /// The name that they ask for.
-        export: String,
+        /// What `ringdisk ctl` finds it by; `None`: nothing.
+        target: Option<PathBuf>,
+        /// All of its addresses.
+        place: NbdPlace,
     },
+}
+
+/// Where NBD clients find a disk.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NbdPlace {
+    /// Where they connect, for people: `at 127.0.0.1:10809`.
+    pub addresses: Vec<String>,
+    /// The name that they ask for.
+    pub export: String,
+}
+
+impl NbdPlace {
+    /// For people: ` as 'NAME' at 127.0.0.1:10809`.
+    pub fn text(&self) -> String {
+        let name = match self.export.as_str() {
+            "" => String::new(),
+            name => format!(" as '{}'", visible(name)),
+        };
+        format!("{name} {}", self.addresses.join(", "))
+    }
 }
 
 impl ServedAs {
@@ -49,13 +72,29 @@ impl ServedAs {
         match self {
             ServedAs::Unknown => ("unknown", String::new()),
             ServedAs::Mount { mountpoint, .. } => ("mount", mountpoint.display().to_string()),
-            ServedAs::VhostUser { socket } => ("vhost-user-blk", socket.display().to_string()),
-            ServedAs::Nbd { addresses, export } if export.is_empty() => {
-                ("nbd", addresses.join(", "))
+            ServedAs::VhostUser { socket, .. } => ("vhost-user-blk", socket.display().to_string()),
+            ServedAs::Nbd { target: Some(target), .. } => ("nbd", target.display().to_string()),
+            ServedAs::Nbd { target: None, place } => ("nbd", place.text().trim().to_owned()),
+        }
+    }
+
+    /// Where NBD clients find it.
+    fn nbd(&self) -> Option<&NbdPlace> {
+        match self {
+            ServedAs::Nbd { place, .. } => Some(place),
+            ServedAs::VhostUser { nbd, .. } => nbd.as_ref(),
+            ServedAs::Mount { .. } | ServedAs::Unknown => None,
+        }
+    }
+
+    /// Where else it is served, for people.
+    fn also(&self) -> Option<String> {
+        match self {
+            ServedAs::VhostUser { nbd: Some(place), .. } => Some(format!("NBD{}", place.text())),
+            ServedAs::Nbd { place, .. } if place.addresses.len() > 1 => {
+                Some(format!("NBD{}", place.text()))
             }
-            ServedAs::Nbd { addresses, export } => {
-                ("nbd", format!("'{export}' {}", addresses.join(", ")))
-            }
+            _ => None,
         }
     }
 }
@@ -105,6 +144,7 @@ impl DiskControl {
             "read-only": disk.is_read_only(),
             "kind": kind,
             "where": place,
+            "also": self.served_as.also(),
             "connection": connection,
             "since": since,
             "state": state,
@@ -182,10 +222,7 @@ impl DiskControl {
 
     /// Programs that use the disk over a socket.
     fn clients(&self) -> Vec<Value> {
-        let export = match &self.served_as {
-            ServedAs::Nbd { export, .. } => Some(export),
-            _ => None,
-        };
+        let export = self.served_as.nbd().map(|place| &place.export);
         let clients = self.serving.clients().into_iter();
         let ours =
             clients.filter(|client| client.export.is_none() || client.export.as_ref() == export);

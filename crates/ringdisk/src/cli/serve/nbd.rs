@@ -8,7 +8,7 @@ use clap::Args;
 use ringdisk_daemon::size::parse_time;
 use ringdisk_nbd::options::{CONNECTIONS_DEFAULT, CONNECTIONS_MAX, check_text};
 
-use super::{DiskArgs, NbdAccessArgs};
+use super::{AccelWord, DiskWords, NbdAccessArgs, ServedDisk};
 
 /// A host that only programs of this machine reach.
 const LOOPBACK: &str = "127.0.0.1";
@@ -21,13 +21,11 @@ pub(crate) struct NbdArgs {
     ///
     /// Each disk is an export of every address. fd:N is a listening socket that the process is
     /// started with, by its number (fd:3), or by the name that a service manager gives it
-    /// (FileDescriptorName). Over TCP without --tls-creds anybody who reaches the port reads and
+    /// (FileDescriptorName). Beside --vhost-user-blk NBD clients have the same disk, read-only
+    /// without --share-rw. Over TCP without --tls-creds anybody who reaches the port reads and
     /// writes the disk.
     #[arg(long, value_name = "ADDRESS", value_parser = parse_address, help_heading = "NBD options",
-          conflicts_with_all = ["vhost_user_blk", "connect", "socket_fd", "socket_name",
-          "second_front_end", "upgrade", "keep", "incoming", "queues", "queue_size", "serial",
-          "logical_block_size", "physical_block_size", "packed", "on_error", "accel",
-          "accel_engine", "accel_workers", "pin_guest_memory"])]
+          conflicts_with_all = ["upgrade", "keep", "incoming"])]
     pub(crate) nbd: Vec<Address>,
 
     /// NBD clients at once; further ones wait
@@ -44,6 +42,14 @@ pub(crate) struct NbdArgs {
     #[arg(long, value_name = "TIME", value_parser = parse_time, requires = "nbd",
           help_heading = "NBD options")]
     pub(crate) idle_exit: Option<Duration>,
+
+    /// Let NBD clients write to the disk of a virtual machine while that uses it
+    ///
+    /// Most file systems are damaged by a second writer: only for guests that expect it (cluster
+    /// file systems, tools of the guest that are coordinated with it). Limits, flushes and
+    /// checkpoints hold for both.
+    #[arg(long, requires = "nbd", help_heading = "NBD options")]
+    pub(crate) share_rw: bool,
 
     #[command(flatten)]
     pub(crate) access: NbdAccessArgs,
@@ -72,26 +78,74 @@ pub(crate) struct NbdDiskArgs {
     pub(crate) bitmap: Vec<String>,
 }
 
+/// What only virtual machines see of a disk, or have to do with.
+const OF_GUESTS: [&str; 11] = [
+    "second_front_end",
+    "queues",
+    "queue_size",
+    "serial",
+    "logical_block_size",
+    "physical_block_size",
+    "packed",
+    "on_error",
+    "accel_engine",
+    "accel_workers",
+    "pin_guest_memory",
+];
+
 impl NbdArgs {
-    /// Errors: words about NBD without an address; a disk that has a socket of its own beside one.
-    pub(super) fn check(&self, disk: &DiskArgs) -> Result<(), &'static str> {
-        let place = &disk.place;
-        let has_socket = place.vhost_user_blk.is_some()
-            || place.connect.is_some()
-            || place.socket_fd.is_some()
-            || place.socket_name.is_some();
-        let NbdDiskArgs { export_name, description, bitmap } = &disk.nbd;
-        let has_words = export_name.is_some() || description.is_some() || !bitmap.is_empty();
-        match self.nbd.is_empty() {
-            false if has_socket => Err(
-                "a disk is served over NBD or to a virtual machine: give --nbd, or each disk its \
-                 own socket",
-            ),
-            true if has_words => {
-                Err("--export-name, --description and --bitmap are for NBD: add --nbd ADDRESS")
-            }
-            _ => Ok(()),
+    /// Errors: words about NBD without an address; words about virtual machines without a socket
+    /// for them; disks of which some have such a socket and some do not; what cannot be served to
+    /// both.
+    pub(super) fn check(&self, disks: &[ServedDisk], words: &DiskWords) -> Result<(), String> {
+        let refuse = |text: &str| Err(String::from(text));
+        let has_words = |disk: &ServedDisk| {
+            let NbdDiskArgs { export_name, description, bitmap } = &disk.args.nbd;
+            export_name.is_some() || description.is_some() || !bitmap.is_empty()
+        };
+        if self.nbd.is_empty() {
+            return match disks.iter().any(has_words) {
+                true => refuse(
+                    "--export-name, --description and --bitmap are for NBD: add --nbd ADDRESS",
+                ),
+                false => Ok(()),
+            };
         }
+        let guests = disks.iter().filter(|disk| disk.args.place.is_given()).count();
+        if guests == 0 {
+            let of_guests = OF_GUESTS.into_iter().chain(["accel"]);
+            return match of_guests.into_iter().find(|id| words.has(id)) {
+                Some(id) => Err(format!(
+                    "--{} is for virtual machines: add --vhost-user-blk SOCKET",
+                    id.replace('_', "-")
+                )),
+                None if self.share_rw => {
+                    refuse("--share-rw is for disks of virtual machines: NBD clients write anyway")
+                }
+                None => Ok(()),
+            };
+        }
+        if guests < disks.len() {
+            return refuse(
+                "beside --nbd each disk has a socket for a virtual machine, or none has one",
+            );
+        }
+        let is_passed = |disk: &ServedDisk| {
+            disk.args.place.socket_fd.is_some() || disk.args.place.socket_name.is_some()
+        };
+        let given = |address: &Address| matches!(address, Address::Given(_));
+        if self.nbd.iter().any(given) && disks.iter().any(is_passed) {
+            return refuse(
+                "--nbd fd:N does not go with --socket-fd and --socket-name: name one by its path",
+            );
+        }
+        if disks.iter().any(|disk| disk.args.device.accel == AccelWord::Require) {
+            return refuse(
+                "--accel require and --nbd contradict each other: NBD clients would not see what \
+                 the kernel has in flight",
+            );
+        }
+        Ok(())
     }
 }
 

@@ -4,16 +4,16 @@
 //! start fails; at a clean end everything but the images is. No word of a client is read before the
 //! process is confined. All disks end together.
 
-mod access;
+pub(super) mod access;
+pub(super) mod addresses;
+pub(super) mod exports;
 
-use std::net::{TcpListener, ToSocketAddrs};
-use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ringdisk_daemon::background::Background;
 use ringdisk_daemon::confine::{self, Reach};
-use ringdisk_daemon::control::disk::{DiskControl, ServedAs};
+use ringdisk_daemon::control::disk::{DiskControl, NbdPlace, ServedAs};
 use ringdisk_daemon::control::server::Server;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::helper;
@@ -24,19 +24,19 @@ use ringdisk_daemon::notify::Notify;
 use ringdisk_daemon::pidfile::Pidfile;
 use ringdisk_daemon::run_as::Wanted;
 use ringdisk_daemon::signals::{Actions, Phase};
-use ringdisk_daemon::sockets::{self, GivenListener, MadeSocket, Opened, SocketOptions};
+use ringdisk_daemon::sockets::MadeSocket;
 use ringdisk_daemon::terminal;
 use ringdisk_disk::Disk;
-use ringdisk_nbd::{CommonOptions, DirtyBitmap, NamedDisk, NbdOptions};
-use ringdisk_ring::Ring;
-use ringdisk_vhost::Listen;
+use ringdisk_nbd::{CommonOptions, NamedDisk, NbdOptions};
 
 use access::{Access, access};
+pub(in crate::commands) use addresses::listen_on;
+use addresses::{Listening, listen, places};
+use exports::{as_name, check_names, named};
 
 use super::privileges::{self, Inside};
 use super::{control, watch_start};
-use crate::cli::{Address, NbdArgs, ServeArgs, ServedDisk};
-use crate::commands::look;
+use crate::cli::{NbdArgs, ServeArgs, ServedDisk};
 use crate::commands::metrics::MetricsSockets;
 use crate::commands::open::{ImagePlan, new_image, reach};
 use crate::nbd::{Handle, Served};
@@ -49,16 +49,6 @@ struct Running {
     disk: Arc<Disk>,
     commands: Arc<DiskControl>,
     control: Option<(Server, helper::Named)>,
-}
-
-/// Where clients connect.
-struct Listening {
-    listeners: Vec<OwnedFd>,
-    made: Vec<MadeSocket>,
-    /// As users know them.
-    shown: Vec<String>,
-    /// The path of the first socket that has one: `ringdisk ctl` finds the disk by it.
-    path: Option<PathBuf>,
 }
 
 /// Serves until the end. Gives the exit code.
@@ -102,7 +92,8 @@ pub(super) fn serve(
     io_flusher::become_one_if(opened.iter().any(is_on_a_device));
     let started = listen(places, is_encrypted).and_then(|mut listening| {
         let listeners = std::mem::take(&mut listening.listeners);
-        let mut options = options(args, restricted, &plans);
+        let names = plans.iter().map(ImagePlan::name).collect();
+        let mut options = options(args, restricted, names);
         (options.tls, options.allowed_users) = (tls, users);
         let served = Served::start(opened.clone(), listeners, options)?;
         Ok((listening, served))
@@ -114,8 +105,7 @@ pub(super) fn serve(
     let handle = served.handle();
     let is_only = opened.len() == 1;
     let attend = |((plan, disk), named): ((&ImagePlan<'_>, &ServedDisk), NamedDisk)| {
-        let socket = listening.control_socket();
-        let path = socket.map(|path| control_path(&path, is_only, &named.name));
+        let path = listening.target().map(|path| control_path(&path, is_only, &named.name));
         attend(plan, disk, named, &handle, (path, restricted), &listening.shown)
     };
     let running: Vec<Running> = plans.iter().zip(disks).zip(opened).map(attend).collect();
@@ -175,22 +165,6 @@ pub(super) fn serve(
     result.map(|()| Exit::Clean.code())
 }
 
-/// Errors: two disks of one name.
-fn check_names(disks: &[ServedDisk]) -> Result<(), Failure> {
-    let name = |disk: &ServedDisk| disk.args.nbd.export_name.clone().unwrap_or_default();
-    for (number, disk) in disks.iter().enumerate() {
-        let this = name(disk);
-        if disks[..number].iter().any(|other| name(other) == this) {
-            let text = match this.as_str() {
-                "" => String::from("several disks need names: add export-name=NAME to each --disk"),
-                this => format!("two disks are named '{this}': give each its own export-name"),
-            };
-            return Err(Failure::new(Exit::Usage, text));
-        }
-    }
-    Ok(())
-}
-
 /// How the image of a disk is opened.
 fn image_plan<'a>(args: &ServeArgs, disk: &'a ServedDisk) -> ImagePlan<'a> {
     let source = &disk.args.source;
@@ -203,60 +177,13 @@ fn image_plan<'a>(args: &ServeArgs, disk: &'a ServedDisk) -> ImagePlan<'a> {
     }
 }
 
-/// A disk with its name and its bitmaps.
+/// What the words ask for.
 ///
-/// Errors: a bitmap that is not there, cannot be used, or records.
-fn named(disk: &ServedDisk, opened: Arc<Disk>) -> Result<NamedDisk, Failure> {
-    let words = &disk.args.nbd;
-    let mut bitmaps = Vec::new();
-    if !words.bitmap.is_empty() && opened.window().is_some() {
-        let text = "a bitmap is one of a whole image: --bitmap does not go with a part of it";
-        return Err(Failure::new(Exit::Usage, text));
-    }
-    if !words.bitmap.is_empty() {
-        let mut runtime = look::runtime()?;
-        let ring = runtime.ring().clone();
-        for name in &words.bitmap {
-            bitmaps.push(runtime.block_on(bitmap(&ring, &opened, name))?);
-        }
-    }
-    let name = words.export_name.clone().unwrap_or_default();
-    let description = words.description.clone().unwrap_or_default();
-    Ok(NamedDisk { description, bitmaps, ..NamedDisk::new(name, opened) })
-}
-
-/// A bitmap of the topmost image that has it.
-async fn bitmap(ring: &Ring, disk: &Disk, name: &str) -> Result<DirtyBitmap, Failure> {
-    for layer in disk.layers() {
-        let Some(image) = layer.qcow2() else { continue };
-        let Some(bitmap) = image.info().bitmaps.iter().find(|bitmap| bitmap.name == name) else {
-            continue;
-        };
-        if bitmap.in_use {
-            let text = format!("Bitmap '{name}' is inconsistent and cannot be used");
-            return Err(Failure::new(Exit::Image, text));
-        }
-        if bitmap.auto && layer.is_writable() {
-            let text = format!("the bitmap '{name}' records, so it changes while it is read");
-            let hint = "serve the disk with --read-only, or end the recording first: `ringdisk \
-                        bitmap --disable`";
-            return Err(Failure::new(Exit::Usage, text).hint(hint));
-        }
-        let contents = image.bitmap_contents(ring, name).await?;
-        let ranges = contents.ranges().map(|range| (range.start.0, range.end.0));
-        return Ok(DirtyBitmap { name: name.to_owned(), ranges: ranges.collect() });
-    }
-    let image = disk.layers().first().map(|layer| layer.name().display().to_string());
-    let image = terminal::visible(&image.unwrap_or_default()).to_string();
-    let word = terminal::shell_word(&image);
-    Err(Failure::new(Exit::Image, format!("Bitmap '{name}' is not found in '{image}'"))
-        .hint(format!("`ringdisk info {word}` names those that are there")))
-}
-
-fn options(args: &ServeArgs, restricted: bool, plans: &[ImagePlan<'_>]) -> NbdOptions {
+/// * `names`: of the images, for messages.
+pub(super) fn options(args: &ServeArgs, restricted: bool, names: Vec<String>) -> NbdOptions {
     let NbdArgs { max_connections, handshake_limit, idle_exit, .. } = &args.nbd;
-    let name = match plans {
-        [only] => only.name(),
+    let name = match names.as_slice() {
+        [only] => only.clone(),
         several => format!("{} disks", several.len()),
     };
     NbdOptions {
@@ -271,117 +198,6 @@ fn options(args: &ServeArgs, restricted: bool, plans: &[ImagePlan<'_>]) -> NbdOp
         idle_exit: *idle_exit,
         held: true,
         ..NbdOptions::default()
-    }
-}
-
-/// An address before anything is made.
-enum Where {
-    Unix(sockets::Place),
-    Tcp(Address),
-    Given(GivenListener),
-}
-
-/// Errors: paths that cannot be.
-fn places(args: &ServeArgs) -> Result<Vec<Where>, Failure> {
-    let names = args.nbd.nbd.iter().filter_map(|address| match address {
-        Address::Given(name) => Some(name.as_str()),
-        _ => None,
-    });
-    let mut given = sockets::take_listeners(names)?.into_iter();
-    let socket = &args.socket();
-    let mut place = |address: &Address| match address {
-        Address::Unix(path) => {
-            let options = SocketOptions {
-                make: Some(path.clone()),
-                mode: socket.socket_mode,
-                group: socket.socket_group.clone(),
-                ..SocketOptions::default()
-            };
-            let mut places = sockets::places(&[options], vec![None])?;
-            places.pop().map(Where::Unix).ok_or_else(|| Failure::new(Exit::General, "no place"))
-        }
-        Address::Tcp { .. } => Ok(Where::Tcp(address.clone())),
-        Address::Given(_) => {
-            given.next().map(Where::Given).ok_or_else(|| Failure::new(Exit::General, "no place"))
-        }
-    };
-    args.nbd.nbd.iter().map(&mut place).collect()
-}
-
-/// Makes all sockets.
-///
-/// Errors: an address is in use, or cannot be listened on; what was made goes again.
-fn listen(places: Vec<Where>, is_encrypted: bool) -> Result<Listening, Failure> {
-    let mut listening =
-        Listening { listeners: Vec::new(), made: Vec::new(), shown: Vec::new(), path: None };
-    for place in places {
-        match place {
-            Where::Unix(place) => {
-                let shown = place.shown();
-                let Opened { listen, path, made } = place.open()?;
-                if let Listen::Listener(listener) = listen {
-                    listening.listeners.push(listener);
-                }
-                listening.shown.push(shown);
-                listening.made.extend(made);
-                listening.path = listening.path.or(path);
-            }
-            Where::Tcp(address) => {
-                listening.listeners.extend(listen_on(&address, is_encrypted)?);
-                listening.shown.push(format!("at {address}"));
-            }
-            Where::Given(GivenListener { socket, path, shown }) => {
-                listening.listeners.push(socket);
-                listening.shown.push(format!("at {shown}"));
-                listening.path = listening.path.or(path);
-            }
-        }
-    }
-    Ok(listening)
-}
-
-/// Listens on all addresses of a host that there are here.
-pub(in crate::commands) fn listen_on(
-    address: &Address,
-    is_encrypted: bool,
-) -> Result<Vec<OwnedFd>, Failure> {
-    let Address::Tcp { host, port } = address else { return Ok(Vec::new()) };
-    let cannot = |error: &std::io::Error| {
-        let exit = match error.kind() {
-            std::io::ErrorKind::AddrInUse => Exit::Locked,
-            std::io::ErrorKind::PermissionDenied => Exit::Permission,
-            _ => Exit::Mountpoint,
-        };
-        Failure::system(format!("cannot listen at {address}"), error, exit)
-    };
-    let found = (host.as_str(), *port).to_socket_addrs().map_err(|error| cannot(&error))?;
-    let (mut listeners, mut why) = (Vec::new(), None);
-    for found in found {
-        match TcpListener::bind(found) {
-            Ok(listener) => {
-                if !found.ip().is_loopback() && !is_encrypted {
-                    terminal::warn(format_args!(
-                        "{found} is no loopback address: anybody who reaches it can use the disk, \
-                         without encryption and without a password; --tls-creds changes that"
-                    ));
-                }
-                listeners.push(OwnedFd::from(listener));
-            }
-            // A host may have an address of a family that is not there.
-            Err(error) => why = Some(error),
-        }
-    }
-    match why {
-        Some(error) if listeners.is_empty() => Err(cannot(&error)),
-        _ => Ok(listeners),
-    }
-}
-
-impl Listening {
-    /// What control sockets are named after: the Unix socket, or the first address. By the latter
-    /// `ringdisk ps` finds a disk, and `ringdisk ctl` does not.
-    fn control_socket(&self) -> Option<PathBuf> {
-        self.path.clone().or_else(|| self.shown.first().map(PathBuf::from))
     }
 }
 
@@ -401,14 +217,11 @@ fn attend(
 ) -> Running {
     let stop = handle.clone();
     let commands = DiskControl::new(Arc::clone(&named.disk), handle.clone(), move |_| stop.stop());
-    let export = named.name.clone();
-    let commands = commands.served_as(ServedAs::Nbd { addresses: shown.to_vec(), export });
+    let place = NbdPlace { addresses: shown.to_vec(), export: named.name.clone() };
+    let commands = commands.served_as(ServedAs::Nbd { target: path.clone(), place });
     let commands = Arc::new(commands.confined_later(restricted));
     let source = &disk.args.source;
-    let name = match named.name.as_str() {
-        "" => String::new(),
-        name => format!(" as '{}'", terminal::visible(name)),
-    };
+    let name = as_name(&named.name);
     let described = plan.describe(&named.disk);
     Running {
         ready: format!("{described} is served over NBD{name} {}", shown.join(", ")),

@@ -11,13 +11,13 @@ use ringdisk_nbd::{AllowList, AllowedUsers, ServerTls, TlsOptions, VerifyPeer};
 use crate::cli::{NbdAccessArgs, TlsWord, VerifyWord};
 
 /// Who may connect.
-pub(super) struct Access {
-    pub(super) tls: Option<TlsOptions>,
-    pub(super) users: Option<AllowedUsers>,
+pub(in crate::commands::serve) struct Access {
+    pub(in crate::commands::serve) tls: Option<TlsOptions>,
+    pub(in crate::commands::serve) users: Option<AllowedUsers>,
 }
 
 /// Errors: files that are missing or wrong, users and groups that do not exist.
-pub(super) fn access(args: &NbdAccessArgs) -> Result<Access, Failure> {
+pub(in crate::commands::serve) fn access(args: &NbdAccessArgs) -> Result<Access, Failure> {
     Ok(Access { tls: tls(args)?, users: users(args)? })
 }
 

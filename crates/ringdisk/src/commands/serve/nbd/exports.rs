@@ -1,0 +1,91 @@
+//! Disks as NBD clients see them: their names, and bitmaps of their images.
+//!
+//! Promises: a bitmap is read once, at the start; one that changes while it is read is refused.
+
+use std::sync::Arc;
+
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::terminal;
+use ringdisk_disk::Disk;
+use ringdisk_nbd::{DirtyBitmap, NamedDisk};
+use ringdisk_ring::Ring;
+
+use crate::cli::ServedDisk;
+use crate::commands::look;
+
+/// Errors: two disks of one name.
+pub(in crate::commands::serve) fn check_names(disks: &[ServedDisk]) -> Result<(), Failure> {
+    let name = |disk: &ServedDisk| disk.args.nbd.export_name.clone().unwrap_or_default();
+    for (number, disk) in disks.iter().enumerate() {
+        let this = name(disk);
+        if disks[..number].iter().any(|other| name(other) == this) {
+            let text = match this.as_str() {
+                "" => String::from("several disks need names: add export-name=NAME to each --disk"),
+                this => format!("two disks are named '{this}': give each its own export-name"),
+            };
+            return Err(Failure::new(Exit::Usage, text));
+        }
+    }
+    Ok(())
+}
+
+/// A disk with its name and its bitmaps.
+///
+/// Errors: a bitmap that is not there, cannot be used, or records.
+pub(in crate::commands::serve) fn named(
+    disk: &ServedDisk,
+    opened: Arc<Disk>,
+) -> Result<NamedDisk, Failure> {
+    let words = &disk.args.nbd;
+    let mut bitmaps = Vec::new();
+    if !words.bitmap.is_empty() && opened.window().is_some() {
+        let text = "a bitmap is one of a whole image: --bitmap does not go with a part of it";
+        return Err(Failure::new(Exit::Usage, text));
+    }
+    if !words.bitmap.is_empty() {
+        let mut runtime = look::runtime()?;
+        let ring = runtime.ring().clone();
+        for name in &words.bitmap {
+            bitmaps.push(runtime.block_on(bitmap(&ring, &opened, name))?);
+        }
+    }
+    let name = words.export_name.clone().unwrap_or_default();
+    let description = words.description.clone().unwrap_or_default();
+    Ok(NamedDisk { description, bitmaps, ..NamedDisk::new(name, opened) })
+}
+
+/// The name of an export for people: ` as 'NAME'`, or nothing for the default one.
+pub(in crate::commands::serve) fn as_name(name: &str) -> String {
+    match name {
+        "" => String::new(),
+        name => format!(" as '{}'", terminal::visible(name)),
+    }
+}
+
+/// A bitmap of the topmost image that has it.
+async fn bitmap(ring: &Ring, disk: &Disk, name: &str) -> Result<DirtyBitmap, Failure> {
+    for layer in disk.layers() {
+        let Some(image) = layer.qcow2() else { continue };
+        let Some(bitmap) = image.info().bitmaps.iter().find(|bitmap| bitmap.name == name) else {
+            continue;
+        };
+        if bitmap.in_use {
+            let text = format!("Bitmap '{name}' is inconsistent and cannot be used");
+            return Err(Failure::new(Exit::Image, text));
+        }
+        if bitmap.auto && layer.is_writable() {
+            let text = format!("the bitmap '{name}' records, so it changes while it is read");
+            let hint = "serve the disk with --read-only, or end the recording first: `ringdisk \
+                        bitmap --disable`";
+            return Err(Failure::new(Exit::Usage, text).hint(hint));
+        }
+        let contents = image.bitmap_contents(ring, name).await?;
+        let ranges = contents.ranges().map(|range| (range.start.0, range.end.0));
+        return Ok(DirtyBitmap { name: name.to_owned(), ranges: ranges.collect() });
+    }
+    let image = disk.layers().first().map(|layer| layer.name().display().to_string());
+    let image = terminal::visible(&image.unwrap_or_default()).to_string();
+    let word = terminal::shell_word(&image);
+    Err(Failure::new(Exit::Image, format!("Bitmap '{name}' is not found in '{image}'"))
+        .hint(format!("`ringdisk info {word}` names those that are there")))
+}
