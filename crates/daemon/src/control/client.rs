@@ -7,10 +7,11 @@
 //! no client waiting: what is mounted where is read from the mount table, and each of its answers
 //! has a limit; commands that take long by themselves have one for a server that is stopped.
 
+mod find;
+
 use std::fs;
 use std::io::{self, IoSlice, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
@@ -25,16 +26,14 @@ use rustix::net::sockopt::socket_peercred;
 use rustix::process::{PidfdFlags, pidfd_open};
 use serde_json::Value;
 
-use crate::control::address;
 use crate::control::protocol::{Command, REPLY_BYTES_MAX, Reply, VERSION};
-use crate::control::registry::{
-    candidates, connect_now, is_served, name_of_disk, name_of_mount, name_of_path, owner_of,
-    real_path, user,
-};
+use crate::control::registry::{is_served, name_of_mount, name_of_path, owner_of, user};
 use crate::failure::{Exit, Failure};
 use crate::helper::approval::{self, Allows};
 use crate::terminal::shell_word;
 use crate::when::utc_time;
+
+use find::{is_address, is_left, open, socket, stale, started};
 
 /// How often a signal is looked for while the server says nothing.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
@@ -120,7 +119,7 @@ impl Client {
             // Only now: the file of a mount is not looked at.
             _ => match (socket(path), mountpoint.as_ref()) {
                 (Some(socket), _) => socket,
-                (None, Err(_)) if address::name_of(path).is_some() => {
+                (None, _) if is_address(path) => {
                     return Err(Failure::new(
                         Exit::Mountpoint,
                         format!("no ringdisk of this user serves NBD clients at '{shown}'"),
@@ -456,12 +455,6 @@ impl Client {
     }
 }
 
-/// When a server made its control socket, if that is still there.
-fn started(name: &str, owner: u32) -> Option<SystemTime> {
-    let modified = |path: PathBuf| fs::symlink_metadata(path).and_then(|meta| meta.modified()).ok();
-    places(name, owner).into_iter().find_map(modified)
-}
-
 /// The server of a mount that is there still was killed.
 ///
 /// * `since`: when it was started.
@@ -474,24 +467,6 @@ fn dead(path: &Path, since: Option<SystemTime>) -> Failure {
     );
     Failure::new(Exit::Mountpoint, text)
         .hint(format!("`ringdisk umount {}` clears it away", shell_word(&shown)))
-}
-
-/// Whether a socket is there that nobody listens to.
-fn is_left(path: &Path) -> bool {
-    connect_now(path).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
-}
-
-/// The server that made a socket is gone.
-fn stale(path: &Path) -> Failure {
-    let shown = path.display().to_string();
-    let gone = Failure::new(Exit::Mountpoint, format!("the server of '{shown}' is gone"));
-    if !path.exists() && address::name_of(path).is_some() {
-        return gone.hint("start it anew: nothing is left of it but its control socket");
-    }
-    gone.hint(format!(
-        "the next `ringdisk serve` with this socket replaces it; `rm {}` removes it",
-        shell_word(&shown)
-    ))
 }
 
 /// A server that does not answer in time.
@@ -531,69 +506,6 @@ fn gone(error: &io::Error) -> Failure {
         }
         _ => Failure::system("cannot talk to the server", error, Exit::Halted),
     }
-}
-
-/// The name of the control socket of the disk whose vhost-user socket this may be, and its owner.
-/// `None`: it is none.
-fn socket(path: &Path) -> Option<(String, u32)> {
-    let ours = |name: String| {
-        let is_there = candidates(&name, user()).iter().any(|path| path.exists());
-        is_there.then(|| (name, user()))
-    };
-    let real = real_path(path).ok();
-    match real.as_deref().map(|real| (real, fs::symlink_metadata(real))) {
-        Some((real, Ok(meta))) => {
-            meta.file_type().is_socket().then(|| (name_of_disk(real), meta.uid()))
-        }
-        // The front end makes the socket (--connect), and has not; or it is no path.
-        absent => {
-            let by_path = absent.and_then(|(real, _)| ours(name_of_disk(real)));
-            by_path.or_else(|| ours(name_of_disk(&address::name_of(path)?)))
-        }
-    }
-}
-
-/// Where the control socket may be: a front end that makes the vhost-user socket may be another
-/// user's than the server.
-fn places(name: &str, owner: u32) -> Vec<PathBuf> {
-    let mut places = candidates(name, owner);
-    if owner != user() {
-        places.extend(candidates(name, user()));
-    }
-    places
-}
-
-/// Connects to the first control socket of this name that is there and whose server is the owner's
-/// or root's.
-///
-/// Errors: `WouldBlock` when it does not take us until the deadline.
-fn open(name: &str, owner: u32, deadline: Instant) -> io::Result<UnixStream> {
-    let mut why = io::Error::from(io::ErrorKind::NotFound);
-    let connect = |path: &Path| loop {
-        match connect_now(path) {
-            Err(error)
-                if error.kind() == io::ErrorKind::WouldBlock && Instant::now() < deadline =>
-            {
-                std::thread::sleep(FULL);
-            }
-            connected => return connected,
-        }
-    };
-    for path in places(name, owner) {
-        match connect(&path) {
-            Ok(stream) => {
-                let server = socket_peercred(stream.as_fd())?.uid;
-                if server.is_root() || [owner, user()].contains(&server.as_raw()) {
-                    return Ok(stream);
-                }
-                tracing::warn!("'{}' belongs to user {}", path.display(), server.as_raw());
-            }
-            // Only the first reason that is one is worth telling.
-            Err(error) if why.kind() == io::ErrorKind::NotFound => why = error,
-            Err(_) => {}
-        }
-    }
-    Err(why)
 }
 
 #[cfg(test)]

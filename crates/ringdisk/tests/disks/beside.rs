@@ -54,8 +54,13 @@ fn copy(uri: &str) -> Vec<u8> {
     std::fs::read(copy).expect("the copy")
 }
 
-fn qemu_io(uri: &str, io: &str) -> String {
-    ok_words(&["qemu-io", "-f", "raw", "-c", io, uri])
+fn qemu_io(uri: &str, io: &str) {
+    ok_words(&["qemu-io", "-f", "raw", "-c", io, uri]);
+}
+
+/// The same of an export that is read-only.
+fn qemu_io_read(uri: &str, io: &str) {
+    ok_words(&["qemu-io", "-r", "-f", "raw", "-c", io, uri]);
 }
 
 /// A client whose handshake is over (EXPORT_NAME, the default export).
@@ -188,7 +193,7 @@ fn a_stop_waits_neither_for_clients_that_stall_nor_for_limits() {
 fn a_guest_keeps_a_disk_that_ends_when_it_is_idle() {
     let both = Both::start("raw", &["--idle-exit", "500ms"]);
     let mut vm = both.vm();
-    qemu_io(&both.uri(), "read 0 4k");
+    qemu_io_read(&both.uri(), "read 0 4k");
     std::thread::sleep(Duration::from_millis(1200));
     assert_eq!(vm.status(0, Request::read(0, 4096)), 0);
     drop(vm);
@@ -233,7 +238,7 @@ fn one_disk_of_two_ends_alone() {
     assert_eq!((names.len(), &names[0]["export-name"]), (1, &Value::from("b")), "{list}");
     assert!(of_b.ended().is_none());
     assert_eq!(vm.status(0, Request::write(0, vec![5; 4096])), 0);
-    qemu_io(&uri("b"), "read -P 5 0 4k");
+    qemu_io_read(&uri("b"), "read -P 5 0 4k");
     drop(vm);
     ctl(&b.socket, &["stop"]).ok();
     daemon.ends(0);

@@ -111,6 +111,13 @@ fn disks_over_sockets_are_listed_with_their_clients_and_when_killed_as_stale() {
     let ran = ran.expect("it is gone").ends(4);
     assert!(ran.err.contains("is gone") && ran.err.contains("`rm vm.sock`"), "{}", ran.err);
 
+    // The next server clears control sockets away that were left.
+    let next = directory.path().join("next.sock");
+    let other = served(&["--vhost-user-blk", text(&next)]);
+    found(text(&next), |one| one["state"] == "serving");
+    drop(other);
+    asked().ends(4).says("is gone");
+
     let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = free.local_addr().expect("bound").port().to_string();
     drop(free);
