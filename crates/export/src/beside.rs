@@ -1,7 +1,7 @@
 //! A second export of a disk in the same process, as the export in charge of the disk sees it.
 //!
-//! Promises: one export of a disk is in charge: it hands the disk over and closes it. The second one
-//! has ended on the disk before that. Control path.
+//! Promises: one export of a disk is in charge: it hands the disk over and closes it. The second
+//! one has ended on the disk before that. Control path.
 
 use std::fmt;
 

@@ -1,7 +1,7 @@
 //! One disk of an export, as the export that is in charge of the disk sees it.
 //!
-//! Promises: when [`DiskHandle::end`] returns `true`, no request of an NBD client is in flight on the
-//! disk and none will come; other disks of the export go on. Control path, any thread.
+//! Promises: when [`DiskHandle::end`] returns `true`, no request of an NBD client is in flight on
+//! the disk and none will come; other disks of the export go on. Control path, any thread.
 
 use std::fmt;
 use std::rc::Rc;

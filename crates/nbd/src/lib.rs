@@ -23,8 +23,8 @@
 //!
 //! Modules use one another in one direction only: [`options`] ◄ `exported` ◄ `ending`, `idle`,
 //! `peers` ◄ `queue` (what a queue thread has) ◄ `end` ◄ `transport` ◄ `input` ◄ `handshake` ◄
-//! `session` (requests) ◄ `connection` ◄ `accept` ◄ `export` (control thread, with `leaving`), `on_ring`
-//! (a ring of the caller). The wire is in
+//! `session` (requests) ◄ `connection` ◄ `accept` ◄ `export` (control thread, with
+//! `leaving`), `on_ring` (a ring of the caller). The wire is in
 //! `ringdisk-nbd-protocol`.
 
 #![forbid(unsafe_code)]

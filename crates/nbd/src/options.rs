@@ -101,8 +101,8 @@ pub struct NbdOptions {
     /// No word of a client is read before [`Export::release`](crate::Export::release): those that
     /// come wait.
     pub held: bool,
-    /// Another export of this process is in charge of the disks: it closes them, after each has left
-    /// this export ([`Export::disk_handle`](crate::Export::disk_handle)).
+    /// Another export of this process is in charge of the disks: it closes them, after each has
+    /// left this export ([`Export::disk_handle`](crate::Export::disk_handle)).
     pub beside_another: bool,
     /// TLS; `None`: STARTTLS is refused.
     pub tls: Option<TlsOptions>,

@@ -1,8 +1,8 @@
 //! `--nbd` beside `--vhost-user-blk`: NBD clients of disks that virtual machines use.
 //!
-//! Promises: a disk is closed by the export of its virtual machine, after it has left the NBD export
-//! ([`ringdisk_export::Beside`]). NBD clients read, and write only where that was asked for. The end
-//! of the NBD export is the end of the process only if it was idle for too long.
+//! Promises: a disk is closed by the export of its virtual machine, after it has left the NBD
+//! export ([`ringdisk_export::Beside`]). NBD clients read, and write only where that was asked for.
+//! The end of the NBD export is the end of the process only if it was idle for too long.
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
