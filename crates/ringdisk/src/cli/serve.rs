@@ -74,10 +74,11 @@ Examples:
 #[command(
     long_about = SERVE_LONG,
     after_help = SERVE_EXAMPLES,
-    override_usage = "ringdisk serve [OPTIONS] IMAGE --vhost-user-blk SOCKET\n       \
-                      ringdisk serve [OPTIONS] IMAGE [--vhost-user-blk SOCKET] --nbd ADDRESS\n\
-                      \x20      ringdisk serve [OPTIONS] --null SIZE --vhost-user-blk SOCKET\n       \
-                      ringdisk serve [OPTIONS] --disk SPEC [--disk SPEC]..."
+    override_usage = "ringdisk serve [OPTIONS] IMAGE --vhost-user-blk SOCKET\n\
+                      \x20      ringdisk serve [OPTIONS] IMAGE [--vhost-user-blk SOCKET] \
+                      --nbd ADDRESS\n\
+                      \x20      ringdisk serve [OPTIONS] --null SIZE --vhost-user-blk SOCKET\n\
+                      \x20      ringdisk serve [OPTIONS] --disk SPEC [--disk SPEC]..."
 )]
 pub(crate) struct ServeArgs {
     // Before everything else: the others take their words away.
