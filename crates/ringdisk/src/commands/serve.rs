@@ -88,6 +88,9 @@ struct Running {
     successor: Option<SuccessorSocket>,
 }
 
+/// Disks that have been started, and their NBD export.
+type Started = (Vec<Running>, Option<Beside>);
+
 /// Serves until the end. Gives the exit code.
 ///
 /// Errors: everything that can go wrong; see [`Exit`].
@@ -287,7 +290,7 @@ fn begin(
     watcher: &Watcher,
     kept: Option<&Kept>,
     beside: Option<WantedBeside<'_>>,
-) -> Result<Option<(Vec<Running>, Option<Beside>)>, Failure> {
+) -> Result<Option<Started>, Failure> {
     let opened: Result<Vec<Arc<Disk>>, Failure> =
         plans.iter().map(|plan| plan.image.open(fresh, plan.new.as_ref())).collect();
     // The thread that takes signals knows what was made too, so it does not go by itself.
