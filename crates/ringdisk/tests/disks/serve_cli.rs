@@ -6,9 +6,8 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::symlink;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Command, Output, Stdio};
 
-use ringdisk_testkit::process::run;
 use tempfile::TempDir;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_ringdisk");
@@ -28,9 +27,10 @@ fn command(directory: &Path, words: &[&str]) -> Command {
 
 /// Fails with `exit`, says each of `texts` on standard error, and does not panic.
 fn refused_by(command: &mut Command, exit: i32, texts: &[&str]) {
-    let finished = run(&mut *command);
-    let text = finished.stderr.clone();
-    assert_eq!(finished.code(), Some(exit), "{command:?}: {text}");
+    // With the standard input that it was given, which may be a socket.
+    let output: Output = command.output().expect("the program starts");
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(exit), "{command:?}: {text}");
     let missing: Vec<&&str> = texts.iter().filter(|wanted| !text.contains(**wanted)).collect();
     assert!(missing.is_empty(), "{command:?}: nothing of {missing:?} in: {text}");
     assert!(!text.contains("panicked") && !text.contains("os error"), "{text}");
