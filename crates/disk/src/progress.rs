@@ -166,8 +166,14 @@ impl Progress {
         self.gate().on_error
     }
 
-    /// Ready when the gate has changed since `turn`.
-    async fn changed(&self, turn: u64) {
+    /// The number of the last change: what [`Progress::changed`] waits from.
+    pub fn turn(&self) -> u64 {
+        self.gate().turn()
+    }
+
+    /// Ready when the operation was paused, resumed, limited or cancelled, or rests after an error,
+    /// since `turn`.
+    pub async fn changed(&self, turn: u64) {
         poll_fn(|context| self.gate().poll_change(turn, context)).await;
     }
 

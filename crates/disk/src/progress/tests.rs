@@ -144,6 +144,7 @@ fn a_wait_for_the_limit_ends_when_the_limit_or_the_operation_does() {
 #[test]
 fn a_full_storage_is_tried_again_after_resume() {
     let progress = Progress::new();
+    progress.set_on_error(OnError::StopWhenFull);
     let resume = |progress: &Progress| {
         while progress.paused() != Some(Pause::Error(Errno::NOSPC)) {
             std::thread::yield_now();
