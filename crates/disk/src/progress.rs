@@ -98,8 +98,8 @@ impl Progress {
     /// Called between two pieces of a copy, while nothing is held that a client may wait for: waits
     /// while the operation is paused, and until the speed limit has room for the next piece.
     ///
-    /// * `bytes`: size of the next piece. It may be more than the limit has for a second: the
-    ///   pieces after it wait for it.
+    /// * `bytes`: size of the next piece; 0 where it is told afterwards ([`Progress::charge`]). It
+    ///   may be more than the limit has for a second: the pieces after it wait for it.
     ///
     /// Errors: `ECANCELED` when it was cancelled, also in the middle of a wait.
     pub async fn pace(&self, ring: &Ring, bytes: u64) -> Result<(), Errno> {
@@ -115,6 +115,12 @@ impl Progress {
                 }
             }
         }
+    }
+
+    /// Counts bytes of pieces that have passed already ([`Progress::pace`] with 0): the pieces after
+    /// them wait for them.
+    pub fn charge(&self, bytes: u64) {
+        self.gate().charge(now(), bytes);
     }
 
     /// Called when a piece failed: says whether to try it again. Waits while the operation is

@@ -365,7 +365,7 @@ async fn copy_all(
         let (offset, len) = ranges.next()?;
         let tracker = tracker();
         Some(async move {
-            progress.pace(ring, len).await?;
+            progress.pace(ring, 0).await?;
             // Before the copy reads it: later writes are recorded again.
             if let Some(tracker) = tracker {
                 tracker.clear(offset, len);
@@ -397,7 +397,7 @@ async fn copy_all(
             Some(async move {
                 let result = async {
                     for (offset, len) in pieces(offset, offset + len) {
-                        progress.pace(ring, len).await?;
+                        progress.pace(ring, 0).await?;
                         copy_again(disk, ring, options, (offset, len), progress).await?;
                     }
                     Ok(())
@@ -412,7 +412,8 @@ async fn copy_all(
     Ok(())
 }
 
-/// Copies one range; after an error again, where the commit rests after errors.
+/// Copies one range; after an error again, where the commit rests after errors. The speed limit
+/// counts what was copied: how much of a range is data is known afterwards.
 async fn copy_again(
     disk: &Disk,
     ring: &Ring,
@@ -420,31 +421,36 @@ async fn copy_again(
     (offset, len): (GuestOffset, u64),
     progress: &Progress,
 ) -> Result<(), Errno> {
-    while let Err(errno) = copy_live(disk, ring, options, offset, len).await {
-        progress.failed(ring, errno).await?;
+    loop {
+        match copy_live(disk, ring, options, offset, len).await {
+            Ok(copied) => {
+                progress.charge(copied);
+                return Ok(());
+            }
+            Err(errno) => progress.failed(ring, errno).await?,
+        }
     }
-    Ok(())
 }
 
-/// Copies one range, as one request among those of the clients.
+/// Copies one range, as one request among those of the clients. Gives the bytes of data.
 async fn copy_live(
     disk: &Disk,
     ring: &Ring,
     options: CommitOptions,
     offset: GuestOffset,
     len: u64,
-) -> Result<(), Errno> {
+) -> Result<u64, Errno> {
     let pass = disk.enter().await;
     if let Some(tracker) = &pass.tracker {
         tracker.check()?;
     }
     let copier = copier(&pass, options)?;
     let _graces = pass.graces_above(options.base);
-    copy_range(ring, copier, offset, len).await?;
+    let copied = copy_range(ring, copier, offset, len).await?;
     if let Node::Qcow2(image) = &copier.target.node {
         disk.look_after(ring, image);
     }
-    Ok(())
+    Ok(copied)
 }
 
 /// Copies the rest while no request is in flight, and makes the base durable.

@@ -75,9 +75,16 @@ impl Gate {
         if now < self.free_at {
             return Wait::Until(self.turn, self.free_at - now);
         }
-        let from = self.free_at.max(now.saturating_sub(CATCH_UP));
-        self.free_at = from.saturating_add(time_of(bytes, self.speed));
+        self.charge(now, bytes);
         Wait::Go
+    }
+
+    /// Has later pieces wait for these bytes.
+    pub(super) fn charge(&mut self, now: Duration, bytes: u64) {
+        if self.speed > 0 {
+            let from = self.free_at.max(now.saturating_sub(CATCH_UP));
+            self.free_at = from.saturating_add(time_of(bytes, self.speed));
+        }
     }
 
     /// Lets no piece pass from now on. A pause that was asked for outlives one after an error.

@@ -4,6 +4,7 @@
 mod checkpoint;
 #[path = "../common/mod.rs"]
 mod common;
+mod jobs;
 mod keep;
 mod keep_setup;
 mod limits;
