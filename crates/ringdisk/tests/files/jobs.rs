@@ -53,14 +53,13 @@ fn layers(disk: &Mounted) -> Vec<String> {
 }
 
 /// A disk of two images; the upper one has [`WRITTEN`] bytes of pattern 2, the lower one of 1.
-fn overlaid(base: &Path, words: &[&str]) -> (Mounted, TempDir) {
-    let directory = scratch();
+fn overlaid(base: &Path, over: &Path, words: &[&str]) -> Mounted {
     images::qcow2(base, "64M", "cluster_size=64k");
     let disk = serve(base, words);
     write(&disk, 1, 0, MIB);
-    ctl(&disk, &["snapshot", text(&directory.path().join("over.qcow2"))]).ok();
+    ctl(&disk, &["snapshot", text(over)]).ok();
     write(&disk, 2, 0, WRITTEN);
-    (disk, directory)
+    disk
 }
 
 fn write(disk: &Mounted, seed: u64, offset: u64, len: u64) {
@@ -76,10 +75,11 @@ fn assert_pattern(path: &Path, seed: u64, offset: u64, len: u64) {
     assert!(piece(path, offset, len) == pattern(seed, offset, len), "{len} bytes at {offset}");
 }
 
-fn base() -> (TempDir, PathBuf) {
+/// Such a disk, in a sandbox: the images in one directory.
+fn sample() -> (Mounted, TempDir, PathBuf, PathBuf) {
     let directory = scratch();
-    let base = directory.path().join("base.qcow2");
-    (directory, base)
+    let [base, over] = ["base.qcow2", "over.qcow2"].map(|name| directory.path().join(name));
+    (overlaid(&base, &over, &[]), directory, base, over)
 }
 
 #[test]
@@ -87,8 +87,7 @@ fn a_job_goes_on_without_its_client_and_is_paused_limited_and_waited_for() {
     if !needs_root() {
         return;
     }
-    let (directory, base) = base();
-    let (disk, _over) = overlaid(&base, &[]);
+    let (disk, directory, base, _) = sample();
     let mut events = std::process::Command::new(program());
     let events = Process::spawn(events.args(["ctl", disk.text(), "events"]));
     let begun = ctl(&disk, &["commit", "--background", "--name", "slow", "--speed", "1M"]).ok();
@@ -153,8 +152,7 @@ fn a_cancelled_job_leaves_the_disk_as_it_was() {
     if !needs_root() {
         return;
     }
-    let (_directory, base) = base();
-    let (disk, over) = overlaid(&base, &[]);
+    let (disk, _directory, base, top) = sample();
     // Paused, running, and in the foreground.
     for way in ["paused", "running"] {
         let words = ["commit", "--background", "--name", way, "--speed", "2M"];
@@ -181,7 +179,6 @@ fn a_cancelled_job_leaves_the_disk_as_it_was() {
     assert_pattern(disk.path(), 2, 0, WRITTEN);
     assert_pattern(disk.path(), 4, 40 * MIB, MIB);
     assert_eq!(disk.stop().code(), Some(0));
-    let top = over.path().join("over.qcow2");
     assert_clean(&top);
     assert_clean(&base);
     let reference = images::reference(&top, "qcow2");
@@ -195,8 +192,7 @@ fn the_end_of_the_disk_ends_its_jobs_at_once() {
         return;
     }
     for way in ["running", "paused", "unmounted"] {
-        let (_directory, base) = base();
-        let (disk, over) = overlaid(&base, &[]);
+        let (disk, directory, base, top) = sample();
         ctl(&disk, &["commit", "--background", "--name", way, "--speed", "64k"]).ok();
         until_state(&disk, way, "running");
         if way == "paused" {
@@ -210,12 +206,11 @@ fn the_end_of_the_disk_ends_its_jobs_at_once() {
             _ => assert_eq!(disk.stop().code(), Some(0), "{way}"),
         }
         assert!(begun.elapsed() < Duration::from_secs(10), "{way}: {:?}", begun.elapsed());
-        let top = over.path().join("over.qcow2");
         assert_clean(&top);
         assert_clean(&base);
         assert_pattern(&images::reference(&top, "qcow2"), 2, 0, WRITTEN);
-        let info = qemu_img(over.path(), &["info", "--output=json", "over.qcow2"]).ok().json();
-        assert_eq!(info["backing-filename"], text(&base), "{way}");
+        let info = qemu_img(directory.path(), &["info", "--output=json", "over.qcow2"]).ok().json();
+        assert_eq!(info["backing-filename"], "base.qcow2", "{way}");
     }
 }
 
@@ -229,7 +224,7 @@ fn a_full_image_pauses_a_job_which_goes_on_when_there_is_room() {
     std::fs::create_dir(&small).expect("a directory");
     ok_words(&["mount", "-t", "tmpfs", "-o", "size=8M", "none", text(&small)]);
     let base = small.join("base.qcow2");
-    let (disk, _over) = overlaid(&base, &["--sandbox", "off"]);
+    let disk = overlaid(&base, &directory.path().join("over.qcow2"), &["--sandbox", "off"]);
     // In the foreground it fails, as a script expects.
     ctl(&disk, &["commit"]).ends(12).says("No space left");
     ctl(&disk, &["commit", "--background", "--name", "full"]).ok();
@@ -256,8 +251,7 @@ fn jobs_and_names_that_are_not_there_are_refused() {
     if !needs_root() {
         return;
     }
-    let (_directory, base) = base();
-    let (disk, _over) = overlaid(&base, &[]);
+    let (disk, _directory, ..) = sample();
     assert_eq!(SIZE, ctl(&disk, &["stats", "--json"]).ok().json()["size"]);
     assert_eq!(job(&disk, "list", &[]).ok().out, "No jobs.\n");
     here(&["job", "pause", "no-such-job-here"]).ends(2).says("no disk that is served here");
