@@ -117,8 +117,8 @@ impl Progress {
         }
     }
 
-    /// Counts bytes of pieces that have passed already ([`Progress::pace`] with 0): the pieces after
-    /// them wait for them.
+    /// Counts bytes of pieces that have passed already ([`Progress::pace`] with 0): the pieces
+    /// after them wait for them.
     pub fn charge(&self, bytes: u64) {
         self.gate().charge(now(), bytes);
     }

@@ -6,7 +6,8 @@
 //!
 //! [`protocol`] is what both sides say, [`registry`] where they meet, [`server`] runs any set of
 //! [`server::Commands`] (those of a disk are in [`disk`]), [`client`] is the other end, [`many`]
-//! one that asks all servers of the machine; [`jobs`] is what takes long; [`checkpoint`] is what several of them do together.
+//! one that asks all servers of the machine; [`jobs`] is what takes long; [`checkpoint`] is what
+//! several of them do together.
 
 pub mod checkpoint;
 pub mod client;

@@ -4,12 +4,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ringdisk_daemon::control::client::{ANSWER, Client, Timeout};
-use ringdisk_daemon::control::jobs::text;
 use ringdisk_daemon::control::jobs::words::{JobCommand, Named, NewSpeed};
 use ringdisk_daemon::control::many::{Answer, Asked};
 use ringdisk_daemon::control::protocol::Command;
 use ringdisk_daemon::control::registry::Found;
 use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::job_text;
 use ringdisk_daemon::processes;
 use ringdisk_daemon::terminal::{self, visible};
 use serde_json::{Value, json};
@@ -48,7 +48,7 @@ pub(crate) fn run(args: &JobArgs) -> Result<(), Failure> {
     let told = client.call(&Command::Job(command), &progress, timeout);
     let told = operation.end(told, "the job goes on")?;
     if !matches!(args.work, JobWork::Wait(_) | JobWork::Cancel(_)) {
-        terminal::say(text::line(&told));
+        terminal::say(job_text::line(&told));
     }
     Ok(())
 }
@@ -132,7 +132,7 @@ fn list(target: Option<&str>, as_json: bool) -> Result<(), Failure> {
         terminal::say(json_text(&flat(&lists)));
         return Ok(());
     }
-    match text::lists(&lists) {
+    match job_text::lists(&lists) {
         empty if empty.is_empty() => terminal::say("No jobs."),
         text => terminal::say(text.trim_end()),
     }

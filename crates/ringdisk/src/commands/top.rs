@@ -8,10 +8,10 @@ mod columns;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ringdisk_daemon::control::jobs::text;
 use ringdisk_daemon::control::many::Answer;
 use ringdisk_daemon::control::protocol::Command;
 use ringdisk_daemon::failure::Failure;
+use ringdisk_daemon::job_text;
 use ringdisk_daemon::metrics::{self, Sample};
 use ringdisk_daemon::processes;
 use ringdisk_daemon::rates::{self, Order, Rates};
@@ -46,7 +46,7 @@ pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
         let (now, seconds) = (samples(), since.elapsed().as_secs_f64());
         since = Instant::now();
         let rows = arranged(&before, &now, seconds, args.sort, &args.filter);
-        let mut jobs = text::of_samples(&now);
+        let mut jobs = job_text::of_samples(&now);
         jobs.retain(|job| job.contains(&args.filter));
         before = now;
         // Asked for each time: the terminal may have another size by now.

@@ -8,14 +8,13 @@
 //! Control thread; nothing here is on the path of a request of a client of the disk.
 //!
 //! [`job`] is one of them, [`list`] all of a disk, [`words`] what is said of them on the control
-//! socket, [`text`] how they look to people.
+//! socket.
 
 mod commands;
 mod commit;
 mod job;
 mod list;
 mod run;
-pub mod text;
 pub mod words;
 
 pub(in crate::control) use commit::chain;

@@ -12,6 +12,7 @@ use super::run::run;
 use super::words::{JobCommand, Named, NewSpeed, Terms, check_name};
 use super::*;
 use crate::failure::{Exit, Failure};
+use crate::job_text as text;
 
 fn new(name: Option<&str>, holds: &[&str]) -> NewJob {
     NewJob {
