@@ -30,6 +30,7 @@ pub mod directory_lock;
 pub mod failure;
 pub mod helper;
 pub mod io_flusher;
+pub mod job_text;
 pub mod keep;
 pub mod limits;
 pub mod log_target;

@@ -22,6 +22,8 @@ pub struct Event {
     pub kind: &'static str,
     /// What happened, for people.
     pub text: String,
+    /// More for programs: names and values.
+    pub fields: Vec<(&'static str, String)>,
 }
 
 /// What a reader gets.
@@ -53,6 +55,16 @@ impl Events {
 
     /// Tells an event.
     pub fn tell(&self, kind: &'static str, text: impl Into<String>) {
+        self.tell_with(kind, text, Vec::new());
+    }
+
+    /// Tells an event with more for programs.
+    pub fn tell_with(
+        &self,
+        kind: &'static str,
+        text: impl Into<String>,
+        fields: Vec<(&'static str, String)>,
+    ) {
         let (at, text) = (SystemTime::now(), text.into());
         let mut queue = self.lock();
         let number = queue.next;
@@ -60,7 +72,7 @@ impl Events {
         if queue.last.len() == QUEUE_MAX {
             queue.last.pop_front();
         }
-        queue.last.push_back(Event { number, at, kind, text });
+        queue.last.push_back(Event { number, at, kind, text, fields });
     }
 
     /// The number of the next event: where a reader of what happens from now on begins.

@@ -98,8 +98,8 @@ impl Progress {
     /// Called between two pieces of a copy, while nothing is held that a client may wait for: waits
     /// while the operation is paused, and until the speed limit has room for the next piece.
     ///
-    /// * `bytes`: size of the next piece. It may be more than the limit has for a second: the
-    ///   pieces after it wait for it.
+    /// * `bytes`: size of the next piece; 0 where it is told afterwards ([`Progress::charge`]). It
+    ///   may be more than the limit has for a second: the pieces after it wait for it.
     ///
     /// Errors: `ECANCELED` when it was cancelled, also in the middle of a wait.
     pub async fn pace(&self, ring: &Ring, bytes: u64) -> Result<(), Errno> {
@@ -115,6 +115,12 @@ impl Progress {
                 }
             }
         }
+    }
+
+    /// Counts bytes of pieces that have passed already ([`Progress::pace`] with 0): the pieces
+    /// after them wait for them.
+    pub fn charge(&self, bytes: u64) {
+        self.gate().charge(now(), bytes);
     }
 
     /// Called when a piece failed: says whether to try it again. Waits while the operation is
@@ -166,8 +172,14 @@ impl Progress {
         self.gate().on_error
     }
 
-    /// Ready when the gate has changed since `turn`.
-    async fn changed(&self, turn: u64) {
+    /// The number of the last change: what [`Progress::changed`] waits from.
+    pub fn turn(&self) -> u64 {
+        self.gate().turn()
+    }
+
+    /// Ready when the operation was paused, resumed, limited or cancelled, or rests after an error,
+    /// since `turn`.
+    pub async fn changed(&self, turn: u64) {
         poll_fn(|context| self.gate().poll_change(turn, context)).await;
     }
 

@@ -145,6 +145,7 @@ pub(crate) fn command(command: &Command) -> Result<u8, End> {
         Command::Ps(args) => commands::ps::run(args),
         Command::Top(args) => commands::top::run(args),
         Command::Ctl(args) => commands::ctl::run(args),
+        Command::Job(args) => commands::job::run(args),
         Command::Metrics(_) => commands::metrics::run(),
         Command::Report(args) => commands::report::run(args),
         Command::Topology(args) => commands::topology::run(args),

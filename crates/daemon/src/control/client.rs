@@ -7,14 +7,14 @@
 //! no client waiting: what is mounted where is read from the mount table, and each of its answers
 //! has a limit; commands that take long by themselves have one for a server that is stopped.
 
+mod failures;
 mod find;
 
-use std::fs;
 use std::io::{self, IoSlice, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use ringdisk_disk::Progress;
 use ringdisk_fuse::mount::table::MountEntry;
@@ -27,12 +27,13 @@ use rustix::process::{PidfdFlags, pidfd_open};
 use serde_json::Value;
 
 use crate::control::protocol::{Command, REPLY_BYTES_MAX, Reply, VERSION};
-use crate::control::registry::{is_served, name_of_mount, name_of_path, owner_of, user};
+use crate::control::registry::{
+    Found, connect_now, is_served, name_of_mount, name_of_path, owner_of, user,
+};
 use crate::failure::{Exit, Failure};
 use crate::helper::approval::{self, Allows};
-use crate::terminal::shell_word;
-use crate::when::utc_time;
 
+use failures::{dead, gone, is_stopped, late, left, rubbish};
 use find::{is_address, is_left, open, socket, stale, started};
 
 /// How often a signal is looked for while the server says nothing.
@@ -85,6 +86,26 @@ impl Client {
         let deadline = Instant::now() + limit;
         let mut client = Client::open(path, limit, mountpoint::is_dead)?;
         client.greet(deadline, limit)?;
+        Ok(client)
+    }
+
+    /// Connects to the server behind a control socket that was found ([`super::registry::all`]).
+    ///
+    /// * `shown`: the disk, for people.
+    ///
+    /// Errors: the server is gone, another user's, or does not answer us.
+    pub fn at(found: &Found, shown: &str, limit: Duration) -> Result<Client, Failure> {
+        let stream = connect_now(&found.path).map_err(|error| {
+            let doing = format!("cannot reach the server of '{shown}'");
+            Failure::system(doing, &error, Exit::Mountpoint)
+        })?;
+        let server = socket_peercred(stream.as_fd()).ok().map(|server| server.uid);
+        if !server.is_some_and(|it| it.is_root() || [found.owner, user()].contains(&it.as_raw())) {
+            let text = format!("another user's process listens on '{}'", found.path.display());
+            return Err(Failure::new(Exit::Permission, text));
+        }
+        let mut client = Client::of(stream, None, shown.to_owned(), limit);
+        client.greet(Instant::now() + limit, limit)?;
         Ok(client)
     }
 
@@ -161,14 +182,24 @@ impl Client {
             ),
         })?;
         let mountpoint = mountpoint.ok().filter(|_| is_mount);
+        Ok(Client::of(stream, mountpoint, shown.to_string(), limit))
+    }
+
+    /// A connection that nothing was said on yet.
+    fn of(
+        stream: UnixStream,
+        mountpoint: Option<PathBuf>,
+        shown: String,
+        limit: Duration,
+    ) -> Client {
         // What we send fits into the socket's buffer; never for ever.
         let _ = stream.set_write_timeout(Some(limit));
         let server = socket_peercred(stream.as_fd()).ok();
         let is_trusted =
             server.is_some_and(|server| server.uid.is_root() || server.uid.as_raw() == user());
         let process = server.and_then(|server| pidfd_open(server.pid, PidfdFlags::empty()).ok());
-        let (buffer, tells_end, shown) = (Vec::new(), false, shown.to_string());
-        Ok(Client { stream, process, buffer, tells_end, is_trusted, mountpoint, shown })
+        let (buffer, tells_end) = (Vec::new(), false);
+        Client { stream, process, buffer, tells_end, is_trusted, mountpoint, shown }
     }
 
     /// Hears what the server says at first.
@@ -211,7 +242,8 @@ impl Client {
     ) -> Result<Value, Failure> {
         let line = format!("{}\n", command.line());
         // Kept until the answer is here.
-        let _word = self.send(&line, command.allows()).map_err(|error| gone(&error))?;
+        let lasts = command.outlasts_client();
+        let _word = self.send(&line, command.allows(), lasts).map_err(|error| gone(&error))?;
         self.answer(progress, timeout)
     }
 
@@ -294,7 +326,7 @@ impl Client {
         mut tell: impl FnMut(&Value) -> bool,
     ) -> Result<(), Failure> {
         let line = format!("{}\n", Command::Events.line());
-        self.send(&line, None).map_err(|error| gone(&error))?;
+        self.send(&line, None, false).map_err(|error| gone(&error))?;
         loop {
             let line = match self.line(|| progress.is_cancelled()) {
                 Err(_) if progress.is_cancelled() => return Ok(()),
@@ -320,13 +352,22 @@ impl Client {
     ///
     /// * `allows`: with the user's word that this may be done, which lasts until what is returned
     ///   is dropped.
-    fn send(&mut self, line: &str, allows: Option<Allows>) -> io::Result<Option<OwnedFd>> {
+    /// * `lasts`: the server gets the user's end, too: the word lasts until it closes that, since
+    ///   the command goes on when we have left.
+    fn send(
+        &mut self,
+        line: &str,
+        allows: Option<Allows>,
+        lasts: bool,
+    ) -> io::Result<Option<OwnedFd>> {
         let Some(allows) = allows else {
             return self.stream.write_all(line.as_bytes()).map(|()| None);
         };
         let (kept, given) = approval::give(allows)?;
         let pieces = [IoSlice::new(line.as_bytes())];
-        let sent = ringdisk_messages::send(&self.stream, &pieces, &[given.as_fd()], Wait::Forever)?;
+        let both = [given.as_fd(), kept.as_fd()];
+        let descriptors = if lasts { &both[..] } else { &both[..1] };
+        let sent = ringdisk_messages::send(&self.stream, &pieces, descriptors, Wait::Forever)?;
         self.stream.write_all(line.as_bytes().get(sent..).unwrap_or_default())?;
         Ok(Some(kept))
     }
@@ -452,59 +493,6 @@ impl Client {
                 },
             }
         }
-    }
-}
-
-/// The server of a mount that is there still was killed.
-///
-/// * `since`: when it was started.
-fn dead(path: &Path, since: Option<SystemTime>) -> Failure {
-    let shown = path.display().to_string();
-    let since = since.map(|since| format!(" (started {})", utc_time(since)));
-    let text = format!(
-        "the server of '{shown}' is dead{}: it was killed, or crashed, and its mount is left",
-        since.unwrap_or_default()
-    );
-    Failure::new(Exit::Mountpoint, text)
-        .hint(format!("`ringdisk umount {}` clears it away", shell_word(&shown)))
-}
-
-/// A server that does not answer in time.
-fn late(shown: &str, limit: Duration, pid: Option<i32>) -> Failure {
-    let who = pid.map_or_else(String::new, |pid| format!(" (process {pid})"));
-    let message = format!("the server of '{shown}'{who} does not answer within {limit:?}");
-    let failure = Failure::new(Exit::Timeout, message);
-    match pid {
-        Some(pid) if is_stopped(pid) => {
-            failure.hint(format!("it is stopped; `kill -CONT {pid}` lets it go on"))
-        }
-        _ => failure.hint("it may be stopped or overloaded; --timeout waits longer"),
-    }
-}
-
-/// Whether a process was stopped by a signal or by a debugger.
-fn is_stopped(pid: i32) -> bool {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let state = status.lines().find_map(|line| line.strip_prefix("State:"));
-    state.is_some_and(|state| state.trim().starts_with(['T', 't']))
-}
-
-fn left() -> Failure {
-    Failure::new(Exit::General, "nobody waits any longer")
-}
-
-fn rubbish() -> Failure {
-    Failure::new(Exit::General, "what the server said makes no sense")
-}
-
-fn gone(error: &io::Error) -> Failure {
-    match error.kind() {
-        io::ErrorKind::UnexpectedEof
-        | io::ErrorKind::BrokenPipe
-        | io::ErrorKind::ConnectionReset => {
-            Failure::new(Exit::Halted, "the server ended before it answered")
-        }
-        _ => Failure::system("cannot talk to the server", error, Exit::Halted),
     }
 }
 

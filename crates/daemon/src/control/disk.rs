@@ -1,9 +1,10 @@
 //! What the control socket of a disk does, however the disk is served.
 //!
-//! Promises: commands that change the disk run one at a time; a second one is told so. The clients
-//! of the disk go on meanwhile, except where the disk itself has to stop them. A stop
-//! cancels what is under way.
+//! Promises: commands that change the disk run one at a time; a second one is told so. Those that
+//! take long are jobs ([`crate::control::jobs`]). The clients of the disk go on meanwhile, except
+//! where the disk itself has to stop them. A stop cancels what is under way.
 
+mod advice;
 mod describe;
 mod serving;
 
@@ -14,20 +15,20 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use ringdisk_disk::{
-    Backing, CommitOptions, Disk, Error, ErrorKind, Format, Layer, NewSize as WantedSize,
-    OverlayOptions, Progress, ResizeOptions, SnapshotChange,
+    Backing, Disk, Error, ErrorKind, Format, NewSize as WantedSize, OverlayOptions, Progress,
+    ResizeOptions, SnapshotChange,
 };
 use ringdisk_qcow2::Preallocation;
 use ringdisk_ring::Ring;
-use ringdisk_storage::Storage;
 use ringdisk_throttle::Limits;
 use serde_json::{Value, json};
 
 use crate::confine::{self, HeldForDisk};
 use crate::control::checkpoint::Checkpoints;
 use crate::control::follow::Follower;
+use crate::control::jobs::{Job, Jobs, NewJob, chain};
 use crate::control::protocol::{
-    self, Command, Commit, Limit, NewBacking, NewSize, Refusal, Request, Resize, Snapshot,
+    self, Command, Limit, NewBacking, NewSize, Refusal, Request, Resize, Snapshot,
 };
 use crate::control::server::Commands;
 use crate::failure::{Exit, Failure};
@@ -37,8 +38,9 @@ use crate::new_file::check_new_name;
 use crate::size::human_time;
 use crate::stats::layer_json;
 use crate::stopping::{Stage, Stopping};
-use crate::terminal::{shell_word, visible};
+use crate::terminal::visible;
 
+use advice::Advice;
 pub use describe::{NbdPlace, ServedAs, SocketClient};
 pub use serving::Serving;
 
@@ -56,9 +58,11 @@ pub struct DiskControl {
     /// It will be: what is opened or made before would be out of reach then.
     is_confined_later: bool,
     /// What is held for the disk outside of the sandbox.
-    held: HeldForDisk,
+    held: Arc<HeldForDisk>,
     /// Asks for a clean stop, as signals do, or for the end now; returns at once.
     stop: Box<dyn Fn(bool) + Send + Sync>,
+    /// Long changes of its images.
+    jobs: Jobs,
     /// Kept states of the disk.
     checkpoints: Arc<Checkpoints>,
     /// How far a stop has come, where it may have to wait for users.
@@ -75,6 +79,8 @@ pub struct DiskControl {
 /// 5 s in looks of 20 ms.
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
 const STOP_LOOKS: u32 = 250;
+/// How often it is looked whether the jobs have ended, at the end of the disk.
+const END_POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// How often it is looked whether the process is in its sandbox, which takes some milliseconds.
 const ENTER_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
@@ -98,7 +104,8 @@ impl DiskControl {
             sandbox: OnceLock::new(),
             user: OnceLock::new(),
             is_confined_later: false,
-            held: HeldForDisk::default(),
+            held: Arc::default(),
+            jobs: Jobs::default(),
             stop: Box::new(stop),
             checkpoints: Arc::default(),
             stopping: None,
@@ -131,7 +138,11 @@ impl DiskControl {
     /// Waits until the process is in its sandbox, if it enters one.
     ///
     /// Errors: the command was given up.
-    async fn entered(&self, ring: &Ring, progress: &Progress) -> Result<(), Failure> {
+    pub(in crate::control) async fn entered(
+        &self,
+        ring: &Ring,
+        progress: &Progress,
+    ) -> Result<(), Failure> {
         while self.is_confined_later && self.sandbox.get().is_none() {
             if progress.is_cancelled() {
                 let text = "the command was given up before the server was ready";
@@ -185,7 +196,7 @@ impl DiskControl {
     }
 
     /// Errors: it is served no longer.
-    fn disk(&self) -> Result<Arc<Disk>, Failure> {
+    pub(in crate::control) fn disk(&self) -> Result<Arc<Disk>, Failure> {
         let disk = self.disk.lock().unwrap_or_else(PoisonError::into_inner);
         disk.clone().ok_or_else(|| Failure::new(Exit::Halted, "the disk is served no longer"))
     }
@@ -195,31 +206,32 @@ impl DiskControl {
         if let Some(progress) = &*self.changing() {
             progress.cancel();
         }
+        self.jobs.cancel();
     }
 
-    /// What helps when the user or the sandbox of the process is in the way: the kernel says the
-    /// same of both.
-    ///
-    /// * `file`: what the command names, if it names a file.
+    /// What helps when the user or the sandbox of the process is in the way.
+    pub(in crate::control) fn advice(&self) -> Advice {
+        Advice { user: self.user.get().cloned(), sandbox: self.sandbox.get().cloned() }
+    }
+
     fn explain(&self, failure: Failure, file: Option<&str>) -> Failure {
-        let is_ours =
-            failure.exit == Exit::Permission && !failure.message().contains("--allow-path");
-        if let Some(user) = self.user.get().filter(|_| failure.exit == Exit::Permission) {
-            return failure.hint(format!(
-                "the process serves as user {user}, who may not do this, or in a sandbox without \
-                 it: let that user, \
-                 or serve the image with --user root; a directory other than the image's needs \
-                 --allow-path, too"
-            ));
+        self.advice().explain(failure, file)
+    }
+
+    /// What is held for the disk outside of the sandbox.
+    pub(in crate::control) fn held(&self) -> Arc<HeldForDisk> {
+        Arc::clone(&self.held)
+    }
+
+    /// Puts a job into the list.
+    ///
+    /// Errors: a command or another job is changing the disk; as [`Jobs::begin`].
+    pub(in crate::control) fn begin_job(&self, new: NewJob) -> Result<Arc<Job>, Failure> {
+        if self.changing().is_some() {
+            return Err(being_changed());
         }
-        if !is_ours || self.sandbox.get().is_none() {
-            return failure;
-        }
-        let file = file.map_or_else(|| String::from("FILE"), shell_word);
-        failure.hint(format!(
-            "the server is in a sandbox, and may not open this file since no image of the disk \
-             named it at the start: serve the disk with --allow-path {file}, or with --sandbox off"
-        ))
+        self.jobs.check_free(&new.holds)?;
+        self.jobs.begin(new)
     }
 
     /// What changes the disk; a panic elsewhere leaves it valid, so poison is ignored.
@@ -232,9 +244,9 @@ impl DiskControl {
         self.entered(ring, progress).await?;
         let mut changing = self.changing();
         if changing.is_some() {
-            return Err(Failure::new(Exit::Locked, "another command is changing the disk")
-                .hint("wait until it is done"));
+            return Err(being_changed());
         }
+        self.jobs.check_free(&[])?;
         *changing = Some(Arc::clone(progress));
         drop(changing);
         self.settle();
@@ -242,7 +254,7 @@ impl DiskControl {
     }
 
     /// What the chain has no longer is held no longer.
-    fn settle(&self) {
+    pub(in crate::control) fn settle(&self) {
         if let Ok(disk) = self.disk() {
             self.held.settle(&disk);
         }
@@ -267,6 +279,8 @@ impl DiskControl {
             });
             object.insert(String::from("waited-for-limits"), waited);
             object.insert(String::from("sandbox"), json!(self.sandbox.get()));
+            let jobs: Value = self.jobs.all().iter().map(|job| job.to_json()).collect();
+            object.insert(String::from("jobs"), jobs);
             object.insert(String::from("serving"), self.describe()?);
             object.insert(
                 String::from("layers"),
@@ -423,74 +437,11 @@ impl DiskControl {
         disk.change_backing(ring, backing, progress).await?;
         Ok(chain(&disk))
     }
-
-    async fn commit(
-        &self,
-        ring: &Ring,
-        wanted: &Commit,
-        progress: &Arc<Progress>,
-    ) -> Result<Value, Failure> {
-        let disk = self.disk()?;
-        let layers = disk.layers();
-        let find = |name: &Option<String>, otherwise: usize| match name {
-            None => Ok(otherwise),
-            Some(name) => find(&layers, Path::new(name)),
-        };
-        let top = find(&wanted.top, 0)?;
-        let base = find(&wanted.base, top + 1)?;
-        if base >= layers.len() {
-            return Err(Failure::new(Exit::Usage, "there is no image below to write into"));
-        }
-        if base <= top {
-            return Err(Failure::new(Exit::Usage, "the base must be below the top"));
-        }
-        disk.commit(ring, CommitOptions { top, base, keep_top: false }, progress).await?;
-        let mut value = chain(&disk);
-        value["text"] = json!(committed(&layers[top..base], &layers[base]));
-        Ok(value)
-    }
 }
 
-/// The names of the images, the top one first.
-fn chain(disk: &Disk) -> Value {
-    let names: Vec<String> =
-        disk.layers().iter().map(|layer| layer.name().display().to_string()).collect();
-    json!({ "chain": names })
-}
-
-/// What a commit has done, for people.
-///
-/// * `emptied`: the images that were written down.
-/// * `base`: the image that has their data.
-fn committed(emptied: &[Arc<Layer>], base: &Layer) -> String {
-    let shown = |layer: &Layer| shell_word(&layer.name().display().to_string());
-    let names: Vec<String> = emptied.iter().map(|layer| shown(layer)).collect();
-    format!(
-        "What was written is in {} now. Left behind, empty, and used no longer: {}; it may be \
-         removed if no other image has it as its backing file.",
-        shown(base),
-        names.join(" ")
-    )
-}
-
-/// The place of an image in the chain.
-///
-/// * `name`: an absolute path.
-fn find(layers: &[Arc<Layer>], name: &Path) -> Result<usize, Failure> {
-    let id = name.metadata().map(|meta| Storage::identity_of(&meta)).ok();
-    let is_it = |layer: &Arc<Layer>| {
-        let file = layer.file().and_then(|file| file.identity());
-        file.is_some() && file == id
-    };
-    layers.iter().position(is_it).ok_or_else(|| {
-        let names: Vec<String> =
-            layers.iter().map(|layer| format!("'{}'", layer.name().display())).collect();
-        Failure::new(
-            Exit::Usage,
-            format!("'{}' is not in the chain of the disk", visible(&name.to_string_lossy())),
-        )
-        .hint(format!("the chain is {}", names.join(", ")))
-    })
+/// A command is in the way.
+fn being_changed() -> Failure {
+    Failure::new(Exit::Locked, "another command is changing the disk").hint("wait until it is done")
 }
 
 /// Held while a command changes the disk.
@@ -524,10 +475,11 @@ impl Commands for DiskControl {
         progress: &Arc<Progress>,
     ) -> Result<Value, Refusal> {
         let command = Command::read(request)?;
+        // The user's end of the word, which lasts as long as it is open.
+        let lasting = (command.outlasts_client() && given.len() > 1).then(|| given.pop()).flatten();
         if !matches!(command, Command::CheckpointBegin(_))
             && let Some(word) = given.pop()
         {
-            // A user's word.
             confine::pass_on(&word);
         }
         match command {
@@ -581,13 +533,18 @@ impl Commands for DiskControl {
                     .await
                     .map_err(|failure| self.explain(failure, wanted.file.as_deref()))?)
             }
-            Command::Commit(wanted) => {
-                let _changing = self.change(ring, progress).await?;
-                Ok(self
-                    .commit(ring, &wanted, progress)
-                    .await
-                    .map_err(|failure| self.explain(failure, None))?)
+            Command::Commit(wanted) => Ok(self.commit(ring, &wanted, lasting, progress).await?),
+            Command::Job(wanted) => {
+                let (_, target) = self.served_as.parts();
+                Ok(self.jobs.execute(ring, &wanted, &target, progress).await?)
             }
+        }
+    }
+
+    async fn end(&self, ring: &Ring) {
+        self.jobs.end();
+        while !self.jobs.running().is_empty() {
+            ring.sleep(END_POLL_INTERVAL).await;
         }
     }
 }

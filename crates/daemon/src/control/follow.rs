@@ -38,12 +38,16 @@ impl Follower {
 /// One event.
 fn line(event: &Event) -> Value {
     let at = event.at.duration_since(UNIX_EPOCH).unwrap_or_default();
-    json!({
+    let mut line = json!({
         "event": event.kind,
         "number": event.number,
         "time": { "seconds": at.as_secs(), "microseconds": at.subsec_micros() },
         "text": event.text,
-    })
+    });
+    for (name, value) in &event.fields {
+        line[*name] = json!(value);
+    }
+    line
 }
 
 #[cfg(test)]

@@ -6,13 +6,15 @@
 //!
 //! [`protocol`] is what both sides say, [`registry`] where they meet, [`server`] runs any set of
 //! [`server::Commands`] (those of a disk are in [`disk`]), [`client`] is the other end, [`many`]
-//! one that asks all servers of the machine; [`checkpoint`] is what several of them do together.
+//! one that asks all servers of the machine; [`jobs`] is what takes long; [`checkpoint`] is what
+//! several of them do together.
 
 pub mod address;
 pub mod checkpoint;
 pub mod client;
 pub mod disk;
 pub mod follow;
+pub mod jobs;
 mod lines;
 pub mod many;
 pub mod protocol;

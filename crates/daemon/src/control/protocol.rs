@@ -25,6 +25,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::control::checkpoint::words::{Begin, Dirty, End};
+use crate::control::jobs::words::{JobCommand, Terms};
 use crate::failure::{Exit, Failure};
 use crate::helper::approval::Allows;
 use crate::terminal::visible;
@@ -86,6 +87,9 @@ pub struct Commit {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     /// Name of the image that gets the data; `None`: the next one.
     pub base: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    /// How it is run; `None`: in the foreground, without a speed limit.
+    pub job: Option<Terms>,
 }
 
 /// Arguments of `backing`.
@@ -148,6 +152,8 @@ pub enum Command {
     Commit(Commit),
     /// Another backing file.
     Backing(NewBacking),
+    /// Something of the jobs.
+    Job(JobCommand),
     /// The host kernel serves, or does not.
     Accel(Accel),
     /// The state of the disk is kept for readers. With descriptors.
@@ -177,6 +183,7 @@ impl Command {
             Command::Snapshot(arguments) => ("snapshot", json!(arguments)),
             Command::Commit(arguments) => ("commit", json!(arguments)),
             Command::Backing(arguments) => ("backing", json!(arguments)),
+            Command::Job(command) => command.parts(),
             Command::Accel(arguments) => ("accel", json!(arguments)),
             Command::CheckpointBegin(arguments) => ("checkpoint-begin", json!(arguments)),
             Command::CheckpointEnd(arguments) => ("checkpoint-end", json!(arguments)),
@@ -207,6 +214,14 @@ impl Command {
         }
     }
 
+    /// Whether it goes on when the client that gave it has left.
+    pub fn outlasts_client(&self) -> bool {
+        match self {
+            Command::Commit(Commit { job: Some(terms), .. }) => terms.background,
+            _ => false,
+        }
+    }
+
     /// Reads a command. Errors: no such command, or arguments that it has not.
     pub fn read(request: &Request) -> Result<Command, Refusal> {
         fn of<T: for<'a> Deserialize<'a>>(request: &Request) -> Result<T, Refusal> {
@@ -219,6 +234,9 @@ impl Command {
         #[derive(Deserialize)]
         #[serde(deny_unknown_fields)]
         struct Nothing {}
+        if let Some(command) = JobCommand::read(&request.execute, &request.arguments) {
+            return command.map(Command::Job);
+        }
         match request.execute.as_str() {
             "stats" => of::<Nothing>(request).map(|_| Command::Stats),
             "topology" => of::<Nothing>(request).map(|_| Command::Topology),
@@ -241,8 +259,9 @@ impl Command {
                 ..Refusal::usage(format!(
                     "no such command: '{}'; known: stats, topology, describe, metrics, events, \
                      resize, snapshot, commit, backing, accel, limit, checkpoint-begin, \
-                     checkpoint-end, checkpoint-list, checkpoint-dirty, stop",
-                    other.escape_debug()
+                     checkpoint-end, checkpoint-list, checkpoint-dirty, {}, stop",
+                    other.escape_debug(),
+                    JobCommand::NAMES
                 ))
             }),
         }

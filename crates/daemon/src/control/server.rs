@@ -5,7 +5,7 @@
 //! our user nor root get no word. The thread sleeps while no client says anything.
 
 use std::cell::Cell;
-use std::future::{Future, poll_fn};
+use std::future::{Future, poll_fn, ready};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -65,6 +65,11 @@ pub trait Commands: Send + Sync + 'static {
     /// What a client is to follow from now on, where the request asks for that.
     fn follow(&self, _request: &Request) -> Option<Result<Follower, Refusal>> {
         None
+    }
+
+    /// Ends what goes on without a client, and waits for that; asked at the end.
+    fn end(&self, _ring: &Ring) -> impl Future<Output = ()> {
+        ready(())
     }
 
     /// How what is served has ended, in the words of [`protocol::ended`]; asked at the end.
@@ -182,13 +187,13 @@ impl Drop for Server {
 }
 
 /// Which of two futures was ready first.
-pub(super) enum First<A, B> {
+pub(in crate::control) enum First<A, B> {
     Left(A),
     Right(B),
 }
 
 /// Waits for the first of two.
-pub(super) async fn first<A: Future + Unpin, B: Future + Unpin>(
+pub(in crate::control) async fn first<A: Future + Unpin, B: Future + Unpin>(
     mut left: A,
     mut right: B,
 ) -> First<A::Output, B::Output> {
@@ -220,6 +225,7 @@ async fn serve<C: Commands>(ring: &Ring, listening: &Listening, hub: &Rc<Hub<C>>
             }
         }
     }
+    hub.commands.end(ring).await;
     while hub.clients.get() > 0 {
         ring.sleep(Duration::from_millis(5)).await;
     }

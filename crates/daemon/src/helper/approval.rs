@@ -7,7 +7,9 @@
 //! inside can make one.
 //!
 //! Promises: the word counts as long as the user who gave it has the other end open, which is until
-//! the command is answered; it is root's, or that of the user of the process.
+//! the command is answered; it is root's, or that of the user of the process. Of a job in the
+//! background the process gets that end, too, and closes it at the end of the job; a process that
+//! was taken over may keep such a word as long as it lives.
 
 use std::io;
 use std::mem::MaybeUninit;

@@ -36,8 +36,29 @@ pub struct DiskFacts {
     pub waits: Waits,
     /// Requests that a guest got an I/O error for; `None`: there is no guest.
     pub device_errors: Option<u64>,
+    /// Jobs that have not ended.
+    pub jobs: Vec<JobFacts>,
     /// Tables loaded, pushed out, and the most memory for them in bytes; of each image.
     pub caches: Vec<Cache>,
+}
+
+/// A job that has not ended.
+#[derive(Clone, Debug, Default)]
+pub struct JobFacts {
+    /// Its name.
+    pub id: String,
+    /// What it does.
+    pub kind: &'static str,
+    /// How it is.
+    pub state: &'static str,
+    /// Bytes.
+    pub done: u64,
+    /// Bytes.
+    pub total: u64,
+    /// Bytes per second.
+    pub rate: f64,
+    /// Bytes per second; 0: no limit.
+    pub speed: u64,
 }
 
 /// The cache of the tables of one image.
@@ -91,6 +112,19 @@ pub fn samples(facts: &DiskFacts, total: &QueueStats) -> Vec<Sample> {
         ("version", env!("CARGO_PKG_VERSION")),
     ];
     all.push(Sample::new("ringdisk_disk_info", &info, 1.0));
+    for job in &facts.jobs {
+        let target = facts.target.as_str();
+        let id = [("target", target), ("id", job.id.as_str()), ("kind", job.kind)];
+        let info = [id[0], id[1], id[2], ("state", job.state)];
+        all.push(Sample::new("ringdisk_job_info", &info, 1.0));
+        let values = [
+            ("ringdisk_job_done_bytes", number(job.done)),
+            ("ringdisk_job_size_bytes", number(job.total)),
+            ("ringdisk_job_bytes_per_second", job.rate),
+            ("ringdisk_job_limit_bytes_per_second", number(job.speed)),
+        ];
+        all.extend(values.map(|(name, value)| Sample::new(name, &id, value)));
+    }
     for cache in &facts.caches {
         let id = [("target", facts.target.as_str()), ("image", cache.image.as_str())];
         let values = [

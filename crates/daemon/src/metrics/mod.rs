@@ -12,7 +12,7 @@ mod server;
 
 use serde_json::{Value, json};
 
-pub use disk::{Cache, DiskFacts, samples};
+pub use disk::{Cache, DiskFacts, JobFacts, samples};
 pub use render::render;
 pub use server::{Health, MetricsServer, Source};
 
@@ -85,6 +85,11 @@ pub const FAMILIES: &[Family] = &[
         "Time that requests waited for a limit, added up.",
     ),
     gauge("ringdisk_limit_waiting_requests", "Requests that wait for a limit now."),
+    gauge("ringdisk_job_info", "Always 1; a job that has not ended, its state as a label."),
+    gauge("ringdisk_job_done_bytes", "What a job that has not ended has done so far."),
+    gauge("ringdisk_job_size_bytes", "What it has to do in all; may grow while clients write."),
+    gauge("ringdisk_job_bytes_per_second", "How fast it is."),
+    gauge("ringdisk_job_limit_bytes_per_second", "Its speed limit; 0: none."),
     counter("ringdisk_cpu_seconds_total", "CPU time of the queue threads."),
     counter("ringdisk_metadata_cache_loads_total", "Tables that were read from the image."),
     counter("ringdisk_metadata_cache_evictions_total", "Tables that were pushed out of memory."),

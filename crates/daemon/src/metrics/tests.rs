@@ -65,6 +65,15 @@ fn facts(target: &str) -> DiskFacts {
         clients: Some(2),
         waits: Waits::default(),
         device_errors: Some(3),
+        jobs: vec![JobFacts {
+            id: String::from("commit-1"),
+            kind: "commit",
+            state: "running",
+            done: 1 << 20,
+            total: 2 << 20,
+            rate: 1024.0,
+            speed: 0,
+        }],
         caches: vec![Cache { image: String::from("a"), loads: 1, ..Cache::default() }],
     }
 }

@@ -79,6 +79,8 @@ pub struct Entry {
     pub connection: Option<u32>,
     /// Who uses it, each in words.
     pub users: Vec<String>,
+    /// Its jobs that have not ended, as [`crate::control::jobs::Job::to_json`] has them.
+    pub jobs: Vec<Value>,
     /// The version of the server.
     pub version: Option<String>,
     /// The command that clears away what is left, or helps.
@@ -102,6 +104,7 @@ impl Entry {
             since: None,
             connection: None,
             users: Vec::new(),
+            jobs: Vec::new(),
             version: None,
             command: None,
         }
@@ -210,6 +213,7 @@ impl Entry {
         self.version = text("version");
         let clients = value["clients"].as_array().map(Vec::as_slice).unwrap_or_default();
         self.users = clients.iter().map(client).collect();
+        self.jobs = value["jobs"].as_array().cloned().unwrap_or_default();
     }
 
     /// Whether its server runs.
@@ -245,6 +249,7 @@ impl Entry {
             "read-only": self.is_read_only,
             "since": self.since,
             "used-by": self.users,
+            "jobs": self.jobs,
             "version": self.version,
             "command": self.command,
         })

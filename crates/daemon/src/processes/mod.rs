@@ -24,7 +24,7 @@ use crate::failure::Failure;
 use crate::mount_users::{self, Place};
 
 pub use entry::{Entry, State};
-pub use text::{problems, table as text_table};
+pub use text::{jobs as text_jobs, problems, table as text_table};
 
 /// How long servers may take to answer.
 const LIMIT: Duration = Duration::from_secs(2);

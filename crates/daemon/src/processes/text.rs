@@ -6,6 +6,7 @@ use std::fmt::Write as _;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::Entry;
+use crate::job_text;
 use crate::size::human_size;
 use crate::when::long_time;
 
@@ -59,6 +60,15 @@ fn row(entry: &Entry, now: SystemTime) -> [String; 8] {
         format!("{}{}{mode}", entry.image, format.unwrap_or_default()),
         users,
     ]
+}
+
+/// The jobs that are under way, one line each.
+pub fn jobs(entries: &[Entry]) -> Vec<String> {
+    let of = |entry: &Entry| {
+        let lines = entry.jobs.iter().map(job_text::line);
+        lines.map(|line| format!("{}: job {line}", entry.place)).collect::<Vec<_>>()
+    };
+    entries.iter().flat_map(of).collect()
 }
 
 /// What is wrong, one line each; with the command that helps.

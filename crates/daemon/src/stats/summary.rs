@@ -9,6 +9,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use super::{ratio, whole};
+use crate::job_text;
 use crate::size::{human_size, human_time};
 use crate::terminal::visible;
 use crate::when::long_time;
@@ -67,6 +68,11 @@ pub fn summary(stats: &Value, before: Option<&Value>, users: &[String]) -> Strin
     let clients = users.iter().cloned().chain(clients(stats)).collect::<Vec<_>>();
     let clients = if clients.is_empty() { String::from("nobody") } else { clients.join(", ") };
     let _ = write!(text, "\n  used by    {clients}");
+    for job in stats["jobs"].as_array().map(Vec::as_slice).unwrap_or_default() {
+        if job["state"] != "concluded" {
+            let _ = write!(text, "\n  job        {}", job_text::line(job));
+        }
+    }
     trouble(&mut text, now, stats);
     text
 }

@@ -4,7 +4,8 @@
 //! those that the layers above show already, and they are on stable storage before anything refers
 //! to them. Clients wait for the beginning and the last step only. When the top layer is merged,
 //! ranges that clients write meanwhile are recorded and copied again, in passes that get shorter;
-//! the last pass runs while no request is in flight.
+//! the last pass runs while no request is in flight. A commit that is paused, slowed down, or rests
+//! after an error of the base ([`Progress::pace`]) holds up no request.
 //!
 //! After a commit of the top layer the base is the new top. The merged layers are emptied before
 //! the first write to the base (`pivot.rs`), so a program that opens them again by their old names
@@ -364,12 +365,12 @@ async fn copy_all(
         let (offset, len) = ranges.next()?;
         let tracker = tracker();
         Some(async move {
-            progress.check()?;
+            progress.pace(ring, 0).await?;
             // Before the copy reads it: later writes are recorded again.
             if let Some(tracker) = tracker {
                 tracker.clear(offset, len);
             }
-            copy_live(disk, ring, options, offset, len).await?;
+            copy_again(disk, ring, options, (offset, len), progress).await?;
             progress.add_done(len);
             Ok(())
         })
@@ -395,9 +396,9 @@ async fn copy_all(
             at = offset + len;
             Some(async move {
                 let result = async {
-                    progress.check()?;
                     for (offset, len) in pieces(offset, offset + len) {
-                        copy_live(disk, ring, options, offset, len).await?;
+                        progress.pace(ring, 0).await?;
+                        copy_again(disk, ring, options, (offset, len), progress).await?;
                     }
                     Ok(())
                 };
@@ -411,25 +412,45 @@ async fn copy_all(
     Ok(())
 }
 
-/// Copies one range, as one request among those of the clients.
+/// Copies one range; after an error again, where the commit rests after errors. The speed limit
+/// counts what was copied: how much of a range is data is known afterwards.
+async fn copy_again(
+    disk: &Disk,
+    ring: &Ring,
+    options: CommitOptions,
+    (offset, len): (GuestOffset, u64),
+    progress: &Progress,
+) -> Result<(), Errno> {
+    loop {
+        match copy_live(disk, ring, options, offset, len).await {
+            Ok(copied) => {
+                progress.charge(copied);
+                return Ok(());
+            }
+            Err(errno) => progress.failed(ring, errno).await?,
+        }
+    }
+}
+
+/// Copies one range, as one request among those of the clients. Gives the bytes of data.
 async fn copy_live(
     disk: &Disk,
     ring: &Ring,
     options: CommitOptions,
     offset: GuestOffset,
     len: u64,
-) -> Result<(), Errno> {
+) -> Result<u64, Errno> {
     let pass = disk.enter().await;
     if let Some(tracker) = &pass.tracker {
         tracker.check()?;
     }
     let copier = copier(&pass, options)?;
     let _graces = pass.graces_above(options.base);
-    copy_range(ring, copier, offset, len).await?;
+    let copied = copy_range(ring, copier, offset, len).await?;
     if let Node::Qcow2(image) = &copier.target.node {
         disk.look_after(ring, image);
     }
-    Ok(())
+    Ok(copied)
 }
 
 /// Copies the rest while no request is in flight, and makes the base durable.

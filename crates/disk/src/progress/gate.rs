@@ -18,11 +18,11 @@ const WAIT_MAX: Duration = Duration::from_secs(86_400);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnError {
     /// It ends with the error.
+    #[default]
     Report,
     /// It rests until it is resumed, then tries the failed piece again.
     Stop,
     /// A full storage makes it rest; other errors end it.
-    #[default]
     StopWhenFull,
     /// The piece counts as not copied yet, and the operation goes on. Only for an operation that
     /// records which pieces are left; elsewhere as [`OnError::Report`].
@@ -75,9 +75,16 @@ impl Gate {
         if now < self.free_at {
             return Wait::Until(self.turn, self.free_at - now);
         }
-        let from = self.free_at.max(now.saturating_sub(CATCH_UP));
-        self.free_at = from.saturating_add(time_of(bytes, self.speed));
+        self.charge(now, bytes);
         Wait::Go
+    }
+
+    /// Has later pieces wait for these bytes.
+    pub(super) fn charge(&mut self, now: Duration, bytes: u64) {
+        if self.speed > 0 {
+            let from = self.free_at.max(now.saturating_sub(CATCH_UP));
+            self.free_at = from.saturating_add(time_of(bytes, self.speed));
+        }
     }
 
     /// Lets no piece pass from now on. A pause that was asked for outlives one after an error.
@@ -85,6 +92,7 @@ impl Gate {
         if self.paused != Some(Pause::Asked) {
             self.paused = Some(why);
         }
+        self.wake();
     }
 
     pub(super) fn resume(&mut self) {
@@ -106,6 +114,7 @@ impl Gate {
         };
         if stops {
             self.paused = Some(Pause::Error(errno));
+            self.wake();
         }
         stops
     }
@@ -125,6 +134,11 @@ impl Gate {
 
     pub(super) fn speed(&self) -> u64 {
         self.speed
+    }
+
+    /// The number of the last change.
+    pub(super) fn turn(&self) -> u64 {
+        self.turn
     }
 
     /// Wakes all who wait.

@@ -44,6 +44,17 @@ fn a_piece_larger_than_the_limit_passes_and_the_next_waits_for_it() {
 }
 
 #[test]
+fn bytes_that_are_told_afterwards_hold_up_the_next_piece() {
+    let mut gate = limited(1 << 20);
+    assert_eq!(gate.enter(SECOND, 0), Wait::Go);
+    assert_eq!(gate.enter(SECOND, 0), Wait::Go);
+    gate.charge(SECOND, 1 << 20);
+    gate.charge(SECOND, 1 << 20);
+    let Wait::Until(_, wait) = gate.enter(SECOND, 0) else { panic!("no limit") };
+    assert!(wait > SECOND && wait <= 2 * SECOND, "{wait:?}");
+}
+
+#[test]
 fn a_new_limit_stretches_and_shortens_the_wait_that_is_left() {
     let mut gate = limited(1 << 20);
     assert_eq!(gate.enter(SECOND, 8 << 20), Wait::Go);
@@ -144,6 +155,7 @@ fn a_wait_for_the_limit_ends_when_the_limit_or_the_operation_does() {
 #[test]
 fn a_full_storage_is_tried_again_after_resume() {
     let progress = Progress::new();
+    progress.set_on_error(OnError::StopWhenFull);
     let resume = |progress: &Progress| {
         while progress.paused() != Some(Pause::Error(Errno::NOSPC)) {
             std::thread::yield_now();

@@ -13,7 +13,7 @@ use ringdisk_qcow2::Preallocation;
 use crate::cli::names::parse_snapshot;
 use crate::cli::words::parse_switch;
 use crate::cli::words::{PREALLOCATION, one_of};
-use crate::cli::{CheckpointArgs, ProgressArgs, format_parser, parse_limit};
+use crate::cli::{CheckpointArgs, JobRunArgs, ProgressArgs, format_parser, parse_limit};
 
 const CTL_EXAMPLES: &str = "\
 Examples:
@@ -23,6 +23,7 @@ Examples:
   ringdisk ctl /srv/disk resize +10G
   ringdisk ctl /srv/disk snapshot today.qcow2      further writes go to today.qcow2
   ringdisk ctl /srv/disk commit                    and back into the image below it
+  ringdisk ctl /srv/disk commit --background --speed 50M    as a job: `ringdisk job list`
   ringdisk ctl /srv/disk backing -F qcow2 copy.qcow2    a copy of the image below takes its place
   ringdisk ctl /srv/a checkpoint c1 --with /srv/b --bitmap new --since old
                                                    both as they are now, for backup programs
@@ -76,8 +77,9 @@ pub(crate) enum CtlCommand {
     /// Print what happens as it happens, as lines of JSON; Ctrl-C ends it
     ///
     /// Each line has `event` (io-error, disk-full, needs-reset, client-came, client-gone, limited,
-    /// stopping, handed-over, lost), `time`, `number` and `text`. A reader that is too slow gets
-    /// `lost` with the number of events that it has missed.
+    /// job, stopping, handed-over, lost), `time`, `number` and `text`; of a job also `id`, `kind`
+    /// and `state`. A reader that is too slow gets `lost` with the number of events that it has
+    /// missed.
     Events,
     /// Change the size of the disk
     Resize {
@@ -103,7 +105,7 @@ pub(crate) enum CtlCommand {
     /// written down are empty afterwards, so a program that opens the disk by an old name sees what
     /// it holds now. A base that is larger than the disk is cut to its size. When an image cannot
     /// be emptied, or its internal snapshots show what is below it, the command fails and the chain
-    /// stays as it was.
+    /// stays as it was. `ringdisk job` shows, pauses, limits and cancels it meanwhile.
     Commit {
         /// The topmost image to be written down [default: the top one]
         #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
@@ -111,6 +113,8 @@ pub(crate) enum CtlCommand {
         /// The image to write into [default: the one below the topmost]
         #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
         base: Option<PathBuf>,
+        #[command(flatten)]
+        job: JobRunArgs,
         #[command(flatten)]
         show: ProgressArgs,
     },

@@ -13,6 +13,7 @@ mod copy;
 mod ctl;
 mod disk_spec;
 mod image;
+mod job;
 mod limit;
 mod log;
 mod look;
@@ -44,6 +45,7 @@ pub(crate) use copy::{CompareArgs, ConvertArgs, MeasureArgs};
 pub(crate) use ctl::{CtlArgs, CtlCommand};
 pub(crate) use disk_spec::DiskWords;
 pub(crate) use image::ImageArgs;
+pub(crate) use job::{JobArgs, JobRunArgs, JobWork};
 pub(crate) use limit::LimitWords;
 pub(crate) use log::LogArgs;
 pub(crate) use look::{InfoArgs, LookArgs, MapArgs, NameArgs, PoolArgs};
@@ -79,6 +81,7 @@ Examples:
                                                serve an image in the background
   ringdisk ps                                  what is served here, and who uses it
   ringdisk ctl /srv/disk stats                 what it is doing
+  ringdisk job list                            what it copies meanwhile
   ringdisk umount /srv/disk                    and end that
   ringdisk serve disk.qcow2 --vhost-user-blk /run/vm1.sock
                                                serve an image to a virtual machine
@@ -116,6 +119,7 @@ pub(crate) enum Command {
     Ps(PsArgs),
     Top(TopArgs),
     Ctl(CtlArgs),
+    Job(JobArgs),
     Metrics(MetricsCommandArgs),
     Report(ReportArgs),
     Topology(Box<TopologyArgs>),

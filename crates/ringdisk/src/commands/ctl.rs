@@ -19,7 +19,7 @@ use serde_json::Value;
 use crate::cli::{CtlArgs, CtlCommand, PREALLOCATION, ProgressArgs, word_of};
 use crate::commands::operation::Operation;
 use crate::commands::output::json_text;
-use crate::commands::{checkpoint, look, watch};
+use crate::commands::{checkpoint, job, look, watch};
 
 /// Notes what a file names that a server may write for a commit from now on.
 ///
@@ -68,8 +68,8 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
     };
     let what =
         if matches!(args.command, CtlCommand::Backing { .. }) { "compare" } else { "commit" };
-    let job = Operation::start(what, show)?;
-    let progress = Arc::clone(job.progress());
+    let operation = Operation::start(what, show)?;
+    let progress = Arc::clone(operation.progress());
     let (result, left) = match &args.command {
         CtlCommand::Stop { .. } => (
             stop(&mut client, &command, args, &progress),
@@ -96,7 +96,7 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
         true if changes => failure.outcome(left),
         _ => failure,
     });
-    let value = job.end(result, left)?;
+    let value = operation.end(result, left)?;
     match &args.command {
         CtlCommand::Stats { json: true, .. } => terminal::say(json_text(&without_text(value))),
         CtlCommand::Stats { internals: false, .. } => {
@@ -115,6 +115,7 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
             let text = value.get("text").and_then(Value::as_str).unwrap_or("Done.");
             terminal::say(visible_lines(text));
         }
+        CtlCommand::Commit { job, show, .. } if job.background => job::begun(&value, show.quiet),
         CtlCommand::Commit { show, .. } if !show.quiet => {
             terminal::say("Image committed.");
             if let Some(text) = value.get("text").and_then(Value::as_str) {
@@ -251,8 +252,8 @@ fn command_of(command: &CtlCommand) -> Result<Command, Failure> {
             },
             format: format.map(|format| format.name().to_owned()),
         }),
-        CtlCommand::Commit { top, base, .. } => {
-            Command::Commit(Commit { top: absolute(top)?, base: absolute(base)? })
+        CtlCommand::Commit { top, base, job, .. } => {
+            Command::Commit(Commit { top: absolute(top)?, base: absolute(base)?, job: job.terms() })
         }
     })
 }

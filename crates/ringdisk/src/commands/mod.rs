@@ -12,6 +12,7 @@ pub(crate) mod create;
 pub(crate) mod ctl;
 pub(crate) mod fstab;
 pub(crate) mod info;
+pub(crate) mod job;
 mod limits;
 pub(crate) mod lock_advice;
 pub(crate) mod look;

@@ -36,6 +36,9 @@ pub(crate) fn run(args: &PsArgs) -> Result<(), Failure> {
         return out.finish();
     }
     ended(write!(out, "{}", processes::text_table(&entries, SystemTime::now())))?;
+    for job in processes::text_jobs(&entries) {
+        ended(writeln!(out, "{job}"))?;
+    }
     out.finish()?;
     processes::problems(&entries).iter().for_each(terminal::note);
     Ok(())

@@ -1,7 +1,7 @@
 //! `ringdisk top`: what all disks of the machine do, live.
 //!
 //! Promises: a table for each interval, which fits the width of the terminal: columns that have no
-//! room are left out, the last ones first.
+//! room are left out, the last ones first. Below it a line for each job.
 
 mod columns;
 
@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use ringdisk_daemon::control::many::Answer;
 use ringdisk_daemon::control::protocol::Command;
 use ringdisk_daemon::failure::Failure;
+use ringdisk_daemon::job_text;
 use ringdisk_daemon::metrics::{self, Sample};
 use ringdisk_daemon::processes;
 use ringdisk_daemon::rates::{self, Order, Rates};
@@ -45,11 +46,15 @@ pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
         let (now, seconds) = (samples(), since.elapsed().as_secs_f64());
         since = Instant::now();
         let rows = arranged(&before, &now, seconds, args.sort, &args.filter);
+        let mut jobs = job_text::of_samples(&now);
+        jobs.retain(|job| job.contains(&args.filter));
         before = now;
         // Asked for each time: the terminal may have another size by now.
         let width = tcgetwinsize(rustix::stdio::stdout()).ok().map(|size| size.ws_col.into());
         let width = width.filter(|width| *width > 0).unwrap_or(PLAIN_COLUMNS);
-        if !printed(&(columns::lines(&rows, width).join("\n") + "\n"))? {
+        let mut lines = columns::lines(&rows, width);
+        lines.extend(jobs.iter().map(|job| job.chars().take(width).collect::<String>()));
+        if !printed(&(lines.join("\n") + "\n"))? {
             return Ok(());
         }
         left = left.map(|left| left - 1);

@@ -5,6 +5,7 @@ mod beside;
 mod checkpoint;
 #[path = "../common/mod.rs"]
 mod common;
+mod jobs;
 mod keep;
 mod keep_setup;
 mod limits;

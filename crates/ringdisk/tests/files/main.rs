@@ -8,6 +8,7 @@ mod coherence;
 mod common;
 mod crash;
 mod ctl;
+mod jobs;
 mod lifecycle;
 mod limits;
 mod semantics;

@@ -1,5 +1,5 @@
 //! The examples of the README, run literally: by root, and by a user who is not root; and the
-//! commands of docs/backup.md.
+//! commands of docs/backup.md and of the jobs in docs/operations.md.
 //!
 //! Promises: every indented block of the page runs, in the order of the page, in one scratch
 //! directory in which `vm.qcow2` is a disk with one partition. What a block says above it in a
@@ -213,6 +213,19 @@ fn the_commands_of_the_page_on_backups_run_in_its_order() {
     session.runs(&lines.join("\n"));
     let left = ["disk", "a", "b"].map(|name| session.is_mounted(name));
     assert_eq!(left, [false; 3], "a command leaves something mounted");
+}
+
+#[test]
+fn the_commands_of_the_page_on_operations_run_for_jobs() {
+    if !possible() {
+        return;
+    }
+    let session = Session::new(0, &["whole", "part1", "disk"]);
+    let (_, blocks) = page("docs/operations.md");
+    let jobs: Vec<&Block> = blocks.iter().filter(|block| block.heading == "Jobs").collect();
+    let [job] = jobs[..] else { panic!("the commands are gone: {blocks:?}") };
+    session.runs(&job.lines.join("\n"));
+    assert!(!session.is_mounted("disk"), "it is mounted still");
 }
 
 #[test]

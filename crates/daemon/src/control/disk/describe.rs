@@ -11,9 +11,10 @@ use ringdisk_disk::{Disk, Format};
 use serde_json::{Value, json};
 
 use super::DiskControl;
+use crate::control::jobs::Job;
 use crate::failure::Failure;
 use crate::helper;
-use crate::metrics::{self, Cache, DiskFacts, Sample};
+use crate::metrics::{self, Cache, DiskFacts, JobFacts, Sample};
 use crate::stopping::Stage;
 use crate::terminal::visible;
 
@@ -68,7 +69,7 @@ impl NbdPlace {
 
 impl ServedAs {
     /// The kind for programs, and where it is for people and commands.
-    fn parts(&self) -> (&'static str, String) {
+    pub(super) fn parts(&self) -> (&'static str, String) {
         match self {
             ServedAs::Unknown => ("unknown", String::new()),
             ServedAs::Mount { mountpoint, .. } => ("mount", mountpoint.display().to_string()),
@@ -150,6 +151,7 @@ impl DiskControl {
             "state": state,
             "why": why,
             "clients": self.clients(),
+            "jobs": self.jobs.running().iter().map(|job| job.to_json()).collect::<Value>(),
             "sandbox": self.sandbox.get(),
         }))
     }
@@ -180,6 +182,7 @@ impl DiskControl {
             clients: (kind != "mount").then(|| self.clients().len()),
             waits: disk.limit_waits(),
             device_errors: report.device.as_ref().map(|device| report.io_errors(device)),
+            jobs: self.jobs.running().iter().map(|job| job_facts(job)).collect(),
             caches: caches.collect(),
         };
         metrics::samples(&facts, &report.total())
@@ -227,6 +230,19 @@ impl DiskControl {
         let ours =
             clients.filter(|client| client.export.is_none() || client.export.as_ref() == export);
         ours.map(|client| json!({ "pid": client.pid, "address": client.address })).collect()
+    }
+}
+
+/// What metrics say of a job.
+fn job_facts(job: &Job) -> JobFacts {
+    JobFacts {
+        id: job.id().to_owned(),
+        kind: job.kind().word(),
+        state: job.state().word(),
+        done: job.progress().done(),
+        total: job.progress().total(),
+        rate: job.rate(),
+        speed: job.progress().speed(),
     }
 }
 

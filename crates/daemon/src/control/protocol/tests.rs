@@ -38,7 +38,17 @@ fn commands_survive_the_way() {
         Command::Topology,
         Command::Resize(resize),
         Command::Snapshot(snapshot),
-        Command::Commit(Commit { top: None, base: Some(String::from("/b")) }),
+        Command::Commit(Commit { top: None, base: Some(String::from("/b")), job: None }),
+        Command::Commit(Commit {
+            job: Some(Terms {
+                name: Some(String::from("mine")),
+                background: true,
+                speed: 1 << 20,
+                on_error: Some(String::from("stop")),
+            }),
+            ..Commit::default()
+        }),
+        Command::Job(JobCommand::List),
         Command::Accel(Accel { on: false }),
         Command::CheckpointBegin(Box::new(begin())),
         Command::CheckpointEnd(End { name: text("c"), id: None, bitmaps: Bitmaps::Merge }),

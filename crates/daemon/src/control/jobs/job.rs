@@ -1,0 +1,272 @@
+//! One job: what it is, how far it is, and how it ended.
+//!
+//! Promises: any thread may look; a look takes a lock for a moment and never waits for the job. A
+//! job ends once, and its result stays.
+
+use std::future::poll_fn;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Poll, Waker};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use ringdisk_disk::{Pause, Progress};
+use serde_json::{Value, json};
+
+use super::words::ON_ERROR;
+use crate::failure::{Exit, Failure};
+
+/// The rate is that of the last so much to twice as much time.
+const RATE_WINDOW: Duration = Duration::from_secs(5);
+
+/// What a job does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// Merges images into one below them.
+    Commit,
+}
+
+impl Kind {
+    /// The word for programs and names.
+    pub fn word(self) -> &'static str {
+        match self {
+            Kind::Commit => "commit",
+        }
+    }
+}
+
+/// How a job is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// It was begun, and has done nothing yet.
+    Created,
+    /// It works.
+    Running,
+    /// It rests.
+    Paused,
+    /// It was cancelled, and puts things back.
+    Aborting,
+    /// It has ended.
+    Concluded,
+}
+
+impl State {
+    /// The word for programs.
+    pub fn word(self) -> &'static str {
+        match self {
+            State::Created => "created",
+            State::Running => "running",
+            State::Paused => "paused",
+            State::Aborting => "aborting",
+            State::Concluded => "concluded",
+        }
+    }
+}
+
+/// What a new job is.
+#[derive(Clone, Debug)]
+pub struct NewJob {
+    /// A name that the user gave; `None`: one is made.
+    pub name: Option<String>,
+    /// What it does.
+    pub kind: Kind,
+    /// What it does with what, for people: `'a' into 'b'`.
+    pub what: String,
+    /// The images that nothing else may change meanwhile, by their names.
+    pub holds: Vec<String>,
+    /// What it counts in, and is controlled by.
+    pub progress: Arc<Progress>,
+}
+
+/// A job.
+#[derive(Debug)]
+pub struct Job {
+    id: String,
+    kind: Kind,
+    what: String,
+    holds: Vec<String>,
+    progress: Arc<Progress>,
+    since: SystemTime,
+    inner: Mutex<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    result: Option<Ended>,
+    /// Moments and what was done by then; the older one first.
+    marks: [(Instant, u64); 2],
+    waiting: Vec<Waker>,
+}
+
+/// How a job ended.
+#[derive(Clone, Debug)]
+struct Ended {
+    at: SystemTime,
+    /// What it gives; or why it failed: exit code, text, and what the user can do.
+    result: Result<Value, (u8, String, Option<String>)>,
+}
+
+impl Job {
+    pub(super) fn new(id: String, new: NewJob) -> Job {
+        let mark = (Instant::now(), new.progress.done());
+        let inner = Inner { result: None, marks: [mark; 2], waiting: Vec::new() };
+        let NewJob { kind, what, holds, progress, .. } = new;
+        let since = SystemTime::now();
+        Job { id, kind, what, holds, progress, since, inner: Mutex::new(inner) }
+    }
+
+    /// Its name.
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// What it does.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// What it does with what, for people.
+    pub fn what(&self) -> &str {
+        &self.what
+    }
+
+    /// The images that nothing else may change meanwhile.
+    pub fn holds(&self) -> &[String] {
+        &self.holds
+    }
+
+    /// What it is controlled by.
+    pub fn progress(&self) -> &Arc<Progress> {
+        &self.progress
+    }
+
+    /// A panic elsewhere leaves it valid, so poison is ignored.
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How it is.
+    pub fn state(&self) -> State {
+        if self.inner().result.is_some() {
+            return State::Concluded;
+        }
+        if self.progress.is_cancelled() {
+            return State::Aborting;
+        }
+        match (self.progress.paused(), self.progress.total()) {
+            (Some(_), _) => State::Paused,
+            (None, 0) => State::Created,
+            (None, _) => State::Running,
+        }
+    }
+
+    /// Why it rests or has failed, for people.
+    pub fn why(&self) -> Option<String> {
+        if let Some(ended) = &self.inner().result {
+            return ended.result.as_ref().err().map(|(_, text, _)| text.clone());
+        }
+        match self.progress.paused()? {
+            Pause::Asked => None,
+            Pause::Error(errno) => {
+                let text = std::io::Error::from_raw_os_error(errno.raw_os_error());
+                Some(format!("cannot write: {}", crate::failure::words(&text)))
+            }
+        }
+    }
+
+    /// It has ended, with this result. Wakes those who wait.
+    pub(super) fn conclude(&self, result: &Result<Value, Failure>) {
+        let result = match result {
+            Ok(value) => Ok(value.clone()),
+            Err(failure) => Err((
+                failure.code(),
+                failure.message().to_owned(),
+                failure.hint_text().map(str::to_owned),
+            )),
+        };
+        let mut inner = self.inner();
+        inner.result.get_or_insert(Ended { at: SystemTime::now(), result });
+        inner.waiting.drain(..).for_each(Waker::wake);
+    }
+
+    /// Its result, when it has ended. A task that stops waiting leaves its waker behind until then.
+    ///
+    /// Errors: why it failed.
+    pub async fn ended(&self) -> Result<Value, Failure> {
+        poll_fn(|context| {
+            let mut inner = self.inner();
+            if let Some(ended) = &inner.result {
+                return Poll::Ready(ended.result.clone());
+            }
+            if !inner.waiting.iter().any(|waker| waker.will_wake(context.waker())) {
+                inner.waiting.push(context.waker().clone());
+            }
+            Poll::Pending
+        })
+        .await
+        .map_err(|(code, text, hint)| {
+            let failure = Failure::new(Exit::General, text).with_code(code);
+            match hint {
+                Some(hint) => failure.hint(hint),
+                None => failure,
+            }
+        })
+    }
+
+    /// Forgets the rate: the job was paused, resumed or limited.
+    pub(super) fn mark(&self) {
+        self.inner().marks = [(Instant::now(), self.progress.done()); 2];
+    }
+
+    /// Bytes per second.
+    pub fn rate(&self) -> f64 {
+        if self.state() != State::Running {
+            return 0.0;
+        }
+        let (now, done) = (Instant::now(), self.progress.done());
+        let mut inner = self.inner();
+        let [(from, was), last] = inner.marks;
+        if now.saturating_duration_since(last.0) >= RATE_WINDOW {
+            inner.marks = [last, (now, done)];
+        }
+        #[allow(clippy::cast_precision_loss)] // Shown to people.
+        let bytes = done.saturating_sub(was) as f64;
+        match now.saturating_duration_since(from).as_secs_f64() {
+            0.0 => 0.0,
+            seconds => bytes / seconds,
+        }
+    }
+
+    /// For programs.
+    #[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+    pub fn to_json(&self) -> Value {
+        let (state, rate, why) = (self.state(), self.rate(), self.why());
+        let (done, total) = (self.progress.done(), self.progress.total());
+        let left = total.saturating_sub(done) as f64;
+        let estimate = (rate >= 1.0 && total > 0).then(|| (left / rate).round() as u64);
+        let on_error = self.progress.on_error();
+        let on_error = ON_ERROR.iter().find(|(_, known)| *known == on_error);
+        let ended = self.inner().result.clone();
+        let exit = ended.as_ref().map(|ended| ended.result.as_ref().map_or_else(|it| it.0, |_| 0));
+        json!({
+            "id": self.id,
+            "kind": self.kind.word(),
+            "what": self.what,
+            "state": state.word(),
+            "why": why,
+            "done": done,
+            "total": total,
+            "rate": rate.round() as u64,
+            "estimate-seconds": estimate,
+            "speed": self.progress.speed(),
+            "on-error": on_error.map(|(word, _)| *word),
+            "holds": self.holds,
+            "since": seconds(self.since),
+            "ended": ended.map(|ended| seconds(ended.at)),
+            "exit": exit,
+        })
+    }
+}
+
+/// Seconds since 1970.
+fn seconds(time: SystemTime) -> u64 {
+    time.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
+}

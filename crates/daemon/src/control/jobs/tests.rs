@@ -1,0 +1,238 @@
+use std::cell::Cell;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ringdisk_disk::{Events, OnError, Progress};
+use ringdisk_ring::{Config, Errno, Ring, Runtime};
+use serde_json::{Map, Value, json};
+
+use super::job::NewJob;
+use super::run::run;
+use super::words::{JobCommand, Named, NewSpeed, Terms, check_name};
+use super::*;
+use crate::failure::{Exit, Failure};
+use crate::job_text as text;
+
+fn new(name: Option<&str>, holds: &[&str]) -> NewJob {
+    NewJob {
+        name: name.map(str::to_owned),
+        kind: Kind::Commit,
+        what: String::from("a into b"),
+        holds: holds.iter().map(|&name| name.to_owned()).collect(),
+        progress: Arc::new(Progress::new()),
+    }
+}
+
+fn done() -> Result<Value, Failure> {
+    Ok(json!({}))
+}
+
+/// Runs a task on a ring of its own.
+fn on_ring<T>(task: impl AsyncFnOnce(Ring) -> T) -> T {
+    let mut runtime = Runtime::new(Config::default()).expect("a ring");
+    let ring = runtime.ring().clone();
+    runtime.block_on(task(ring))
+}
+
+fn states(events: &Events) -> Vec<String> {
+    let all = events.read(0, usize::MAX).events;
+    let state = |(name, value): &(&str, String)| (*name == "state").then(|| value.clone());
+    all.iter().flat_map(|event| event.fields.iter().filter_map(state)).collect()
+}
+
+#[test]
+fn names_are_made_or_given_and_unique() {
+    let jobs = Jobs::default();
+    let first = jobs.begin(new(None, &["a"])).expect("a job");
+    let second = jobs.begin(new(Some("mine"), &["b"])).expect("another");
+    assert_eq!((first.id(), second.id()), ("commit-1", "mine"));
+    assert_eq!(jobs.begin(new(Some("mine"), &["c"])).expect_err("taken").exit, Exit::Usage);
+    // A name that a user took is skipped.
+    jobs.begin(new(Some("commit-2"), &["c"])).expect("a third");
+    assert_eq!(jobs.begin(new(None, &["d"])).expect("a fourth").id(), "commit-3");
+    for bad in ["", "-x", "a b", "a/b", "\u{1b}", &"x".repeat(65)] {
+        assert!(check_name(bad).is_err(), "{bad:?}");
+        assert!(jobs.begin(new(Some(bad), &["e"])).is_err(), "{bad:?}");
+    }
+    let none = jobs.find("nothing").expect_err("no such job");
+    assert!(none.hint_text().is_some_and(|hint| hint.contains("mine")), "{none:?}");
+}
+
+#[test]
+fn two_jobs_on_one_image_are_refused_in_the_name_of_the_first() {
+    let jobs = Jobs::default();
+    let first = jobs.begin(new(None, &["a", "b"])).expect("a job");
+    let refused = jobs.begin(new(None, &["b", "c"])).expect_err("b is held");
+    assert_eq!(refused.exit, Exit::Locked);
+    let text = refused.message();
+    assert!(text.contains("'commit-1'") && text.contains("holds the image b"), "{text}");
+    assert!(jobs.check_free(&[]).is_err(), "the chain is being changed");
+    first.conclude(&done());
+    jobs.check_free(&[]).expect("it has ended");
+    jobs.begin(new(None, &["b", "c"])).expect("b is free");
+}
+
+#[test]
+fn the_last_jobs_that_ended_stay_and_running_ones_always() {
+    let jobs = Jobs::default();
+    let running = jobs.begin(new(Some("running"), &["held"])).expect("a job");
+    for _ in 0..KEPT_MAX + 4 {
+        jobs.begin(new(None, &["a"])).expect("a job").conclude(&done());
+    }
+    let _last = jobs.begin(new(None, &["a"])).expect("a job");
+    let all = jobs.all();
+    assert_eq!(all.len(), KEPT_MAX + 2);
+    assert_eq!((all[0].id(), all[1].id()), (running.id(), "commit-5"));
+    jobs.end();
+    assert_eq!(running.state(), State::Aborting);
+    assert_eq!(jobs.begin(new(None, &["z"])).expect_err("the disk ends").exit, Exit::Halted);
+}
+
+#[test]
+fn each_state_of_a_job_is_an_event() {
+    let (jobs, events) = (Jobs::default(), Events::default());
+    let job = jobs.begin(new(None, &["a"])).expect("a job");
+    let progress = Arc::clone(job.progress());
+    progress.set_on_error(OnError::StopWhenFull);
+    let result = on_ring(async |ring| {
+        let own = ring.clone();
+        let other = Arc::clone(&progress);
+        let work = async move {
+            other.set_total(100);
+            other.pace(&own, 50).await.expect("it goes on");
+            other.add_done(50);
+            other.failed(&own, Errno::NOSPC).await.expect("resumed after the error");
+            other.add_done(10);
+            while other.pace(&own, 0).await.is_ok() {
+                own.sleep(Duration::from_millis(1)).await;
+            }
+            // It puts things back.
+            own.sleep(Duration::from_millis(5)).await;
+            Err(Failure::new(Exit::General, "cancelled"))
+        };
+        // The other end: looks at the states, and acts on each.
+        let (seen, inner) = (Rc::new(Cell::new(false)), ring.clone());
+        let (over, watched) = (Rc::clone(&seen), Arc::clone(&job));
+        ring.spawn(async move {
+            while watched.state() != State::Paused {
+                inner.sleep(Duration::from_millis(1)).await;
+            }
+            assert!(watched.why().is_some_and(|why| why.contains("No space")), "{watched:?}");
+            watched.progress().resume();
+            while watched.progress().done() < 60 {
+                inner.sleep(Duration::from_millis(1)).await;
+            }
+            watched.progress().cancel();
+            over.set(true);
+        });
+        let result = run(&job, &events, work).await;
+        assert!(seen.get());
+        result
+    });
+    assert!(result.is_err());
+    assert_eq!(job.state(), State::Concluded);
+    assert_eq!(job.why().as_deref(), Some("cancelled"));
+    let told = states(&events);
+    assert_eq!(told.first().map(String::as_str), Some("created"));
+    assert_eq!(told.last().map(String::as_str), Some("concluded"));
+    assert!(told.contains(&String::from("paused")), "{told:?}");
+    assert!(told.contains(&String::from("aborting")), "{told:?}");
+    let list = job.to_json();
+    assert_eq!(
+        (&list["done"], &list["total"], &list["exit"]),
+        (&json!(60), &json!(100), &json!(1))
+    );
+}
+
+#[test]
+fn commands_act_on_the_job_that_they_name_and_a_wait_ends_with_it() {
+    let (jobs, events) = (Rc::new(Jobs::default()), Arc::new(Events::default()));
+    let job = jobs.begin(new(None, &["a"])).expect("a job");
+    job.progress().set_total(10);
+    let named = || Named { id: String::from("commit-1") };
+    on_ring(async |ring| {
+        let client = Arc::new(Progress::new());
+        let ask = async |command| jobs.execute(&ring, &command, "/srv/disk", &client).await;
+        let paused = ask(JobCommand::Pause(named())).await.expect("paused");
+        assert_eq!(paused["state"], "paused");
+        let limit = NewSpeed { id: named().id, speed: 1 << 20 };
+        let limited = ask(JobCommand::Limit(limit)).await.expect("limited");
+        assert_eq!(limited["speed"], 1 << 20);
+        assert_eq!(ask(JobCommand::Resume(named())).await.expect("resumed")["state"], "running");
+        assert!(ask(JobCommand::Resume(named())).await.is_err(), "it is not paused");
+        assert!(ask(JobCommand::Complete(named())).await.is_err(), "a commit ends by itself");
+        let wrong = JobCommand::Cancel(Named { id: String::from("other") });
+        assert_eq!(ask(wrong).await.expect_err("no such job").exit, Exit::Usage);
+        // A client that leaves stops waiting; the job goes on.
+        let leaving = Arc::new(Progress::new());
+        leaving.cancel();
+        assert!(jobs.execute(&ring, &JobCommand::Wait(named()), "", &leaving).await.is_err());
+        let (own, told, running) = (ring.clone(), Arc::clone(&events), Arc::clone(&job));
+        ring.spawn(async move {
+            let work = async {
+                own.sleep(Duration::from_millis(20)).await;
+                Ok(json!({ "chain": ["b"] }))
+            };
+            let _ = run(&running, &told, work).await;
+        });
+        let ended = ask(JobCommand::Wait(named())).await.expect("done");
+        assert_eq!(
+            (&ended["state"], &ended["result"]["chain"][0]),
+            (&json!("concluded"), &json!("b"))
+        );
+        assert!(ask(JobCommand::Pause(named())).await.is_err(), "it has ended");
+        let list = ask(JobCommand::List).await.expect("a list");
+        assert_eq!((&list["target"], &list["jobs"][0]["exit"]), (&json!("/srv/disk"), &json!(0)));
+    });
+}
+
+#[test]
+fn commands_and_terms_are_read_or_refused() {
+    let read = |name: &str, arguments: Value| {
+        let arguments = arguments.as_object().cloned().unwrap_or_else(Map::new);
+        JobCommand::read(name, &arguments)
+    };
+    for command in [
+        JobCommand::List,
+        JobCommand::Pause(Named { id: String::from("x") }),
+        JobCommand::Resume(Named { id: String::from("x") }),
+        JobCommand::Limit(NewSpeed { id: String::from("x"), speed: u64::MAX }),
+        JobCommand::Cancel(Named { id: String::from("x") }),
+        JobCommand::Complete(Named { id: String::from("x") }),
+        JobCommand::Wait(Named { id: String::from("x") }),
+    ] {
+        let (name, arguments) = command.parts();
+        assert_eq!(read(name, arguments), Some(Ok(command)));
+        assert!(JobCommand::NAMES.contains(name), "{name}");
+    }
+    assert!(read("job-list", json!({ "id": "x" })).is_some_and(|read| read.is_err()));
+    assert!(read("job-limit", json!({ "id": "x", "speed": -1 })).is_some_and(|read| read.is_err()));
+    assert!(read("job-pause", json!({})).is_some_and(|read| read.is_err()));
+    assert_eq!(read("job-fly", json!({})), None);
+    let in_background = Terms { background: true, ..Terms::default() };
+    assert_eq!(in_background.on_error(), Ok(OnError::StopWhenFull));
+    assert_eq!(Terms::default().on_error(), Ok(OnError::Report));
+    let wrong = Terms { on_error: Some(String::from("explode")), ..Terms::default() };
+    assert!(wrong.on_error().is_err());
+}
+
+#[test]
+fn a_line_shows_the_way_and_controls_no_terminal() {
+    let job = json!({
+        "id": "commit-1", "state": "running", "done": 1 << 30, "total": 2_u64 << 30,
+        "rate": 100 << 20, "estimate-seconds": 10, "speed": 200 << 20, "what": "a\u{1b}[2J into b",
+    });
+    let line = text::line(&job);
+    let expected = "commit-1  running  [##########----------]  50 % of 2 GiB, 100 MiB/s, 10s left \
+                    (limit 200 MiB/s)";
+    assert!(line.starts_with(expected) && !line.contains('\u{1b}'), "{line}");
+    for odd in [json!(null), json!({}), json!({ "done": u64::MAX, "total": 1 })] {
+        assert!(!text::line(&odd).contains('\u{1b}'));
+    }
+    let failed = json!({ "id": "x", "state": "concluded", "exit": 12, "why": "no space" });
+    assert_eq!(text::line(&failed), "x  failed: no space  ");
+    assert_eq!(text::lists(&[json!({ "target": "/a", "jobs": [] })]), "");
+    let text = text::lists(&[json!({ "target": "/a", "jobs": [failed] })]);
+    assert_eq!(text, "/a\n  x  failed: no space  \n");
+}

@@ -1,0 +1,89 @@
+//! Jobs of disks for virtual machines and NBD clients.
+
+use std::path::Path;
+use std::time::Duration;
+
+use ringdisk_testkit::mount::text;
+use ringdisk_testkit::process::{run, until};
+use serde_json::Value;
+
+use crate::common::serving::{Place, ctl, load, meanwhile, serve_command, stats};
+use crate::common::tools::{Ran, ringdisk};
+
+const LIMIT: Duration = Duration::from_secs(30);
+
+fn job(place: &Place, work: &str, words: &[&str]) -> Ran {
+    ringdisk(Path::new("/"), &[&["job", work, text(&place.socket)], words].concat())
+}
+
+fn seen(place: &Place, id: &str) -> Value {
+    let list = job(place, "list", &["--json"]).ok().json();
+    let jobs = list.as_array().expect("a list").iter();
+    jobs.into_iter().find(|job| job["id"] == id).cloned().unwrap_or(Value::Null)
+}
+
+fn layers(place: &Place) -> usize {
+    stats(&place.socket)["layers"].as_array().expect("layers").len()
+}
+
+#[test]
+fn a_guest_writes_while_jobs_run_are_cancelled_and_end() {
+    let place = Place::new("qcow2");
+    let daemon = place.start(&[]);
+    let (mut vm, mut load) = (place.vm(false), load(11));
+    let socket = &place.socket;
+    meanwhile(&mut vm, &mut load, || {
+        for round in 0..4 {
+            let overlay = place.path(&format!("over{round}.qcow2"));
+            ctl(socket, &["snapshot", text(&overlay)]).ok();
+            std::thread::sleep(Duration::from_millis(200));
+            let speed = ["1M", "0"][round % 2];
+            let id = ctl(socket, &["commit", "--background", "--speed", speed]).ok();
+            let id = id.out.trim().to_owned();
+            if round % 2 == 0 {
+                job(&place, "pause", &[&id]).ok();
+                job(&place, "cancel", &[&id]).ok();
+                job(&place, "wait", &[&id]).ends(1);
+                assert_eq!(layers(&place), 2);
+                ctl(socket, &["commit", "--quiet"]).ok();
+            } else {
+                job(&place, "wait", &[&id]).ok();
+            }
+            assert_eq!(layers(&place), 1, "round {round}");
+        }
+    });
+    load.read_all(&mut vm);
+    daemon.stop(&[&place.socket]);
+    place.judge(&mut load);
+}
+
+#[test]
+fn an_upgrade_waits_for_no_job_and_is_refused_while_one_runs() {
+    let place = Place::new("qcow2");
+    let old = place.start(&[]);
+    let (mut vm, mut load) = (place.vm(true), load(12));
+    let socket = &place.socket;
+    let new = meanwhile(&mut vm, &mut load, || {
+        ctl(socket, &["snapshot", text(&place.path("over.qcow2"))]).ok();
+        std::thread::sleep(Duration::from_millis(200));
+        ctl(socket, &["commit", "--background", "--name", "slow", "--speed", "4k"]).ok();
+        until(LIMIT, || (seen(&place, "slow")["state"] == "running").then_some(()))
+            .expect("it runs");
+        let words = [&place.words()[..], &["--upgrade", "--vhost-user-blk", text(socket)]].concat();
+        let refused = run(&mut serve_command(&words));
+        assert_ne!(refused.code(), Some(0), "{}", refused.output());
+        assert!(refused.stderr.contains("a commit"), "{}", refused.output());
+        assert_eq!(seen(&place, "slow")["state"], "running", "the job goes on");
+        job(&place, "cancel", &["slow"]).ok();
+        job(&place, "wait", &["slow"]).ends(1);
+        let new = place.start(&["--upgrade"]);
+        old.ends(0);
+        new
+    });
+    assert_eq!(layers(&place), 2);
+    assert!(seen(&place, "slow").is_null(), "the list is that of the process");
+    ctl(socket, &["commit", "--quiet"]).ok();
+    load.read_all(&mut vm);
+    new.stop(&[&place.socket]);
+    place.judge(&mut load);
+}
