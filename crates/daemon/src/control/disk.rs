@@ -534,6 +534,7 @@ impl Commands for DiskControl {
                     .map_err(|failure| self.explain(failure, wanted.file.as_deref()))?)
             }
             Command::Commit(wanted) => Ok(self.commit(ring, &wanted, lasting, progress).await?),
+            Command::Stream(wanted) => Ok(self.stream(ring, &wanted, lasting, progress).await?),
             Command::Job(wanted) => {
                 let (_, target) = self.served_as.parts();
                 Ok(self.jobs.execute(ring, &wanted, &target, progress).await?)

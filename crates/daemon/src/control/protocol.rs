@@ -92,6 +92,19 @@ pub struct Commit {
     pub job: Option<Terms>,
 }
 
+/// Arguments of `stream`.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Stream {
+    /// Absolute path of the image of the chain that becomes the backing file of the top; `None`:
+    /// the top has none afterwards.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<String>,
+    /// How it is run; `None`: in the foreground, without a speed limit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub job: Option<Terms>,
+}
+
 /// Arguments of `backing`.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
@@ -150,6 +163,8 @@ pub enum Command {
     Snapshot(Snapshot),
     /// Data of an overlay goes into an image below.
     Commit(Commit),
+    /// Data of images below goes into the one on top.
+    Stream(Stream),
     /// Another backing file.
     Backing(NewBacking),
     /// Something of the jobs.
@@ -182,6 +197,7 @@ impl Command {
             Command::Resize(arguments) => ("resize", json!(arguments)),
             Command::Snapshot(arguments) => ("snapshot", json!(arguments)),
             Command::Commit(arguments) => ("commit", json!(arguments)),
+            Command::Stream(arguments) => ("stream", json!(arguments)),
             Command::Backing(arguments) => ("backing", json!(arguments)),
             Command::Job(command) => command.parts(),
             Command::Accel(arguments) => ("accel", json!(arguments)),
@@ -204,6 +220,8 @@ impl Command {
     pub fn allows(&self) -> Option<Allows> {
         match self {
             Command::Commit(_) => Some(Allows::Writing),
+            // The base is in the chain.
+            Command::Stream(_) => Some(Allows::Notes(None)),
             Command::Backing(NewBacking { file, format }) => {
                 let meta = file.as_ref().and_then(|path| std::fs::metadata(path).ok());
                 let format = format.as_deref().and_then(|format| format.parse().ok());
@@ -217,7 +235,8 @@ impl Command {
     /// Whether it goes on when the client that gave it has left.
     pub fn outlasts_client(&self) -> bool {
         match self {
-            Command::Commit(Commit { job: Some(terms), .. }) => terms.background,
+            Command::Commit(Commit { job: Some(terms), .. })
+            | Command::Stream(Stream { job: Some(terms), .. }) => terms.background,
             _ => false,
         }
     }
@@ -246,6 +265,7 @@ impl Command {
             "resize" => of(request).map(Command::Resize),
             "snapshot" => of(request).map(Command::Snapshot),
             "commit" => of(request).map(Command::Commit),
+            "stream" => of(request).map(Command::Stream),
             "backing" => of(request).map(Command::Backing),
             "accel" => of(request).map(Command::Accel),
             "checkpoint-begin" => of(request).map(Command::CheckpointBegin),
@@ -258,8 +278,8 @@ impl Command {
                 class: "CommandNotFound",
                 ..Refusal::usage(format!(
                     "no such command: '{}'; known: stats, topology, describe, metrics, events, \
-                     resize, snapshot, commit, backing, accel, limit, checkpoint-begin, \
-                     checkpoint-end, checkpoint-list, checkpoint-dirty, {}, stop",
+                     resize, snapshot, commit, stream, backing, accel, limit, \
+                     checkpoint-begin, checkpoint-end, checkpoint-list, checkpoint-dirty, {}, stop",
                     other.escape_debug(),
                     JobCommand::NAMES
                 ))

@@ -24,6 +24,7 @@ Examples:
   ringdisk ctl /srv/disk snapshot today.qcow2      further writes go to today.qcow2
   ringdisk ctl /srv/disk commit                    and back into the image below it
   ringdisk ctl /srv/disk commit --background --speed 50M    as a job: `ringdisk job list`
+  ringdisk ctl /srv/disk stream                    the image on top needs no backing file any more
   ringdisk ctl /srv/disk backing -F qcow2 copy.qcow2    a copy of the image below takes its place
   ringdisk ctl /srv/a checkpoint c1 --with /srv/b --bitmap new --since old
                                                    both as they are now, for backup programs
@@ -111,6 +112,22 @@ pub(crate) enum CtlCommand {
         #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
         top: Option<PathBuf>,
         /// The image to write into [default: the one below the topmost]
+        #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+        base: Option<PathBuf>,
+        #[command(flatten)]
+        job: JobRunArgs,
+        #[command(flatten)]
+        show: ProgressArgs,
+    },
+    /// Fill the top image from the images below it, which it then no longer needs
+    ///
+    /// The other way round than `commit`: no other image is written. What the top image shows of
+    /// the images below is copied into it, then its header names the base, or no backing file.
+    /// Clients go on meanwhile. When an internal snapshot of the top image would show other bytes
+    /// then, the command fails and the chain stays as it was. `ringdisk job` shows, pauses, limits
+    /// and cancels it meanwhile; given up, it leaves what was copied in the top image.
+    Stream {
+        /// The image of the chain that becomes the backing file [default: there is none then]
         #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
         base: Option<PathBuf>,
         #[command(flatten)]

@@ -15,7 +15,7 @@ Examples:
   ringdisk job wait nightly                        until it has ended; its exit code
   ringdisk job cancel nightly                      the disk is as it was before";
 
-/// Show and control what disks copy while they are in use (`ringdisk ctl TARGET commit`)
+/// Show and control what disks copy while they are in use (`ringdisk ctl TARGET commit`, `stream`)
 ///
 /// TARGET is a file that an image is served as, or a socket, as for `ringdisk ctl`; without it the
 /// disks of all serving processes of this user are meant, as root of all users. Jobs that have
@@ -90,7 +90,7 @@ pub(crate) struct JobRunArgs {
     #[arg(long)]
     pub(crate) background: bool,
 
-    /// Name of the job [default: commit-1, commit-2, …]
+    /// Name of the job [default: what it does, and a number: commit-1]
     #[arg(long, value_name = "NAME", value_parser = parse_name)]
     name: Option<String>,
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use ringdisk_daemon::control::client::{ANSWER, Client, Timeout};
 use ringdisk_daemon::control::protocol::{
-    Accel, Command, Commit, Limit, NewBacking, NewSize, Resize, Snapshot, Stop,
+    Accel, Command, Commit, Limit, NewBacking, NewSize, Resize, Snapshot, Stop, Stream,
 };
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::mount_lock;
@@ -63,11 +63,16 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
         note_names(file);
     }
     let show = match &args.command {
-        CtlCommand::Commit { show, .. } | CtlCommand::Backing { show, .. } => *show,
+        CtlCommand::Commit { show, .. }
+        | CtlCommand::Stream { show, .. }
+        | CtlCommand::Backing { show, .. } => *show,
         _ => ProgressArgs { progress: false, quiet: true },
     };
-    let what =
-        if matches!(args.command, CtlCommand::Backing { .. }) { "compare" } else { "commit" };
+    let what = match args.command {
+        CtlCommand::Backing { .. } => "compare",
+        CtlCommand::Stream { .. } => "stream",
+        _ => "commit",
+    };
     let operation = Operation::start(what, show)?;
     let progress = Arc::clone(operation.progress());
     let (result, left) = match &args.command {
@@ -115,15 +120,15 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
             let text = value.get("text").and_then(Value::as_str).unwrap_or("Done.");
             terminal::say(visible_lines(text));
         }
-        CtlCommand::Commit { job, show, .. } if job.background => job::begun(&value, show.quiet),
-        CtlCommand::Commit { show, .. } if !show.quiet => {
-            terminal::say("Image committed.");
-            if let Some(text) = value.get("text").and_then(Value::as_str) {
-                terminal::note(visible_lines(text));
-            }
+        CtlCommand::Commit { job, show, .. } | CtlCommand::Stream { job, show, .. }
+            if job.background =>
+        {
+            job::begun(&value, show.quiet);
         }
+        CtlCommand::Commit { show, .. } if !show.quiet => ended("Image committed.", &value),
+        CtlCommand::Stream { show, .. } if !show.quiet => ended("Image streamed.", &value),
         CtlCommand::Backing { show, .. } if !show.quiet => terminal::say("Backing file changed."),
-        CtlCommand::Commit { .. } | CtlCommand::Backing { .. } => {}
+        CtlCommand::Commit { .. } | CtlCommand::Stream { .. } | CtlCommand::Backing { .. } => {}
         CtlCommand::Accel { on: true } => {
             let serves = value.get("kernel-serves").and_then(Value::as_bool);
             terminal::say(match serves {
@@ -145,6 +150,14 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
         CtlCommand::Stop { .. } | CtlCommand::Checkpoint(_) => {}
     }
     Ok(())
+}
+
+/// Says that a job has ended, and what it has done.
+fn ended(said: &str, value: &Value) {
+    terminal::say(said);
+    if let Some(text) = value.get("text").and_then(Value::as_str) {
+        terminal::note(visible_lines(text));
+    }
 }
 
 /// Stops, and waits for the end. Says whom the server waits for.
@@ -254,6 +267,9 @@ fn command_of(command: &CtlCommand) -> Result<Command, Failure> {
         }),
         CtlCommand::Commit { top, base, job, .. } => {
             Command::Commit(Commit { top: absolute(top)?, base: absolute(base)?, job: job.terms() })
+        }
+        CtlCommand::Stream { base, job, .. } => {
+            Command::Stream(Stream { base: absolute(base)?, job: job.terms() })
         }
     })
 }

@@ -7,7 +7,7 @@ use ringdisk_testkit::mount::text;
 use ringdisk_testkit::process::{run, until};
 use serde_json::Value;
 
-use crate::common::serving::{Place, ctl, load, meanwhile, serve_command, stats};
+use crate::common::serving::{Place, ctl, judge, load, meanwhile, serve_command, stats};
 use crate::common::tools::{Ran, ringdisk};
 
 const LIMIT: Duration = Duration::from_secs(30);
@@ -86,4 +86,37 @@ fn an_upgrade_waits_for_no_job_and_is_refused_while_one_runs() {
     load.read_all(&mut vm);
     new.stop(&[&place.socket]);
     place.judge(&mut load);
+}
+
+#[test]
+fn a_guest_writes_while_streams_run() {
+    let place = Place::new("qcow2");
+    let daemon = place.start(&[]);
+    let (mut vm, mut load) = (place.vm(false), load(13));
+    let socket = &place.socket;
+    let overlay = |name: &str| {
+        ctl(socket, &["snapshot", text(&place.path(name))]).ok();
+        std::thread::sleep(Duration::from_millis(200));
+    };
+    meanwhile(&mut vm, &mut load, || {
+        overlay("one.qcow2");
+        overlay("two.qcow2");
+        let one = place.path("one.qcow2");
+        ctl(socket, &["stream", "--base", text(&one)]).ends(2);
+        overlay("three.qcow2");
+        let id = ctl(socket, &["stream", "--base", text(&one), "--background"]).ok();
+        job(&place, "wait", &[id.out.trim()]).ok();
+        assert_eq!(layers(&place), 3);
+        ctl(socket, &["stream", "--quiet"]).ok();
+        assert_eq!(layers(&place), 1);
+        overlay("four.qcow2");
+        ctl(socket, &["commit", "--quiet"]).ok();
+    });
+    load.read_all(&mut vm);
+    daemon.stop(&[&place.socket]);
+    // It needs none of the others.
+    for name in ["disk", "one.qcow2", "two.qcow2", "four.qcow2"] {
+        std::fs::remove_file(place.path(name)).expect("remove");
+    }
+    judge(&place.path("three.qcow2"), "qcow2", &mut load);
 }

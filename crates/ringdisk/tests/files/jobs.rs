@@ -1,4 +1,4 @@
-//! Jobs of a mount: `ctl commit --background` and `ringdisk job`, while a client works.
+//! Jobs of a mount: `ctl commit` and `stream --background`, and `ringdisk job`, while a client works.
 
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -273,4 +273,152 @@ fn jobs_and_names_that_are_not_there_are_refused() {
     let list = job(&disk, "list", &[]).ok().out;
     assert!(list.contains("one  done"), "{list}");
     assert_eq!(disk.stop().code(), Some(0));
+}
+
+/// A disk of three images in one directory, in a sandbox: the base has pattern 1 in the first 16
+/// MiB, the middle one 2 from 8 to 24 MiB, the top 3 from 20 to 21 MiB.
+fn tower() -> (Mounted, TempDir, [PathBuf; 3]) {
+    let directory = scratch();
+    let names = ["base.qcow2", "middle.qcow2", "top.qcow2"];
+    let [base, middle, top] = names.map(|name| directory.path().join(name));
+    images::qcow2(&base, "64M", "cluster_size=64k");
+    let disk = serve(&base, &[]);
+    write(&disk, 1, 0, 16 * MIB);
+    ctl(&disk, &["snapshot", text(&middle)]).ok();
+    write(&disk, 2, 8 * MIB, 16 * MIB);
+    ctl(&disk, &["snapshot", text(&top)]).ok();
+    write(&disk, 3, 20 * MIB, MIB);
+    (disk, directory, [base, middle, top])
+}
+
+#[track_caller]
+fn assert_tower(path: &Path) {
+    assert_pattern(path, 1, 0, 8 * MIB);
+    assert_pattern(path, 2, 8 * MIB, 12 * MIB);
+    assert_pattern(path, 3, 20 * MIB, MIB);
+    assert_pattern(path, 2, 21 * MIB, 3 * MIB);
+}
+
+/// Writes pieces of pattern 4 from 32 MiB on until `work` is done. Returns how many.
+fn beside_a_writer(disk: &Mounted, work: impl FnOnce()) -> u64 {
+    let is_over = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| {
+            let mut written = 0;
+            while !is_over.load(std::sync::atomic::Ordering::Relaxed) && written < 256 {
+                let offset = 32 * MIB + written * (MIB / 8);
+                // Half a cluster: the rest of it is copied from below.
+                write(disk, 4, offset, MIB / 32);
+                written += 1;
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            written
+        });
+        work();
+        is_over.store(true, std::sync::atomic::Ordering::Relaxed);
+        writer.join().expect("the writer")
+    })
+}
+
+#[track_caller]
+fn assert_written(path: &Path, written: u64) {
+    assert!(written > 0, "the client has written nothing");
+    for piece in 0..written {
+        assert_pattern(path, 4, 32 * MIB + piece * (MIB / 8), MIB / 32);
+    }
+}
+
+#[test]
+fn a_stream_to_a_base_and_a_whole_one_run_under_a_client_that_writes() {
+    if !needs_root() {
+        return;
+    }
+    let (disk, directory, [base, middle, top]) = tower();
+    let below = [&base, &middle].map(|path| std::fs::read(path).expect("an image"));
+    let written = beside_a_writer(&disk, || {
+        let words = ["stream", "--base", text(&base), "--speed", "16M", "--background"];
+        let id = ctl(&disk, &words).ok().out;
+        assert_eq!(id, "stream-1\n");
+        let held = seen(&disk, "stream-1")["holds"].as_array().map(Vec::len);
+        assert_eq!(held, Some(3), "the base is held, too");
+        ctl(&disk, &["commit"]).ends(5).says("the job 'stream-1'");
+        here(&["job", "wait", "stream-1"]).ok();
+    });
+    assert_eq!(layers(&disk), ["top.qcow2", "base.qcow2"]);
+    let info = |words: &[&str]| qemu_img(directory.path(), words).ok().json();
+    let now = info(&["info", "-U", "--output=json", "top.qcow2"]);
+    assert_eq!(now["backing-filename"], text(&base));
+    assert_eq!(now["backing-filename-format"], "qcow2");
+    assert_tower(disk.path());
+    assert_written(disk.path(), written);
+    // What was dropped is locked no longer.
+    qemu_img(directory.path(), &["check", "-q", "middle.qcow2"]).ok();
+
+    let more = beside_a_writer(&disk, || {
+        let told = ctl(&disk, &["stream", "--speed", "64M"]).ok();
+        assert_eq!(told.out, "Image streamed.\n");
+        told.says("needs no backing file any more").says("base.qcow2");
+    });
+    assert_eq!(layers(&disk), ["top.qcow2"]);
+    assert_tower(disk.path());
+    assert_written(disk.path(), written.max(more));
+    write(&disk, 5, 60 * MIB, MIB);
+    assert_eq!(disk.stop().code(), Some(0));
+    assert_clean(&top);
+    let now = info(&["info", "--output=json", "top.qcow2"]);
+    assert_eq!(now["backing-filename"], Value::Null);
+    for (path, before) in [&base, &middle].into_iter().zip(below) {
+        assert!(std::fs::read(path).expect("an image") == before, "{} changed", path.display());
+        std::fs::remove_file(path).expect("remove");
+    }
+    let reference = images::reference(&top, "qcow2");
+    assert_tower(&reference);
+    assert_written(&reference, written.max(more));
+    assert_pattern(&reference, 5, 60 * MIB, MIB);
+}
+
+#[test]
+fn a_stream_that_is_cancelled_or_refused_leaves_the_chain() {
+    if !needs_root() {
+        return;
+    }
+    let (disk, directory, [base, middle, top]) = tower();
+    let elsewhere = directory.path().join("elsewhere.qcow2");
+    images::qcow2(&elsewhere, "64M", "cluster_size=64k");
+    ctl(&disk, &["stream", "--base", text(&elsewhere)]).ends(2).says("is not in the chain");
+    ctl(&disk, &["stream", "--base", "/nowhere/at/all"]).ends(2).says("is not in the chain");
+    ctl(&disk, &["stream", "--base", text(&top)]).ends(2).says("below the top");
+    ctl(&disk, &["stream", "--base", text(&middle)]).ends(2).says("nothing is to be streamed");
+    assert_eq!(job(&disk, "list", &[]).ok().out, "No jobs.\n", "refused before they began");
+
+    ctl(&disk, &["stream", "--background", "--name", "slow", "--speed", "2M"]).ok();
+    until(LIMIT, || (seen(&disk, "slow")["done"].as_u64() >= Some(MIB)).then_some(()))
+        .expect("it copies");
+    job(&disk, "pause", &["slow"]).ok();
+    write(&disk, 4, 40 * MIB, MIB);
+    job(&disk, "complete", &["slow"]).ends(2).says("ends by itself");
+    job(&disk, "cancel", &["slow"]).ok();
+    job(&disk, "wait", &["slow"]).ends(1).says("cancelled");
+    assert_eq!(layers(&disk), ["top.qcow2", "middle.qcow2", "base.qcow2"]);
+    assert_tower(disk.path());
+    assert_pattern(disk.path(), 4, 40 * MIB, MIB);
+
+    // The client in the foreground has gone.
+    let mut command = std::process::Command::new(program());
+    let client = Process::spawn(command.args(["ctl", disk.text(), "stream", "--speed", "1M"]));
+    until_state(&disk, "stream-1", "running");
+    client.signal(Signal::INT);
+    assert_eq!(client.finish(LIMIT).signal(), Some(Signal::INT.as_raw()));
+    until_state(&disk, "stream-1", "concluded");
+    assert_eq!(layers(&disk).len(), 3);
+    assert_eq!(disk.stop().code(), Some(0));
+    for image in [&base, &middle, &top] {
+        assert_clean(image);
+    }
+    let reference = images::reference(&top, "qcow2");
+    assert_tower(&reference);
+    assert_pattern(&reference, 4, 40 * MIB, MIB);
+    let single = serve(&base, &[]);
+    ctl(&single, &["stream"]).ends(2).says("has no backing file");
+    assert_eq!(single.stop().code(), Some(0));
 }

@@ -28,7 +28,7 @@ fn commands_that_change_the_disk_wait_until_the_process_is_confined() {
     let ring = runtime.ring().clone();
     let disk = Disk::null(&NullOptions { size: 1 << 20, ..NullOptions::default() });
     let control = Rc::new(DiskControl::new(disk, Nothing, |_| ()).confined_later(true));
-    for execute in ["snapshot", "backing", "commit", "resize"] {
+    for execute in ["snapshot", "backing", "commit", "stream", "resize"] {
         let (is_over, told) = (Rc::new(Cell::new(false)), Rc::clone(&control));
         let (over, inner) = (Rc::clone(&is_over), ring.clone());
         let progress = Arc::new(Progress::default());

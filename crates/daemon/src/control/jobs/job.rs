@@ -22,6 +22,8 @@ const RATE_WINDOW: Duration = Duration::from_secs(5);
 pub enum Kind {
     /// Merges images into one below them.
     Commit,
+    /// Fills the image on top from images below it.
+    Stream,
 }
 
 impl Kind {
@@ -29,6 +31,7 @@ impl Kind {
     pub fn word(self) -> &'static str {
         match self {
             Kind::Commit => "commit",
+            Kind::Stream => "stream",
         }
     }
 }

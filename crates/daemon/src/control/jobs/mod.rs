@@ -10,14 +10,16 @@
 //! [`job`] is one of them, [`list`] all of a disk, [`words`] what is said of them on the control
 //! socket.
 
+mod begin;
 mod commands;
 mod commit;
 mod job;
 mod list;
 mod run;
+mod stream;
 pub mod words;
 
-pub(in crate::control) use commit::chain;
+pub(in crate::control) use begin::chain;
 pub use job::{Job, Kind, NewJob, State};
 pub use list::{Jobs, KEPT_MAX};
 

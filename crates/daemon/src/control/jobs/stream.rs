@@ -1,0 +1,84 @@
+//! The job `stream`: what images below hold goes into the image on top.
+//!
+//! Promises: as [`ringdisk_disk::Disk::stream`]: a cancelled one leaves the chain as it was, and
+//! what was copied in the top image.
+
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::Arc;
+
+use ringdisk_disk::{Layer, Progress, StreamOptions};
+use ringdisk_ring::Ring;
+use serde_json::Value;
+
+use super::begin::{Asked, all_shown, find, shown};
+use super::job::Kind;
+use crate::control::disk::DiskControl;
+use crate::control::protocol::Stream;
+use crate::failure::{Exit, Failure};
+
+impl DiskControl {
+    /// Streams; in the background the answer comes at once.
+    ///
+    /// * `word`: what keeps the user's word while a job in the background runs.
+    /// * `progress`: of the client that asks.
+    ///
+    /// Errors: no such base; nothing to stream; another change is under way; in the foreground
+    /// those of the job.
+    pub(in crate::control) async fn stream(
+        &self,
+        ring: &Ring,
+        wanted: &Stream,
+        word: Option<OwnedFd>,
+        progress: &Arc<Progress>,
+    ) -> Result<Value, Failure> {
+        self.entered(ring, progress).await?;
+        let layers = self.disk()?.layers();
+        let base = base_of(&layers, wanted)?;
+        let end = base.unwrap_or(layers.len());
+        let (top, dropped) = (&layers[0], &layers[1..end]);
+        let what = format!("{} into {}", all_shown(dropped).join(" "), shown(top));
+        let asked = Asked {
+            kind: Kind::Stream,
+            what,
+            holds: all_shown(&layers[..(end + 1).min(layers.len())]),
+            terms: wanted.job.clone().unwrap_or_default(),
+            text: streamed(top, dropped, layers.get(end).map(|base| &**base)),
+        };
+        self.run_job(ring, asked, word, progress, move |disk, ring, progress| async move {
+            disk.stream(&ring, StreamOptions { base }, &progress).await
+        })
+        .await
+    }
+}
+
+/// The place of the image that becomes the backing file; `None`: none does.
+///
+/// Errors: it is not in the chain, or has nothing between it and the top; there is no backing file.
+fn base_of(layers: &[Arc<Layer>], wanted: &Stream) -> Result<Option<usize>, Failure> {
+    let base = wanted.base.as_ref().map(|name| find(layers, Path::new(name))).transpose()?;
+    let why = match base {
+        None if layers.len() < 2 => "the disk has no backing file, so there is nothing to stream",
+        Some(0) => "the base must be below the top",
+        Some(1) => "the base is the backing file of the top already, so nothing is to be streamed",
+        _ => return Ok(base),
+    };
+    Err(Failure::new(Exit::Usage, why))
+}
+
+/// What a stream has done, for people.
+///
+/// * `dropped`: the images whose content the top has now.
+/// * `base`: what is its backing file now.
+fn streamed(top: &Layer, dropped: &[Arc<Layer>], base: Option<&Layer>) -> String {
+    let below = match base {
+        Some(base) => format!("has the backing file {} now", shown(base)),
+        None => String::from("needs no backing file any more"),
+    };
+    format!(
+        "{} {below}. Used by this disk no longer: {}; it may be removed if no other image has it \
+         as its backing file.",
+        shown(top),
+        all_shown(dropped).join(" ")
+    )
+}
