@@ -92,13 +92,13 @@ fn an_upgrade_waits_for_no_job_and_is_refused_while_one_runs() {
 fn a_guest_writes_while_streams_run() {
     let place = Place::new("qcow2");
     let daemon = place.start(&[]);
-    let (mut vm, mut load) = (place.vm(false), load(13));
+    let (mut vm, mut load) = (place.vm(true), load(13));
     let socket = &place.socket;
     let overlay = |name: &str| {
         ctl(socket, &["snapshot", text(&place.path(name))]).ok();
         std::thread::sleep(Duration::from_millis(200));
     };
-    meanwhile(&mut vm, &mut load, || {
+    let daemon = meanwhile(&mut vm, &mut load, || {
         overlay("one.qcow2");
         overlay("two.qcow2");
         let one = place.path("one.qcow2");
@@ -111,6 +111,16 @@ fn a_guest_writes_while_streams_run() {
         assert_eq!(layers(&place), 1);
         overlay("four.qcow2");
         ctl(socket, &["commit", "--quiet"]).ok();
+        // Nothing leads from the image on top to that of the command line any more.
+        let words = [&place.words()[..], &["--upgrade", "--vhost-user-blk", text(socket)]].concat();
+        let refused = run(&mut serve_command(&words));
+        assert_eq!(refused.code(), Some(6), "{}", refused.output());
+        assert!(refused.stderr.contains("--allow-path"), "{}", refused.output());
+        let new = place.start(&["--upgrade", "--allow-path", text(place.directory.path())]);
+        daemon.ends(0);
+        let top = stats(socket)["layers"][0]["filename"].clone();
+        assert_eq!(top, text(&place.path("three.qcow2")));
+        new
     });
     load.read_all(&mut vm);
     daemon.stop(&[&place.socket]);

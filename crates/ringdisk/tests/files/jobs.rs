@@ -342,12 +342,12 @@ fn a_stream_to_a_base_and_a_whole_one_run_under_a_client_that_writes() {
         let held = seen(&disk, "stream-1")["holds"].as_array().map(Vec::len);
         assert_eq!(held, Some(3), "the base is held, too");
         ctl(&disk, &["commit"]).ends(5).says("the job 'stream-1'");
-        here(&["job", "wait", "stream-1"]).ok();
+        job(&disk, "wait", &["stream-1"]).ok();
     });
     assert_eq!(layers(&disk), ["top.qcow2", "base.qcow2"]);
     let info = |words: &[&str]| qemu_img(directory.path(), words).ok().json();
     let now = info(&["info", "-U", "--output=json", "top.qcow2"]);
-    assert_eq!(now["backing-filename"], text(&base));
+    assert_eq!(now["backing-filename"], "base.qcow2");
     assert_eq!(now["backing-filename-format"], "qcow2");
     assert_tower(disk.path());
     assert_written(disk.path(), written);
@@ -378,6 +378,39 @@ fn a_stream_to_a_base_and_a_whole_one_run_under_a_client_that_writes() {
 }
 
 #[test]
+fn a_stream_into_a_full_image_rests_until_there_is_room() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let small = directory.path().join("small");
+    std::fs::create_dir(&small).expect("a directory");
+    ok_words(&["mount", "-t", "tmpfs", "-o", "size=8M", "none", text(&small)]);
+    let base = directory.path().join("base.qcow2");
+    images::qcow2(&base, "64M", "cluster_size=64k");
+    let disk = serve(&base, &["--sandbox", "off"]);
+    write(&disk, 2, 0, WRITTEN);
+    let top = small.join("top.qcow2");
+    ctl(&disk, &["snapshot", text(&top)]).ok();
+    write(&disk, 4, 40 * MIB, MIB);
+    ctl(&disk, &["stream", "--on-error", "ignore"]).ends(2);
+    ctl(&disk, &["stream"]).ends(12).says("No space left");
+    ctl(&disk, &["stream", "--background", "--name", "full"]).ok();
+    let why = until_state(&disk, "full", "paused")["why"].to_string();
+    assert!(why.contains("No space left"), "{why}");
+    assert_pattern(disk.path(), 2, 0, WRITTEN);
+    ok_words(&["mount", "-o", "remount,size=64M", text(&small)]);
+    job(&disk, "resume", &["full"]).ok();
+    job(&disk, "wait", &["full"]).ok();
+    assert_eq!(layers(&disk), ["top.qcow2"]);
+    assert_pattern(disk.path(), 2, 0, WRITTEN);
+    assert_pattern(disk.path(), 4, 40 * MIB, MIB);
+    assert_eq!(disk.stop().code(), Some(0));
+    assert_clean(&top);
+    ok_words(&["umount", text(&small)]);
+}
+
+#[test]
 fn a_stream_that_is_cancelled_or_refused_leaves_the_chain() {
     if !needs_root() {
         return;
@@ -391,14 +424,14 @@ fn a_stream_that_is_cancelled_or_refused_leaves_the_chain() {
     ctl(&disk, &["stream", "--base", text(&middle)]).ends(2).says("nothing is to be streamed");
     assert_eq!(job(&disk, "list", &[]).ok().out, "No jobs.\n", "refused before they began");
 
-    ctl(&disk, &["stream", "--background", "--name", "slow", "--speed", "2M"]).ok();
-    until(LIMIT, || (seen(&disk, "slow")["done"].as_u64() >= Some(MIB)).then_some(()))
+    ctl(&disk, &["stream", "--background", "--name", "halted", "--speed", "2M"]).ok();
+    until(LIMIT, || (seen(&disk, "halted")["done"].as_u64() >= Some(MIB)).then_some(()))
         .expect("it copies");
-    job(&disk, "pause", &["slow"]).ok();
+    job(&disk, "pause", &["halted"]).ok();
     write(&disk, 4, 40 * MIB, MIB);
-    job(&disk, "complete", &["slow"]).ends(2).says("ends by itself");
-    job(&disk, "cancel", &["slow"]).ok();
-    job(&disk, "wait", &["slow"]).ends(1).says("cancelled");
+    job(&disk, "complete", &["halted"]).ends(2).says("ends by itself");
+    job(&disk, "cancel", &["halted"]).ok();
+    job(&disk, "wait", &["halted"]).ends(1).says("cancelled");
     assert_eq!(layers(&disk), ["top.qcow2", "middle.qcow2", "base.qcow2"]);
     assert_tower(disk.path());
     assert_pattern(disk.path(), 4, 40 * MIB, MIB);

@@ -76,7 +76,7 @@ fn streamed(top: &Layer, dropped: &[Arc<Layer>], base: Option<&Layer>) -> String
         None => String::from("needs no backing file any more"),
     };
     format!(
-        "{} {below}. Used by this disk no longer: {}; it may be removed if no other image has it \
+        "{} {below}. Used by this disk no longer: {}; each may be removed if no other image has it \
          as its backing file.",
         shown(top),
         all_shown(dropped).join(" ")
