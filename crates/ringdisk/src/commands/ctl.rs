@@ -102,10 +102,18 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
         _ => failure,
     });
     let value = operation.end(result, left)?;
-    match &args.command {
-        CtlCommand::Stats { json: true, .. } => terminal::say(json_text(&without_text(value))),
+    tell(&args.command, &client, &value);
+    Ok(())
+}
+
+/// Says what was done, or what the server says.
+fn tell(command: &CtlCommand, client: &Client, value: &Value) {
+    match command {
+        CtlCommand::Stats { json: true, .. } => {
+            terminal::say(json_text(&without_text(value.clone())));
+        }
         CtlCommand::Stats { internals: false, .. } => {
-            terminal::say(watch::text_of(&client, &value, None));
+            terminal::say(watch::text_of(client, value, None));
         }
         CtlCommand::Events => {}
         CtlCommand::Stats { .. } => {
@@ -123,10 +131,10 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
         CtlCommand::Commit { job, show, .. } | CtlCommand::Stream { job, show, .. }
             if job.background =>
         {
-            job::begun(&value, show.quiet);
+            job::begun(value, show.quiet);
         }
-        CtlCommand::Commit { show, .. } if !show.quiet => ended("Image committed.", &value),
-        CtlCommand::Stream { show, .. } if !show.quiet => ended("Image streamed.", &value),
+        CtlCommand::Commit { show, .. } if !show.quiet => ended("Image committed.", value),
+        CtlCommand::Stream { show, .. } if !show.quiet => ended("Image streamed.", value),
         CtlCommand::Backing { show, .. } if !show.quiet => terminal::say("Backing file changed."),
         CtlCommand::Commit { .. } | CtlCommand::Stream { .. } | CtlCommand::Backing { .. } => {}
         CtlCommand::Accel { on: true } => {
@@ -137,7 +145,7 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
             });
         }
         CtlCommand::Accel { on: false } => terminal::say("The queue threads serve the disk now."),
-        CtlCommand::Limit { json: true, .. } => terminal::say(json_text(&value)),
+        CtlCommand::Limit { json: true, .. } => terminal::say(json_text(value)),
         CtlCommand::Limit { .. } => {
             let limits = value.get("limits").and_then(Value::as_str).unwrap_or_default();
             let waiting = value.get("waiting").and_then(Value::as_u64).unwrap_or(0);
@@ -149,7 +157,6 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
         }
         CtlCommand::Stop { .. } | CtlCommand::Checkpoint(_) => {}
     }
-    Ok(())
 }
 
 /// Says that a job has ended, and what it has done.

@@ -1,4 +1,4 @@
-//! Jobs of a mount: `ctl commit` and `stream --background`, and `ringdisk job`, while a client works.
+//! Jobs of a mount while a client works: `ctl commit`, `ctl stream` and `ringdisk job`.
 
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
