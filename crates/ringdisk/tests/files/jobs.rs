@@ -90,6 +90,12 @@ fn a_job_goes_on_without_its_client_and_is_paused_limited_and_waited_for() {
     let (disk, directory, base, _) = sample();
     let mut events = std::process::Command::new(program());
     let events = Process::spawn(events.args(["ctl", disk.text(), "events"]));
+    // It follows when it tells of something.
+    let follows = || {
+        ctl(&disk, &["limit", "none"]).ok();
+        events.output().contains("\"event\":\"limited\"").then_some(())
+    };
+    until(LIMIT, follows).expect("it follows");
     let begun = ctl(&disk, &["commit", "--background", "--name", "slow", "--speed", "1M"]).ok();
     assert_eq!(begun.out, "slow\n");
     begun.says("ringdisk job wait slow");
