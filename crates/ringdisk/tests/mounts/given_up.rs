@@ -262,7 +262,7 @@ impl Waiting {
         let mut begun = command(&[&first[..], words].concat());
         let client = under_way(begun.current_dir(waiting.directory.path()), || {
             // Refused at once, for whichever reason.
-            waiting.ctl(&["commit", "--base", "nosuch"]).code == BUSY
+            waiting.ctl(&["snapshot", "top.qcow2"]).code == BUSY
         });
         waiting.disk.process().signal(Signal::STOP);
         let finished = client.finish(LIMIT);
