@@ -47,6 +47,10 @@ pub(super) async fn run(
             break result;
         }
     };
+    // It may have ended in the moment in which it was cancelled.
+    if told != State::Aborting && job.state() == State::Aborting {
+        tell(job, events, State::Aborting);
+    }
     job.conclude(&result);
     tell(job, events, State::Concluded);
     result

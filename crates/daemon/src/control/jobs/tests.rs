@@ -107,8 +107,6 @@ fn each_state_of_a_job_is_an_event() {
             while other.pace(&own, 0).await.is_ok() {
                 own.sleep(Duration::from_millis(1)).await;
             }
-            // It puts things back.
-            own.sleep(Duration::from_millis(5)).await;
             Err(Failure::new(Exit::General, "cancelled"))
         };
         // The other end: looks at the states, and acts on each.
