@@ -8,6 +8,7 @@ use std::path::Path;
 use ringdisk_testkit::images::{self, allocated, assert_clean, pattern, piece, qemu_io};
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::{Mounted, scratch, text};
+use ringdisk_testkit::process::{LIMIT, ok_words, until};
 use rustix::fs::{FallocateFlags, fallocate};
 
 use crate::common::tools::{names, qemu_img, ringdisk};
@@ -220,4 +221,44 @@ fn a_first_use_works_from_beginning_to_end() {
     for image in ["disk.qcow2", "small.qcow2"] {
         assert_clean(&d.join(image));
     }
+}
+
+/// As it was when it was taken: bytes and size.
+#[test]
+fn an_internal_snapshot_is_served_as_a_file_and_over_nbd() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let d = directory.path();
+    let image = image(d);
+    let then = vec![0x11; 16 << 20];
+    qemu_img(d, &["snapshot", "-c", "then", "disk.qcow2"]).ok();
+    qemu_io(&image, "qcow2", &["write -P 0x22 1M 2M", "write -z 8M 64k"]);
+    qemu_img(d, &["resize", "-q", "disk.qcow2", "32M"]).ok();
+    let before = fs::read(&image).expect("read");
+    for snapshot in ["then", "1", "snapshot.id=1,snapshot.name=then"] {
+        let disk = serve(&image, &["--read-only", "--load-snapshot", snapshot]);
+        assert!(fs::read(disk.path()).expect("read") == then, "{snapshot}");
+        assert_eq!(disk.stop().code(), Some(0), "{snapshot}");
+    }
+    let socket = d.join("nbd.sock");
+    let words = ["nbd", "--fork", "-k", text(&socket), "-l", "then", "disk.qcow2"];
+    ringdisk(d, &words).ok();
+    let uri = format!("nbd+unix:///?socket={}", text(&socket));
+    ok_words(&["nbdcopy", &uri, text(&d.join("copy"))]);
+    assert!(fs::read(d.join("copy")).expect("read") == then);
+    // Without --persistent it ends with its client.
+    let is_gone = || (!socket.exists()).then_some(());
+    until(LIMIT, is_gone).expect("the server ends");
+    assert!(fs::read(&image).expect("read") == before, "an image that was only read has changed");
+
+    for (words, code, said) in [
+        (&["--read-only", "--load-snapshot", "nosuch"][..], 3, "Can't find snapshot"),
+        (&["--load-snapshot", "then"], 2, "--read-only"),
+    ] {
+        let words = [&["mount"], words, &["disk.qcow2", "file"]].concat();
+        ringdisk(d, &words).ends(code).says(said);
+    }
+    assert!(!d.join("file").exists());
 }
