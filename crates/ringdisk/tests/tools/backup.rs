@@ -6,11 +6,12 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use ringdisk_testkit::images::{self, assert_clean, qemu_io};
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::{Mounted, scratch, text};
-use ringdisk_testkit::process::{LIMIT, Process, until};
+use ringdisk_testkit::process::{LIMIT, Process, patient, until};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -290,4 +291,58 @@ fn several_disks_are_backed_up_at_one_instant() {
         assert!(fs::read(d.join("restored.img")).unwrap() == fs::read(disk.path()).unwrap());
     }
     assert_eq!((a.stop().code(), b.stop().code()), (Some(0), Some(0)));
+}
+
+/// A bitmap that a killed server did not save knows nothing: no backup may count on it.
+#[test]
+fn a_bitmap_that_was_not_saved_or_is_in_use_begins_no_round() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let d = directory.path();
+    let image = d.join("disk.qcow2");
+    images::qcow2(&image, "8M", "");
+    qemu_img(d, &["bitmap", "--add", "disk.qcow2", "old"]).ok();
+    let disk = serve(&image, &["--sandbox", "on"]);
+    write(disk.path(), 1, 0, 1 << 20);
+    let path = disk.path().to_owned();
+    signal_to(&disk, Signal::KILL);
+    ringdisk(d, &["umount", text(&path)]).ok();
+    drop(disk);
+
+    let disk = serve(&image, &["--sandbox", "on"]);
+    let path = text(disk.path());
+    let begun = Instant::now();
+    let unusable = "'old' is inconsistent: the program that used it last did not save it";
+    for words in [
+        &["ctl", path, "checkpoint", "c", "--since", "old"][..],
+        &["backup", path, "part.qcow2", "--since", "old"],
+    ] {
+        ringdisk(d, words).ends(3).says(unusable);
+    }
+    // A refusal has no time limit to wait for: a second one of those takes 4 s.
+    let took = begun.elapsed();
+    assert!(took < patient(Duration::from_secs(4)), "two refusals took {took:?}");
+    assert!(!d.join("part.qcow2").exists() && bitmaps(disk.path()) == ["old"]);
+
+    // A checkpoint has its bitmap for itself.
+    ringdisk(d, &["ctl", path, "checkpoint", "one", "--bitmap", "new"]).ok();
+    for words in [
+        &["ctl", path, "checkpoint", "two", "--since", "new"][..],
+        &["backup", path, "part.qcow2", "--since", "new"],
+    ] {
+        ringdisk(d, words).ends(5).says("end the checkpoint first");
+    }
+    write(disk.path(), 2, 1 << 20, 1 << 20);
+    ringdisk(d, &["ctl", path, "checkpoint", "--end", "one"]).ok();
+    assert!(!d.join("part.qcow2").exists());
+    ringdisk(d, &["backup", path, "part.qcow2", "--since", "new"]).ok();
+    let finished = disk.stop();
+    assert_eq!(finished.code(), Some(0), "{}", finished.output());
+    assert_clean(&image);
+    let map = qemu_img(d, &["map", "--output=json", "part.qcow2"]).ok().json();
+    let data = map.as_array().expect("a list").iter().filter(|run| run["data"] == true);
+    let ranges: Vec<_> = data.map(|run| (run["start"].as_u64(), run["length"].as_u64())).collect();
+    assert_eq!(ranges, [(Some(1 << 20), Some(1 << 20))], "what changed since, and nothing else");
 }

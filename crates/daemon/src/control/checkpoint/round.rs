@@ -65,6 +65,8 @@ struct Server {
     begin: Begin,
     steps: OwnedFd,
     target: String,
+    /// It has said why it does not go on, and says nothing more.
+    has_refused: bool,
 }
 
 /// Makes a fleecing file: it has no name, so it is gone when nobody has it open.
@@ -113,7 +115,7 @@ pub fn begin(parts: Vec<Part>, progress: &Progress) -> Result<Vec<Begun>, Failur
         given.extend(listeners.iter().map(AsFd::as_fd));
         let target = client.shown().to_owned();
         client.ask(&Command::CheckpointBegin(Box::new(begin.clone())), &given)?;
-        servers.push(Server { client, begin, steps, target });
+        servers.push(Server { client, begin, steps, target, has_refused: false });
     }
     let steps = [
         (None, Step::Prepared, STEP_MAX),
@@ -131,7 +133,7 @@ pub fn begin(parts: Vec<Part>, progress: &Progress) -> Result<Vec<Begun>, Failur
     retry_on_intr(|| write(&verdict, &1u64.to_ne_bytes()))
         .map_err(|errno| system(&errno.into()))?;
     let mut begun = Vec::with_capacity(servers.len());
-    for Server { mut client, begin, steps, target } in servers {
+    for Server { mut client, begin, steps, target, .. } in servers {
         // It stays whatever the user says meanwhile.
         let answer = client.answer(&Progress::new(), Timeout::Answer(ANSWER));
         let value = answer.map_err(|failure| failure.context(format!("'{target}'")))?;
@@ -200,6 +202,7 @@ impl Server {
 
     /// Why the server has left the steps.
     fn refusal(&mut self) -> Failure {
+        self.has_refused = true;
         let answer = self.client.answer(&Progress::new(), Timeout::Answer(ANSWER));
         let failure = answer.err().unwrap_or_else(|| {
             Failure::new(Exit::General, "the server did not keep to the steps of a checkpoint")
@@ -210,7 +213,9 @@ impl Server {
 
 /// Lets all servers go, and waits until they have undone what they did.
 fn give_up(servers: Vec<Server>) {
-    let clients: Vec<Client> = servers.into_iter().map(|server| server.client).collect();
+    let waiting = servers.into_iter().filter(|server| !server.has_refused);
+    // All hear of it before the first one is waited for.
+    let clients: Vec<Client> = waiting.map(|server| server.client).collect();
     for mut client in clients {
         let _ = client.answer(&Progress::new(), Timeout::Answer(HOLD_MAX + LATE));
     }
