@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use ringdisk_testkit::images::{self, assert_clean, qemu_io};
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::{Mounted, scratch, text};
-use ringdisk_testkit::process::{LIMIT, Process, patient, until};
+use ringdisk_testkit::process::{LIMIT, Process, command, ok_words, patient, until};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -345,4 +345,45 @@ fn a_bitmap_that_was_not_saved_or_is_in_use_begins_no_round() {
     let data = map.as_array().expect("a list").iter().filter(|run| run["data"] == true);
     let ranges: Vec<_> = data.map(|run| (run["start"].as_u64(), run["length"].as_u64())).collect();
     assert_eq!(ranges, [(Some(1 << 20), Some(1 << 20))], "what changed since, and nothing else");
+}
+
+/// A client that reads back what it wrote, while checkpoints begin and end; what they show stands
+/// still.
+#[test]
+fn checkpoints_change_no_byte_of_a_client_and_stand_still() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let d = directory.path();
+    let image = d.join("disk.qcow2");
+    images::qcow2(&image, "16M", "");
+    let disk = serve(&image, &["--sandbox", "on"]);
+    let path = text(disk.path());
+    let mut words = vec!["fio", "--name=load", "--ioengine=libaio", "--direct=1", "--iodepth=16"];
+    words.extend(["--rw=randwrite", "--bsrange=4k-64k", "--blockalign=4k", "--size=16m"]);
+    words.extend(["--thread", "--loops=100000", "--time_based", "--runtime=5"]);
+    words.extend(["--serialize_overlap=1", "--verify=crc32c", "--verify_fatal=1"]);
+    words.extend(["--verify_backlog=64", "--verify_state_save=0"]);
+    let file = format!("--filename={path}");
+    words.push(&file);
+    let mut fio = Process::spawn(&mut command(&words));
+    let mut rounds = 0;
+    while fio.ended().is_none() {
+        let name = format!("c{rounds}");
+        let begun = ringdisk(d, &["ctl", path, "checkpoint", &name, "--json"]).ok().json();
+        let uri = begun["disks"][0]["uri"].as_str().expect("an address").to_owned();
+        for copy in ["first", "second"] {
+            ok_words(&["nbdcopy", &uri, text(&d.join(copy))]);
+        }
+        ringdisk(d, &["ctl", path, "checkpoint", "--end", &name]).ok();
+        let read = |copy: &str| fs::read(d.join(copy)).expect("read");
+        assert!(read("first") == read("second"), "round {rounds}: the state has moved");
+        rounds += 1;
+    }
+    let finished = fio.finish(LIMIT);
+    assert_eq!(finished.code(), Some(0), "{}", finished.output());
+    assert!(rounds > 1, "fio ended before the second round");
+    assert_eq!(disk.stop().code(), Some(0));
+    assert_clean(&image);
 }
