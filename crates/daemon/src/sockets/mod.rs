@@ -105,7 +105,7 @@ fn place(options: &SocketOptions, inherited: Option<Inherited>) -> Result<Place,
     }
     let Some(path) = &options.make else {
         return Err(Failure::new(Exit::Usage, "it is not said where the disk is to be served")
-            .hint("--vhost-user-blk /run/vm1.sock"));
+            .hint("--vhost-user-blk /run/vm1.sock, or --nbd unix:/run/disk.sock"));
     };
     check_path(path)?;
     let group = options.group.as_deref().map(made::group).transpose()?;

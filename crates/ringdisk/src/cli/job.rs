@@ -55,8 +55,6 @@ pub(crate) enum JobWork {
     },
     /// Give a job up: the disk is as it was before the job
     Cancel(JobName),
-    /// End a job that is ready; jobs that end by themselves refuse it
-    Complete(JobName),
     /// Wait until a job has ended; the exit code is that of the job
     ///
     /// Ctrl-C ends the waiting, not the job.

@@ -32,7 +32,6 @@ pub(crate) fn run(args: &JobArgs) -> Result<(), Failure> {
         JobWork::Pause(job) => (job, JobCommand::Pause(named(job.id()))),
         JobWork::Resume(job) => (job, JobCommand::Resume(named(job.id()))),
         JobWork::Cancel(job) => (job, JobCommand::Cancel(named(job.id()))),
-        JobWork::Complete(job) => (job, JobCommand::Complete(named(job.id()))),
         JobWork::Wait(job) => (job, JobCommand::Wait(named(job.id()))),
     };
     let mut client = match job.target() {

@@ -15,12 +15,22 @@ use crate::cli::LimitWords;
 /// The groups of this process by their names, and whether a disk has said what the limits are.
 static GROUPS: Mutex<BTreeMap<String, (Arc<Group>, bool)>> = Mutex::new(BTreeMap::new());
 
+fn usage(why: String) -> Failure {
+    Failure::new(Exit::Usage, format!("--limit: {why}"))
+}
+
+/// Reads the words only.
+///
+/// Errors: words that mean nothing.
+pub(crate) fn check(words: &[LimitWords]) -> Result<(), Failure> {
+    LimitWords::together(words).map(drop).map_err(usage)
+}
+
 /// Limits the clients of a disk as was asked for. Before it is served.
 ///
 /// Errors: words that mean nothing; two disks that say different things of one group; a disk that
 /// cannot be limited.
 pub(crate) fn apply(words: &[LimitWords], disk: &Disk) -> Result<(), Failure> {
-    let usage = |why: String| Failure::new(Exit::Usage, format!("--limit: {why}"));
     let (limits, name) = LimitWords::together(words).map_err(usage)?;
     let group = match name {
         None => match limits {

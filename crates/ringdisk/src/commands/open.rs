@@ -121,6 +121,8 @@ impl<'a> ImagePlan<'a> {
         new: Option<&(NewImage, u64)>,
     ) -> Result<Arc<Disk>, Failure> {
         let args = self.args;
+        // Before anything is opened or made.
+        limits::check(&args.limit)?;
         let Some(image) = &self.image else {
             // No image is read, but the queues need rings: the reason why there are none is said
             // best here.

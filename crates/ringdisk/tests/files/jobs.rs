@@ -273,7 +273,7 @@ fn jobs_and_names_that_are_not_there_are_refused() {
     ctl(&disk, &["commit", "--speed", "-1"]).ends(2);
     let words = ["commit", "--quiet", "--name", "one", "--on-error", "stop"];
     ctl(&disk, &words).ok();
-    job(&disk, "complete", &["one"]).ends(2).says("has ended already");
+    job(&disk, "pause", &["one"]).ends(2).says("has ended already");
     job(&disk, "cancel", &["two"]).ends(2).says("its jobs are one");
     ctl(&disk, &["commit", "--name", "one"]).ends(2);
     let list = job(&disk, "list", &[]).ok().out;
@@ -435,7 +435,6 @@ fn a_stream_that_is_cancelled_or_refused_leaves_the_chain() {
         .expect("it copies");
     job(&disk, "pause", &["halted"]).ok();
     write(&disk, 4, 40 * MIB, MIB);
-    job(&disk, "complete", &["halted"]).ends(2).says("ends by itself");
     job(&disk, "cancel", &["halted"]).ok();
     job(&disk, "wait", &["halted"]).ends(1).says("cancelled");
     assert_eq!(layers(&disk), ["top.qcow2", "middle.qcow2", "base.qcow2"]);

@@ -127,3 +127,17 @@ fn limits_that_mean_nothing_are_refused_before_anything_is_served() {
     }
     refused(&[image, "--limit", "iops=1", "--passthrough", "-f", "raw"], &["--passthrough"]);
 }
+
+/// Words that mean nothing are told before the image is looked at, and make nothing.
+#[test]
+fn limits_that_mean_nothing_are_told_before_an_image_is_looked_for_or_made() {
+    let directory = scratch();
+    let d = directory.path();
+    for (words, said) in [
+        (&["--limit", "iops=-1", "nosuch.qcow2"][..], "iops=-1: a limit is a number"),
+        (&["--create", "1M", "--limit", "iops-max=9", "new.qcow2"], "a burst is above a limit"),
+    ] {
+        ringdisk(d, &[&["mount"], words, &["file"]].concat()).ends(2).says(said);
+    }
+    assert_eq!(std::fs::read_dir(d).expect("read").count(), 0, "something was made");
+}

@@ -53,11 +53,6 @@ impl Jobs {
                 job.mark();
             }
             JobCommand::Cancel(_) => job.progress().cancel(),
-            JobCommand::Complete(_) => {
-                let text = format!("the job '{id}' ({}) ends by itself", job.kind().word());
-                return Err(Failure::new(Exit::Usage, text)
-                    .hint(format!("`ringdisk job wait {id}` waits for its end")));
-            }
             JobCommand::List | JobCommand::Wait(_) => {}
         }
         Ok(job.to_json())

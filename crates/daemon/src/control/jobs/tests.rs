@@ -159,7 +159,6 @@ fn commands_act_on_the_job_that_they_name_and_a_wait_ends_with_it() {
         assert_eq!(limited["speed"], 1 << 20);
         assert_eq!(ask(JobCommand::Resume(named())).await.expect("resumed")["state"], "running");
         assert!(ask(JobCommand::Resume(named())).await.is_err(), "it is not paused");
-        assert!(ask(JobCommand::Complete(named())).await.is_err(), "a commit ends by itself");
         let wrong = JobCommand::Cancel(Named { id: String::from("other") });
         assert_eq!(ask(wrong).await.expect_err("no such job").exit, Exit::Usage);
         // A client that leaves stops waiting; the job goes on.
@@ -197,7 +196,6 @@ fn commands_and_terms_are_read_or_refused() {
         JobCommand::Resume(Named { id: String::from("x") }),
         JobCommand::Limit(NewSpeed { id: String::from("x"), speed: u64::MAX }),
         JobCommand::Cancel(Named { id: String::from("x") }),
-        JobCommand::Complete(Named { id: String::from("x") }),
         JobCommand::Wait(Named { id: String::from("x") }),
     ] {
         let (name, arguments) = command.parts();

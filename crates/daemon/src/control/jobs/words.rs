@@ -115,16 +115,13 @@ pub enum JobCommand {
     Limit(NewSpeed),
     /// It is given up.
     Cancel(Named),
-    /// A job that is ready ends.
-    Complete(Named),
     /// The answer comes when it has ended.
     Wait(Named),
 }
 
 impl JobCommand {
     /// All names.
-    pub const NAMES: &str =
-        "job-list, job-pause, job-resume, job-limit, job-cancel, job-complete, job-wait";
+    pub const NAMES: &str = "job-list, job-pause, job-resume, job-limit, job-cancel, job-wait";
 
     /// Its name and arguments.
     pub fn parts(&self) -> (&'static str, Value) {
@@ -134,7 +131,6 @@ impl JobCommand {
             JobCommand::Resume(named) => ("job-resume", json!(named)),
             JobCommand::Limit(speed) => ("job-limit", json!(speed)),
             JobCommand::Cancel(named) => ("job-cancel", json!(named)),
-            JobCommand::Complete(named) => ("job-complete", json!(named)),
             JobCommand::Wait(named) => ("job-wait", json!(named)),
         }
     }
@@ -160,7 +156,6 @@ impl JobCommand {
             "job-resume" => of(name, arguments).map(JobCommand::Resume),
             "job-limit" => of(name, arguments).map(JobCommand::Limit),
             "job-cancel" => of(name, arguments).map(JobCommand::Cancel),
-            "job-complete" => of(name, arguments).map(JobCommand::Complete),
             "job-wait" => of(name, arguments).map(JobCommand::Wait),
             _ => return None,
         })
@@ -174,7 +169,6 @@ impl JobCommand {
             JobCommand::Pause(named)
             | JobCommand::Resume(named)
             | JobCommand::Cancel(named)
-            | JobCommand::Complete(named)
             | JobCommand::Wait(named) => Some(&named.id),
         }
     }
