@@ -183,7 +183,8 @@ fn a_stop_in_the_middle_of_a_change_gives_it_up_and_ends_well() {
         let what = format!("{change:?} with a stop");
         let chain = chain();
         let client = chain.begin(change);
-        let Chain { disk, top, _below, _directory } = chain;
+        // The directory goes last: disks are mounted in it.
+        let Chain { _directory, _below, disk, top } = chain;
         let finished = disk.stop();
         assert_eq!(finished.code(), Some(0), "{what}: {}", finished.output());
         let client = client.finish(LIMIT);
@@ -312,7 +313,7 @@ fn a_resize_that_a_server_had_not_begun_when_it_was_stopped_is_given_up() {
     }
     for words in [&["--shrink", "16M"][..], &["+64M"]] {
         let resize = [&["resize"], words].concat();
-        let Waiting { disk, top, below: _below, .. } =
+        let Waiting { directory: _directory, below: _below, disk, top } =
             Waiting::stopped(&resize, "was asked to give it up");
         assert_eq!(std::fs::metadata(disk.path()).expect("stat").len(), SIZE, "{words:?}");
         let bytes = piece(disk.path(), 40 * MIB, 65536);
