@@ -4,10 +4,11 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
-use ringdisk_testkit::mount::text;
-use ringdisk_testkit::process::{LIMIT, command, ok, ok_words, until};
+use ringdisk_testkit::mount::{scratch, text};
+use ringdisk_testkit::process::{LIMIT, command, ok, ok_words, run, until};
 use serde_json::Value;
 
+use crate::common::program;
 use crate::common::serving::{Daemon, Place, ctl, serve_command, stats};
 use crate::common::tools::{qemu_img, ringdisk};
 
@@ -221,21 +222,36 @@ fn a_port_of_this_machine_serves_and_a_port_in_use_is_refused() {
 #[test]
 fn disks_of_a_port_are_commanded_by_their_names_also_when_another_was_killed_there() {
     let (place, other) = (Place::new("qcow2"), Place::new("raw"));
+    // A server of another test would remove the control sockets that the killed one leaves.
+    let own = scratch();
+    let serve = |words: &[&str]| {
+        let mut command = serve_command(words);
+        Daemon::of(command.env("XDG_RUNTIME_DIR", own.path()))
+    };
+    let ctl = |target: &str, words: &[&str]| {
+        let mut asked = command(&[&[&*program(), "ctl", target], words].concat());
+        asked.env("XDG_RUNTIME_DIR", own.path());
+        asked
+    };
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let address = format!("localhost:{port}");
     let first = format!("image={},export-name=a,format=qcow2", text(&place.image));
     let second = format!("image={},export-name=b,format=raw", text(&other.image));
     let words = ["--disk", &first, "--disk", &second, "--nbd", &address];
-    let killed = Daemon::of(&mut serve_command(&words));
+    let killed = serve(&words);
     let target = |name: &str| format!("{address}/{name}");
     killed.kill();
-    let gone = || ctl(Path::new(&target("a")), &["stats"]);
-    until(LIMIT, || gone().err.contains("is gone").then_some(())).expect("it says so");
-    let daemon = Daemon::of(&mut serve_command(&words));
-    ctl(Path::new(&target("a")), &["resize", "+1M"]).ok();
-    let size = |name: &str| stats(Path::new(&target(name)))["size"].as_u64();
+    let gone = || run(ctl(&target("a"), &["stats"])).stderr;
+    until(LIMIT, || gone().contains("is gone").then_some(()))
+        .unwrap_or_else(|| panic!("{}", gone()));
+    let daemon = serve(&words);
+    ok(ctl(&target("a"), &["resize", "+1M"]));
+    let size = |name: &str| {
+        let stats = ok(ctl(&target(name), &["stats", "--json"]));
+        serde_json::from_str::<Value>(&stats).expect("stats")["size"].as_u64()
+    };
     assert_eq!((size("a"), size("b")), (Some(9 << 20), Some(8 << 20)));
-    ctl(Path::new(&target("b")), &["stop"]).ok();
+    ok(ctl(&target("b"), &["stop"]));
     daemon.ends(0);
 }
 
