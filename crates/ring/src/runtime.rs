@@ -24,6 +24,10 @@ const CLOSE_WAIT: Duration = Duration::from_secs(1);
 /// must not be many.
 const YIELD_FIRST: Duration = Duration::from_micros(4);
 
+/// Where other threads had the CPU for longer than this during a poll, they are no clients that
+/// answer and sleep, but wait for a CPU as we do.
+const LOST_MAX: Duration = Duration::from_micros(200);
+
 /// Rounds of ready tasks before an enter.
 const ROUNDS: usize = 4;
 
@@ -191,12 +195,10 @@ impl Runtime {
             }
         }
         let start = Instant::now();
-        let mut yield_at = YIELD_FIRST;
+        let (mut yield_at, mut last, mut lost) = (YIELD_FIRST, start, Duration::ZERO);
         loop {
             if source.as_ref().is_some_and(|source| self.poll_source(source.as_ref())) {
-                self.spin.paid();
-                inner.counters.polls_paid.add(1);
-                self.last_sleep = Instant::now();
+                self.poll_ended(true, lost);
                 return true;
             }
             if inner.uring.has_work() {
@@ -204,24 +206,44 @@ impl Runtime {
                 // one call. Not with a source: deferred work of the kernel may end without a
                 // completion, and the source is not armed for a sleep.
                 self.enter(u32::from(source.is_none()));
-                self.spin.paid();
-                inner.counters.polls_paid.add(1);
-                self.last_sleep = Instant::now();
+                self.poll_ended(true, lost);
                 return true;
             }
-            let polled = start.elapsed();
+            let now = Instant::now();
+            lost = lost.max(now - last);
+            last = now;
+            let polled = now - start;
             if polled >= budget {
-                self.spin.missed();
-                inner.counters.polls_missed.add(1);
+                self.poll_ended(false, lost);
                 return false;
             }
             if polled >= yield_at {
                 std::thread::yield_now();
                 yield_at = polled * 2;
+                lost = lost.max(now.elapsed());
             }
             for _ in 0..8 {
                 std::hint::spin_loop();
             }
+        }
+    }
+
+    /// A poll has ended, with work or without.
+    ///
+    /// * `lost`: how long the CPU did something else at once meanwhile.
+    fn poll_ended(&mut self, found: bool, lost: Duration) {
+        let counters = &self.ring.0.counters;
+        let now = Instant::now();
+        if found {
+            counters.polls_paid.add(1);
+            self.last_sleep = now;
+        } else {
+            counters.polls_missed.add(1);
+        }
+        match found {
+            _ if lost > LOST_MAX => self.spin.displaced(lost, now),
+            true => self.spin.paid(),
+            false => self.spin.missed(),
         }
     }
 }

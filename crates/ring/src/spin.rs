@@ -4,9 +4,11 @@
 //! sleeps pays a wake-up; one that polls takes a CPU that its client may need. Which
 //! is cheaper depends on the client, so the policy tries and learns: a poll that found work pays,
 //! one that did not costs. After misses it pauses, each time for longer; after a long sleep (an
-//! idle export) it does not poll at all.
+//! idle export) it does not poll at all. Where threads that need the CPU all the time take it from a
+//! poll, the thread sleeps: the scheduler lets a thread that wakes up go before those, and one that
+//! polls wait for all of them.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Polls in a row that must miss before the pause starts. More than one, since clients and disks
 /// answer in bursts: a poll between two bursts misses, those inside one pay.
@@ -15,6 +17,11 @@ const MISSES_ALLOWED: u32 = 8;
 const PAUSE_MAX: u32 = 1024;
 /// A pause after the first failed trial, in sleeps.
 const PAUSE_FIRST: u32 = 16;
+/// After a poll that lost its CPU for some time there is no poll for so many times that: the next
+/// one may lose it again.
+const REST_FACTOR: u32 = 64;
+/// The longest time without a poll for that reason.
+const REST_MAX: Duration = Duration::from_secs(2);
 
 /// Learns whether polling for a while before sleeping pays. Owned by the ring thread.
 #[derive(Clone, Debug)]
@@ -28,6 +35,8 @@ pub struct SpinPolicy {
     pause_next: u32,
     /// The last sleep was long: the export is idle.
     idle: bool,
+    /// No poll before this time: other threads need the CPU.
+    rests_until: Option<Instant>,
 }
 
 impl SpinPolicy {
@@ -38,7 +47,14 @@ impl SpinPolicy {
 
     /// Polls for at most `cap` before a sleep, as long as that pays.
     pub fn adaptive(cap: Duration) -> SpinPolicy {
-        SpinPolicy { cap, misses: 0, pause: 0, pause_next: PAUSE_FIRST, idle: false }
+        SpinPolicy {
+            cap,
+            misses: 0,
+            pause: 0,
+            pause_next: PAUSE_FIRST,
+            idle: false,
+            rests_until: None,
+        }
     }
 
     /// The longest poll.
@@ -62,6 +78,10 @@ impl SpinPolicy {
             self.pause -= 1;
             return Duration::ZERO;
         }
+        if self.rests_until.is_some_and(|until| Instant::now() < until) {
+            return Duration::ZERO;
+        }
+        self.rests_until = None;
         self.cap
     }
 
@@ -78,6 +98,11 @@ impl SpinPolicy {
             self.pause = self.pause_next;
             self.pause_next = (self.pause_next * 2).min(PAUSE_MAX);
         }
+    }
+
+    /// Other threads had the CPU during a poll, for `lost` at once; the poll ended at `now`.
+    pub(crate) fn displaced(&mut self, lost: Duration, now: Instant) {
+        self.rests_until = Some(now + (lost * REST_FACTOR).min(REST_MAX));
     }
 
     /// A sleep took `slept`. One that is much longer than the cap marks the export idle: the next

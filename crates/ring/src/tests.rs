@@ -4,12 +4,14 @@ use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::task::Poll;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::{
     Config, Errno, Fd, IoBuf, OpSet, RawCommand, Runtime, SharedMemory, SpinPolicy, Timeout,
+    cpus_of_thread, pin_to_cpus,
 };
 
 fn runtime() -> Runtime {
@@ -382,6 +384,55 @@ fn polling_that_does_not_pay_pauses_and_an_idle_ring_sleeps() {
 }
 
 #[test]
+fn a_poll_that_loses_its_cpu_is_not_tried_again_for_a_while() {
+    let mut spin = SpinPolicy::adaptive(Duration::from_micros(50));
+    let lost = Duration::from_millis(3);
+    spin.displaced(lost, Instant::now());
+    assert!(spin.budget().is_zero());
+    // Work that comes now was not found by polling.
+    spin.paid();
+    assert!(spin.budget().is_zero());
+    let long_ago = Instant::now() - 100 * lost;
+    spin.displaced(lost, long_ago);
+    assert!(!spin.budget().is_zero(), "the next trial");
+}
+
+/// The scheduler makes a thread that polls wait for every other one that wants the CPU, and lets one
+/// that wakes up go first.
+#[test]
+fn a_ring_whose_cpu_others_want_sleeps_and_does_not_poll() {
+    let config =
+        Config { spin: SpinPolicy::adaptive(Duration::from_millis(1)), ..Config::default() };
+    let mut runtime = Runtime::new(config).expect("io_uring");
+    if !runtime.ring().0.uring.can_poll() {
+        return;
+    }
+    let first = cpus_of_thread().iter().next().expect("a CPU");
+    pin_to_cpus(&[first].into_iter().collect()).expect("one CPU");
+    let is_over = AtomicBool::new(false);
+    let counters = thread::scope(|scope| {
+        for _ in 0..3 {
+            // Threads have the CPUs of the one that makes them.
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    std::hint::spin_loop();
+                }
+            });
+        }
+        let ring = runtime.ring().clone();
+        runtime.block_on(async {
+            for _ in 0..200 {
+                ring.sleep(Duration::from_micros(500)).await;
+            }
+        });
+        is_over.store(true, Ordering::Relaxed);
+        ring.counters().snapshot()
+    });
+    let polls = counters.polls_paid + counters.polls_missed;
+    assert!((1..100).contains(&polls), "{counters:?}");
+}
+
+#[test]
 fn an_idle_ring_uses_no_cpu() {
     let config =
         Config { spin: SpinPolicy::adaptive(Duration::from_micros(50)), ..Config::default() };
@@ -402,8 +453,9 @@ fn a_poll_finds_what_ends_meanwhile_and_is_held_back_where_nothing_can() {
         let ring = runtime.ring().clone();
         ring.hold_polling(held);
         runtime.block_on(async {
-            // One that is over before the poll begins does not count.
-            for done in 0..40 {
+            // One that is over before the poll begins does not count, and on a busy machine there
+            // is no poll for a while.
+            for done in 0..if held { 40 } else { 20_000 } {
                 if done >= 20 && ring.counters().snapshot().polls_paid >= 20 {
                     break;
                 }
