@@ -47,6 +47,10 @@ impl FromStr for NbdEndpoint {
     }
 }
 
+/// Requests that a Unix socket holds for its server, bytes: with the kernel's default a write of
+/// 256 KiB does not fit. As of `ringdisk-nbd`.
+const SEND_BYTES: usize = 512 << 10;
+
 impl NbdEndpoint {
     /// Begins to connect: the socket is not blocking, and writable when it is connected. For a
     /// helper process that must not wait.
@@ -61,7 +65,11 @@ impl NbdEndpoint {
         };
         let socket = socket_with(family, SocketType::STREAM, flags, None)?;
         let begun = match self {
-            NbdEndpoint::Unix(path) => connect(&socket, &SocketAddrUnix::new(path.as_path())?),
+            NbdEndpoint::Unix(path) => {
+                // Not needed either.
+                let _ = sockopt::set_socket_send_buffer_size(&socket, SEND_BYTES);
+                connect(&socket, &SocketAddrUnix::new(path.as_path())?)
+            }
             NbdEndpoint::Tcp(address) => {
                 // Set before, so that they hold while it connects, too. None is needed.
                 let _ = sockopt::set_tcp_nodelay(&socket, true);

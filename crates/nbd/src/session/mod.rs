@@ -21,6 +21,7 @@ use std::sync::Arc;
 use ringdisk_nbd_protocol::request::Style;
 use ringdisk_ring::{IoBuf, Parker, Ring};
 
+use crate::connection::SEND_BYTES;
 use crate::end::End;
 use crate::exported::Exported;
 use crate::handshake::Agreed;
@@ -45,10 +46,10 @@ pub(crate) const LARGE_BYTES_MAX: usize = 32 << 20;
 const SPARES_MAX: usize = 16;
 
 /// Memory for data of a connection at most, bytes: 128 slots of 256 KiB and a page, requests that
-/// are larger (32 MiB together and a page each), and the input. About 65 MiB; pages that no request
-/// has used are not there.
+/// are larger (32 MiB together and a page each), the input, and what the kernel holds in the socket.
+/// About 66 MiB; pages that no request has used are not there.
 pub const CONNECTION_BYTES_MAX: usize =
-    REQUESTS_MAX * (SMALL_BYTES + 2 * HEAD_BYTES) + LARGE_BYTES_MAX + INPUT_BYTES;
+    REQUESTS_MAX * (SMALL_BYTES + 2 * HEAD_BYTES) + LARGE_BYTES_MAX + INPUT_BYTES + 2 * SEND_BYTES;
 
 /// A connection in its transmission phase.
 #[derive(Debug)]

@@ -175,7 +175,8 @@ pub(super) const ALLOWED: &[Need] = list![
     SYS_shutdown: "clients are sent away",
     SYS_getsockopt: "who a client is, and of what kind a descriptor",
     SYS_setsockopt [[&[among(1, &[bits(c::SOL_SOCKET)]), among(2, SOCKET_OPTIONS)]]]: "how \
-        long a successor is waited for; what was looked at in the socket of a front end",
+        long a successor is waited for; what was looked at in the socket of a front end; how much \
+        the socket of an NBD client holds",
     // The end of the helper process.
     SYS_wait4: "the helper process has ended",
     // Older calls of this machine for the same.
@@ -250,8 +251,9 @@ const ADVICE: &[u32] = &[
 /// Standard input, output and error.
 const STANDARD: &[u32] = &[0, 1, 2];
 
-/// Options of sockets: how long a call waits, and how much was looked at.
-const SOCKET_OPTIONS: &[u32] = &[bits(c::SO_RCVTIMEO), bits(c::SO_SNDTIMEO), bits(c::SO_PEEK_OFF)];
+/// Options of sockets: how long a call waits, how much was looked at, and how much is held.
+const SOCKET_OPTIONS: &[u32] =
+    &[bits(c::SO_RCVTIMEO), bits(c::SO_SNDTIMEO), bits(c::SO_PEEK_OFF), bits(c::SO_SNDBUF)];
 
 /// Commands of ioctl(2): of terminals and sockets, and of block devices: sizes, whether it is
 /// read-only, discard. (Those of /dev/fuse belong to the start.) Numbers: asm-generic/ioctls.h,
