@@ -51,13 +51,15 @@ impl Admission {
 
     /// A request is taken. Not while the queue is held.
     #[inline]
-    pub fn begin(&self) {
+    pub fn begin(&self, ring: &Ring) {
+        ring.begin_request();
         self.in_flight.set(self.in_flight.get() + 1);
     }
 
     /// It is done.
     #[inline]
     pub fn end(&self, ring: &Ring) {
+        ring.end_request();
         let left = self.in_flight.get() - 1;
         self.in_flight.set(left);
         if left == 0 && self.is_held() {
@@ -71,7 +73,7 @@ impl Admission {
         while self.is_held() {
             self.held.wait(ring).await;
         }
-        self.begin();
+        self.begin(ring);
     }
 
     /// Takes no more requests, and waits until none is in flight. Holds add up.
@@ -122,7 +124,7 @@ mod tests {
         let mut runtime = Runtime::new(Config::default()).expect("a ring");
         let ring = runtime.ring().clone();
         let (queue, seen) = (Rc::new(Admission::default()), Rc::new(RefCell::new(Vec::new())));
-        queue.begin();
+        queue.begin(&ring);
         for holder in ["first", "second"] {
             let (queue, ring, seen) = (Rc::clone(&queue), ring.clone(), Rc::clone(&seen));
             runtime.ring().spawn(async move {

@@ -103,6 +103,8 @@ pub(crate) struct Inner {
     pub(crate) polling: Cell<Option<Duration>>,
     /// No polling for the moment.
     pub(crate) polling_held: Cell<bool>,
+    /// Requests that the thread has taken and not answered, where its export counts them.
+    pub(crate) requests: Cell<u32>,
     /// A completion that is not inline is sure to come ([`Ring::wait_past_inline`]).
     pub(crate) past_inline: Cell<bool>,
     /// Offloaded work runs on the ring's own thread.
@@ -164,6 +166,7 @@ impl Inner {
             event_armed: Cell::new(false),
             polling: Cell::new(None),
             polling_held: Cell::new(false),
+            requests: Cell::new(0),
             past_inline: Cell::new(false),
             offloads_here: Cell::new(false),
             source: RefCell::default(),

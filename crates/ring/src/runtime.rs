@@ -35,7 +35,8 @@ const ROUNDS: usize = 4;
 #[derive(Debug)]
 pub struct Runtime {
     ring: Ring,
-    spin: SpinPolicy,
+    /// Without requests that are served, and with: clients and storage take different times.
+    spin: [SpinPolicy; 2],
     nap: Nap,
     last_sleep: Instant,
     began: Instant,
@@ -47,7 +48,8 @@ impl Runtime {
         let inner = Inner::new(&config)?;
         let now = Instant::now();
         let ring = Ring(Rc::new(inner));
-        Ok(Runtime { ring, spin: config.spin, nap: Nap::new(), last_sleep: now, began: now })
+        let spin = [config.spin.clone(), config.spin];
+        Ok(Runtime { ring, spin, nap: Nap::new(), last_sleep: now, began: now })
     }
 
     /// The handle for tasks.
@@ -103,15 +105,16 @@ impl Runtime {
             // sure to come without them.
             let past = if inner.past_inline.get() { inner.inline_expected.get() } else { 0 };
             let want = 1 + past;
+            let awaited = self.awaited();
             inner.counters.sleeps.add(1);
             self.enter(want);
             if let Some(source) = source {
                 source.disarm();
                 self.nap.slept();
             }
-            if !self.spin.cap().is_zero() {
+            if !self.spin[awaited].cap().is_zero() {
                 let now = Instant::now();
-                self.spin.slept(now - self.last_sleep);
+                self.spin[awaited].slept(now - self.last_sleep);
                 self.last_sleep = now;
             }
         } else if !may_wait && (inner.uring.queued() > 0 || inner.uring.has_work()) {
@@ -159,16 +162,22 @@ impl Runtime {
         }
     }
 
+    /// What a thread that has nothing to do waits for: requests, or answers of the storage.
+    fn awaited(&self) -> usize {
+        usize::from(self.ring.0.requests.get() > 0)
+    }
+
     /// Submits, then watches shared memory for a while. Returns whether there is work now, i.e.
     /// there is no need to sleep.
     fn poll_before_sleep(&mut self) -> bool {
         if let Some(cap) = self.ring.0.polling.take() {
-            self.spin.set_cap(cap);
+            self.spin.iter_mut().for_each(|spin| spin.set_cap(cap));
         }
         if self.ring.0.polling_held.get() {
             return false;
         }
-        let budget = self.spin.budget();
+        let awaited = self.awaited();
+        let budget = self.spin[awaited].budget();
         if budget.is_zero() || !self.ring.0.uring.can_poll() {
             return false;
         }
@@ -198,7 +207,7 @@ impl Runtime {
         let (mut yield_at, mut last, mut lost) = (YIELD_FIRST, start, Duration::ZERO);
         loop {
             if source.as_ref().is_some_and(|source| self.poll_source(source.as_ref())) {
-                self.poll_ended(true, lost);
+                self.poll_ended(awaited, true, lost);
                 return true;
             }
             if inner.uring.has_work() {
@@ -206,7 +215,7 @@ impl Runtime {
                 // one call. Not with a source: deferred work of the kernel may end without a
                 // completion, and the source is not armed for a sleep.
                 self.enter(u32::from(source.is_none()));
-                self.poll_ended(true, lost);
+                self.poll_ended(awaited, true, lost);
                 return true;
             }
             let now = Instant::now();
@@ -214,7 +223,7 @@ impl Runtime {
             last = now;
             let polled = now - start;
             if polled >= budget {
-                self.poll_ended(false, lost);
+                self.poll_ended(awaited, false, lost);
                 return false;
             }
             if polled >= yield_at {
@@ -230,8 +239,9 @@ impl Runtime {
 
     /// A poll has ended, with work or without.
     ///
+    /// * `awaited`: what it was for.
     /// * `lost`: how long the CPU did something else at once meanwhile.
-    fn poll_ended(&mut self, found: bool, lost: Duration) {
+    fn poll_ended(&mut self, awaited: usize, found: bool, lost: Duration) {
         let counters = &self.ring.0.counters;
         let now = Instant::now();
         if found {
@@ -241,9 +251,9 @@ impl Runtime {
             counters.polls_missed.add(1);
         }
         match found {
-            _ if lost > LOST_MAX => self.spin.displaced(lost, now),
-            true => self.spin.paid(),
-            false => self.spin.missed(),
+            _ if lost > LOST_MAX => self.spin.iter_mut().for_each(|spin| spin.displaced(lost, now)),
+            true => self.spin[awaited].paid(),
+            false => self.spin[awaited].missed(),
         }
     }
 }

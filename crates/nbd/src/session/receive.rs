@@ -99,7 +99,7 @@ async fn take(
         return Ok(true);
     }
     slot.begun.set(Some(Instant::now()));
-    session.queue.admission.begin();
+    session.queue.admission.begin(session.ring());
     session.queue.cells.begin();
     slot.request.set(Some(request));
     slot.work.unpark(session.ring());

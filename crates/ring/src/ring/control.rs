@@ -80,6 +80,20 @@ impl Ring {
         self.0.polling_held.set(held);
     }
 
+    /// Another request is served from now on. Whether polling pays is learned apart for a thread that
+    /// waits for the storage, i.e. with requests that are served, and for one that waits for more
+    /// requests.
+    #[inline]
+    pub fn begin_request(&self) {
+        self.0.requests.set(self.0.requests.get() + 1);
+    }
+
+    /// One of them is done. As many times as [`Ring::begin_request`].
+    #[inline]
+    pub fn end_request(&self) {
+        self.0.requests.set(self.0.requests.get().saturating_sub(1));
+    }
+
     /// Says whether the thread may sleep past completions that are there at once
     /// ([`Op::completes_inline`]) until one more comes.
     ///

@@ -267,7 +267,7 @@ impl Worker {
             let Some(slot) = vring.has_next().then(|| self.take_slot()).flatten() else {
                 return false;
             };
-            let Some(token) = vring.pop(&view, &slot, &self.device) else {
+            let Some(token) = vring.pop(&self.ring, &view, &slot, &self.device) else {
                 self.idle.borrow_mut().push(slot);
                 return false;
             };

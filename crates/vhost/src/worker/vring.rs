@@ -184,14 +184,20 @@ impl Vring {
 
     /// Takes the next request into a slot. `None` when there is none, or when the guest has broken
     /// the virtqueue.
-    pub(super) fn pop(&self, view: &View, slot: &Slot, device: &Device) -> Option<Token> {
+    pub(super) fn pop(
+        &self,
+        ring: &Ring,
+        view: &View,
+        slot: &Slot,
+        device: &Device,
+    ) -> Option<Token> {
         let mut queue = self.queue.borrow_mut();
         let queue = queue.as_mut()?;
         let popped = queue.check(view).and_then(|()| queue.pop(view, &mut slot.chain.borrow_mut()));
         match popped {
             Ok(token) => {
                 if token.is_some() {
-                    self.admission.begin();
+                    self.admission.begin(ring);
                 }
                 token
             }
