@@ -19,9 +19,9 @@ const PAUSE_MAX: u32 = 1024;
 const PAUSE_FIRST: u32 = 16;
 /// After a poll that lost its CPU for some time there is no poll for so many times that: the next
 /// one may lose it again.
-const REST_FACTOR: u32 = 64;
+const REST_FACTOR: u32 = 32;
 /// The longest time without a poll for that reason.
-const REST_MAX: Duration = Duration::from_secs(2);
+const REST_MAX: Duration = Duration::from_secs(1);
 
 /// Learns whether polling for a while before sleeping pays. Owned by the ring thread.
 #[derive(Clone, Debug)]
