@@ -38,19 +38,21 @@ fn a_checkpoint_takes_the_disk_back_and_its_end_gives_it() {
     if !there() {
         return;
     }
-    let (place, daemon, mut vm) = accelerated(&[]);
+    let (place, daemon, mut vm) = accelerated(&["-v"]);
     let mut load = load(12);
     for round in 0..3 {
         load.run(&mut vm, 300);
         load.drain(&mut vm);
         let uri = begin(&place.socket, &["c1"]);
         let shown = becomes(&place, false);
+        let why = "a checkpoint is running";
+        assert!(shown["reason"].as_str().is_some_and(|it| it.contains(why)), "{shown}");
         let first = read(&uri);
         load.judge(&first);
         let second = meanwhile(&mut vm, &mut load, || read(&uri));
         assert!(first == second, "round {round}: the kept state has changed: {shown}");
         // Nothing brings it back to the kernel before the end.
-        ctl(&place.socket, &["accel", "on"]).ends(2).says("a checkpoint is running");
+        ctl(&place.socket, &["accel", "on"]).ends(2).says(why);
         let before = answered(&accel(&place));
         meanwhile(&mut vm, &mut load, || read(&uri));
         assert_eq!(answered(&accel(&place)), before, "requests in the kernel");
@@ -90,6 +92,7 @@ fn checkpoints_begin_and_end_under_load_and_nothing_is_lost() {
         assert_ne!(ctl(&place.socket, &words).code, 0);
         becomes(&place, true);
     });
+    load.drain(&mut vm);
     load.read_all(&mut vm);
     daemon.stop(&[&place.socket]);
     place.judge(&mut load);
@@ -121,6 +124,7 @@ fn what_was_said_of_the_kernel_meanwhile_holds_after_the_end() {
         ctl(&place.socket, &["accel", "on"]).ok();
         becomes(&place, true);
     }
+    load.drain(&mut vm);
     load.read_all(&mut vm);
     daemon.stop(&[&place.socket]);
     place.judge(&mut load);

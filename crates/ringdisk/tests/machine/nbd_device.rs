@@ -52,8 +52,8 @@ impl Device {
         Some(value.trim().to_owned())
     }
 
-    /// `qemu-nbd -c`, which has to succeed and to say nothing, but that a killed server has left its
-    /// socket.
+    /// `qemu-nbd -c`, which has to succeed and to say nothing, but that a killed server has left
+    /// its socket.
     fn connect(&self, words: &[&str]) {
         let ran = run(qemu_nbd(&[&["-c", self.text()], words].concat()));
         let said = ran.output();
