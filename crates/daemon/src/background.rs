@@ -11,6 +11,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, ExitStatus};
 
 use rustix::fs::{FileType, fstat};
 
@@ -21,21 +22,40 @@ use crate::log_target;
 /// What the child writes when it serves.
 const READY: u8 = b'R';
 
+/// What came of a child that was started.
+#[derive(Debug)]
+pub enum Started {
+    /// It serves.
+    Ready(Child),
+    /// It ended before that.
+    Ended(ExitStatus),
+}
+
+/// Starts a child with our own arguments and waits until it is ready or has failed.
+///
+/// Errors: the program cannot be started anew.
+pub fn start(role: Role) -> io::Result<Started> {
+    let (socket, mut child) = role.start_again(|_, _| Ok(()))?;
+    let mut byte = [0];
+    if File::from(socket).read_exact(&mut byte).is_ok() && byte == [READY] {
+        return Ok(Started::Ready(child));
+    }
+    child.wait().map(Started::Ended)
+}
+
 /// Starts the child with our own arguments and waits until it is ready or has failed. Returns the
 /// exit code.
 ///
 /// Errors: the program cannot be started anew, or its child was killed.
 pub fn run_child() -> Result<u8, Failure> {
-    let cannot =
-        |error: &io::Error| Failure::system("cannot go into the background", error, Exit::General);
-    let (socket, mut child) = Role::Background.start_again(|_, _| Ok(())).map_err(|error| {
-        cannot(&error).hint("/proc must be mounted for --daemonize; or run in the foreground")
+    let started = start(Role::Background).map_err(|error| {
+        Failure::system("cannot go into the background", &error, Exit::General)
+            .hint("/proc must be mounted for --daemonize; or run in the foreground")
     })?;
-    let mut byte = [0];
-    if File::from(socket).read_exact(&mut byte).is_ok() && byte == [READY] {
-        return Ok(Exit::Clean.code());
-    }
-    let status = child.wait().map_err(|error| cannot(&error))?;
+    let status = match started {
+        Started::Ready(_) => return Ok(Exit::Clean.code()),
+        Started::Ended(status) => status,
+    };
     match status.code().map(u8::try_from) {
         // It ended well before it was ready: stopped by a signal. That is no mount.
         Some(Ok(0)) => Ok(Exit::General.code()),
@@ -72,9 +92,19 @@ impl Background {
         Ok(Background { socket })
     }
 
+    /// Tells the parent, and keeps the standard streams, which are its own, too.
+    pub fn ready_here(self) {
+        log_target::begin();
+        self.tell();
+    }
+
     /// Lets the parent return and lets go of what ties us to where we were started.
     pub fn ready(self) {
         let_go();
+        self.tell();
+    }
+
+    fn tell(self) {
         // A parent that was killed meanwhile changes nothing: we serve.
         let _ = File::from(self.socket).write_all(&[READY]);
     }

@@ -21,6 +21,7 @@ exports own           mounts,semantics                                 uring
 leaks   own           -                                                uring
 machine own           numa                                             -
 machine uring         numa                                             full
+machine own           nbd_device                                       -
 machine own           placement                                        -
 machine own           hotplug                                          -
 machine own           forbidden                                        uring

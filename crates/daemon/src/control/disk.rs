@@ -315,6 +315,7 @@ impl DiskControl {
             .hint("`ringdisk ctl TARGET limit none` removes them"));
         }
         let serving = Arc::clone(&self.serving);
+        self.checkpoints.accel_is_wanted(on);
         // Requests that the kernel has are waited for.
         let switched = ring.offload(move || serving.switch_accel(on)).await;
         match switched {

@@ -27,6 +27,8 @@ pub enum Role {
     Kept,
     /// It runs in the background, and its parent ends when it is ready.
     Background,
+    /// It serves a device of the kernel that its parent connects.
+    Device,
 }
 
 impl Role {
@@ -35,6 +37,7 @@ impl Role {
             Role::Helper => "helper",
             Role::Kept => "kept",
             Role::Background => "background",
+            Role::Device => "device",
         }
     }
 

@@ -4,7 +4,10 @@
 //! of `qemu-nbd`; errors have the texts of `qemu-nbd` where programs look for them, and the exit
 //! code is 0 or 1.
 
+mod device;
 mod list;
+mod netlink;
+mod server;
 mod words;
 
 use std::ffi::OsString;
@@ -51,9 +54,7 @@ pub(crate) fn run(program: &str, words: impl IntoIterator<Item = OsString>) -> u
         }
         Ok(Invocation::Serve(asked)) => serve(&asked),
         Ok(Invocation::List(asked)) => list::list(&asked).map(|()| Exit::Clean.code()),
-        Ok(Invocation::Disconnect(_)) => {
-            Err(String::from("-d is not supported: disconnect the device with `nbd-client -d`"))
-        }
+        Ok(Invocation::Disconnect(device)) => device::disconnect(&device),
     };
     match result {
         Ok(0) => 0,
@@ -73,6 +74,12 @@ fn serve(asked: &Serve) -> Result<u8, String> {
     if let Some(text) = asked.said_place.filter(|_| is_activated) {
         return Err(String::from(text));
     }
+    if asked.device.is_some() && asked.tls.credentials.is_some() {
+        return Err(String::from("TLS is not supported with a host device"));
+    }
+    if let Some(device) = asked.device.as_deref().filter(|_| !Role::Device.is_ours()) {
+        return device::connect(asked, device);
+    }
     let words = words::of_serve(asked, is_activated)?;
     let cli = Cli::try_parse_from(words).map_err(|error| usage(&error))?;
     let Command::Serve(mut args) = cli.command else { return Err(String::from("no disk")) };
@@ -80,6 +87,8 @@ fn serve(asked: &Serve) -> Result<u8, String> {
         label_sockets(label)?;
     }
     args.nbd.is_quiet = true;
+    args.nbd.is_for_a_device = asked.device.is_some();
+    args.nbd.keeps_output = args.nbd.is_for_a_device && asked.verbose;
     of_tls(asked, &mut args.nbd.access)?;
     log::start(cli.verbose, true);
     limits::raise();

@@ -99,7 +99,7 @@ pub(crate) fn run(args: &ServeArgs, disks: Vec<ServedDisk>) -> Result<u8, Failur
     let background = match args.daemonize {
         // Its parent is in the background already.
         true if args.keep && Role::Kept.is_ours() => None,
-        true if Role::Background.is_ours() => Some(Background::enter()?),
+        true if Role::Background.is_ours() || Role::Device.is_ours() => Some(Background::enter()?),
         // The background process of `qemu-nbd` takes the socket by its number.
         true if !args.nbd.is_quiet
             && std::env::var("LISTEN_PID")

@@ -1,6 +1,7 @@
 //! `ringdisk serve --accel`. What needs the kernel module runs where it is loaded (`tests/vm/run
 //! vhost-blk`), one test at a time.
 
+mod checkpoint;
 #[path = "../common/mod.rs"]
 mod common;
 mod disks;

@@ -3,6 +3,7 @@
 
 mod beside;
 mod checkpoint;
+mod checkpoint_hangs;
 #[path = "../common/mod.rs"]
 mod common;
 mod jobs;

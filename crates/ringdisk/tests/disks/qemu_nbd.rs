@@ -204,3 +204,25 @@ fn a_socket_of_a_service_manager_is_served_in_the_foreground_and_in_the_backgrou
         assert!(said.contains(wanted), "{said}");
     }
 }
+
+#[test]
+fn what_is_no_device_of_the_kernel_is_refused_before_anything_is_served() {
+    let place = Place::new("raw");
+    let (image, device) = (text(&place.image), place.path("nbd0"));
+    let device = text(&device);
+    let nothing = format!("Failed to open {device}: No such file or directory\n");
+    assert!(error(&["-c", device, image]).starts_with(&format!("qemu-nbd: {nothing}")));
+    let nothing = format!("Cannot open {device}: No such file or directory\n");
+    assert!(error(&["-d", device]).starts_with(&format!("qemu-nbd: {nothing}")));
+    let creds = ["--object", "tls-creds-x509,id=t,endpoint=server,dir=/nowhere"];
+    let tls = [&creds[..], &["--tls-creds", "t", "-c", "/dev/nbd0", image]].concat();
+    for (words, wanted) in [
+        (&["-c", "/dev/null", image][..], "Failed to open /dev/null: it is no NBD device"),
+        (&["-c", image, image], "it is no NBD device"),
+        (&["-d", "/dev/null"], "Cannot open /dev/null: it is no NBD device"),
+        (&tls, "TLS is not supported with a host device"),
+    ] {
+        let said = error(words);
+        assert!(said.contains(wanted), "{words:?}: {said}");
+    }
+}

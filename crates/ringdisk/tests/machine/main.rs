@@ -7,6 +7,7 @@ mod common;
 mod forbidden;
 mod hotplug;
 mod leaks;
+mod nbd_device;
 mod numa;
 mod placement;
 mod ring_limits;

@@ -8,6 +8,7 @@
 //! [`words`] is what both sides say; `running` are those of one disk, begun over `steps`; `exports`
 //! brings disks of one process to one address; [`round`] is the client's side, for all disks.
 
+mod accel;
 mod exports;
 pub mod round;
 mod running;

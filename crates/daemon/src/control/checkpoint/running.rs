@@ -7,6 +7,7 @@
 use std::future::pending;
 use std::os::fd::OwnedFd;
 use std::pin::pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -20,6 +21,7 @@ use ringdisk_ring::Ring;
 use ringdisk_storage::{Lock, OpenOptions, Storage};
 use serde_json::{Value, json};
 
+use super::accel::Accel;
 use super::exports;
 use super::steps::Steps;
 use super::words::{
@@ -42,6 +44,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 #[derive(Debug, Default)]
 pub(crate) struct Checkpoints {
     all: Mutex<Vec<Place>>,
+    /// Acceleration was switched off by a command: the end of a checkpoint leaves it off.
+    is_accel_off: Arc<AtomicBool>,
 }
 
 /// The name of a checkpoint, and the checkpoint once it is there.
@@ -62,31 +66,6 @@ struct Running {
     ended: Arc<Ending>,
     /// Gives the data path back to the kernel when this is dropped.
     _accel: Option<Accel>,
-}
-
-/// The kernel moves the data of the disk again when this is dropped.
-struct Accel(Arc<dyn Serving>);
-
-impl std::fmt::Debug for Accel {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Accel")
-    }
-}
-
-impl Drop for Accel {
-    fn drop(&mut self) {
-        let serving = Arc::clone(&self.0);
-        // It waits for virtqueues to move, and a control thread must not.
-        let back = move || {
-            if let Err(why) = serving.switch_accel(true) {
-                tracing::warn!("the kernel does not serve the disk again: {why}");
-            }
-        };
-        let thread = std::thread::Builder::new().name(String::from("accel-back"));
-        if let Err(error) = thread.spawn(back) {
-            tracing::warn!("the kernel does not serve the disk again: {error}");
-        }
-    }
 }
 
 /// Signals when it is dropped, also with the ring of its task.
@@ -135,7 +114,7 @@ impl Checkpoints {
         check_name(&begin.name).map_err(|text| Failure::new(Exit::Usage, text))?;
         let (steps, fleece, listeners) = sort(given, begin.listeners, progress)?;
         let mut name = self.take(&begin.name)?;
-        let accel = userspace(ring, serving).await?;
+        let accel = Accel::take_back(ring, &disk, serving, &self.is_accel_off).await?;
         let (checkpoint, paused) = freeze(ring, &disk, &begin, fleece, &steps).await?;
         let export = match serve(ring, &begin, &checkpoint, listeners, &steps).await {
             Ok(export) => export,
@@ -157,6 +136,11 @@ impl Checkpoints {
         }
         ring.spawn(attend(ring.clone(), Arc::clone(self), running, export, lease));
         Ok(json!({ "size": size, "paused-us": paused.as_micros() }))
+    }
+
+    /// Somebody switches acceleration on or off: that is what the end of a checkpoint leaves.
+    pub(crate) fn accel_is_wanted(&self, on: bool) {
+        self.is_accel_off.store(!on, Ordering::Relaxed);
     }
 
     /// Errors: there is one of this name.
@@ -290,24 +274,6 @@ fn sort(
             Ok((Steps::new(steps, verdict, progress), fleece, given.collect()))
         }
         _ => Err(wrong()),
-    }
-}
-
-/// Brings the data path of a disk that the kernel serves back to userspace.
-///
-/// Errors: it stays in the kernel.
-async fn userspace(ring: &Ring, serving: &Arc<dyn Serving>) -> Result<Option<Accel>, Failure> {
-    if !serving.is_accelerated() {
-        return Ok(None);
-    }
-    let asked = Arc::clone(serving);
-    let switched = ring.offload(move || asked.switch_accel(false)).await;
-    // Also where it is said to come later.
-    let back = Accel(Arc::clone(serving));
-    match switched {
-        Ok(_) => Ok(Some(back)),
-        Err(why) => Err(Failure::new(Exit::Unsupported, why)
-            .context("the data path does not return to this process")),
     }
 }
 

@@ -57,6 +57,14 @@ pub(crate) struct NbdArgs {
     /// Nothing is printed when the disk is served: `qemu-nbd` says nothing.
     #[arg(skip)]
     pub(crate) is_quiet: bool,
+
+    /// A client is a block device of this machine.
+    #[arg(skip)]
+    pub(crate) is_for_a_device: bool,
+
+    /// In the background the standard streams stay.
+    #[arg(skip)]
+    pub(crate) keeps_output: bool,
 }
 
 /// How NBD clients see one disk.

@@ -1,47 +1,35 @@
 //! `qemu-nbd --list`: what a server exports.
 //!
-//! Promises: nothing that the server says makes this wait for longer than [`LIMIT`] at a time, or
-//! take more memory than [`EXPORTS_MAX`] names; control characters in its texts are escaped.
+//! Promises: control characters in texts of the server are escaped; else those of [`Server`].
 
 use std::io::{self, Read, Write};
-use std::net::TcpStream;
-use std::os::unix::net::UnixStream;
-use std::time::Duration;
 
 use ringdisk_daemon::failure::words;
 use ringdisk_daemon::terminal::{self, visible};
 use ringdisk_nbd::TlsSource;
-use ringdisk_nbd_protocol::handshake::{
-    ExportInfo, GREETING_BYTES, OPTION_REPLY_BYTES, OptionReplyHead, client_flags, parse_greeting,
-};
-use ringdisk_nbd_protocol::numbers::{export_flags as flags, info, option, option_reply};
+use ringdisk_nbd_protocol::handshake::ExportInfo;
+use ringdisk_nbd_protocol::numbers::{export_flags as flags, option};
 use ringdisk_nbd_protocol::options::{
-    BlockSizes, InfoReply, InfoRequest, ListedExport, MetaContext, MetaRequest, is_error,
-    push_option,
+    BlockSizes, ListedExport, MetaContext, MetaRequest, push_option,
 };
 use ringdisk_qemu_nbd::{Endpoint, List, Listen, tls};
 use ringdisk_tls::{ClientTls, TlsStream};
 
-/// The server may take so long for each answer.
-const LIMIT: Duration = Duration::from_secs(30);
-/// Longest answer that is read, bytes: a name, a description and their lengths.
-const ANSWER_BYTES_MAX: u32 = 2 * 4096 + 64;
-/// Most names, and most contexts of an export.
-const EXPORTS_MAX: usize = 10_000;
-
-/// A stream of either kind.
-trait Stream: Read + Write {}
-impl Stream for UnixStream {}
-impl Stream for TcpStream {}
+use super::server::{Answer, Server, Stream, tcp, unix};
 
 /// Prints what a server exports.
 ///
 /// Errors: it cannot be reached, or does not speak NBD.
 pub(super) fn list(asked: &List) -> Result<(), String> {
     let tls = certificates(asked)?;
+    let boxed = |stream| Box::new(stream) as Box<dyn Stream>;
     let (shown, stream) = match &asked.server {
-        Listen::Unix(path) => (path.display().to_string(), unix(path)),
-        Listen::Tcp(address) => (address.to_string(), tcp(&address.to_string())),
+        Listen::Unix(path) => (path.display().to_string(), unix(path).map(boxed)),
+        Listen::Tcp(address) => {
+            let shown = address.to_string();
+            let stream = tcp(&shown).map(|stream| Box::new(stream) as Box<dyn Stream>);
+            (shown, stream)
+        }
     };
     let stream =
         stream.map_err(|error| format!("Failed to connect to '{shown}': {}", words(&error)))?;
@@ -89,38 +77,9 @@ impl Write for Encrypted {
 
 impl Stream for Encrypted {}
 
-fn unix(path: &std::path::Path) -> io::Result<Box<dyn Stream>> {
-    let stream = UnixStream::connect(path)?;
-    stream.set_read_timeout(Some(LIMIT))?;
-    stream.set_write_timeout(Some(LIMIT))?;
-    Ok(Box::new(stream))
-}
-
-fn tcp(address: &str) -> io::Result<Box<dyn Stream>> {
-    let stream = TcpStream::connect(address)?;
-    stream.set_read_timeout(Some(LIMIT))?;
-    stream.set_write_timeout(Some(LIMIT))?;
-    Ok(Box::new(stream))
-}
-
-/// A server that is asked.
-struct Server(Option<Box<dyn Stream>>);
-
-/// An answer that is not an acknowledgement.
-type Answer = (u32, Vec<u8>);
-
-/// What is known of an export.
-#[derive(Default)]
-struct Known {
-    export: Option<ExportInfo>,
-    blocks: Option<BlockSizes>,
-}
-
-impl Server {
+impl Server<Box<dyn Stream>> {
     fn list(&mut self, tls: Option<&ClientTls>) -> Result<(), String> {
-        let greeting = self.bytes::<GREETING_BYTES>()?;
-        let offered = parse_greeting(&greeting).map_err(|error| error.to_string())?;
-        self.send(&client_flags(offered & 3))?;
+        self.greet()?;
         if let Some(tls) = tls {
             self.encrypt(tls)?;
         }
@@ -160,10 +119,6 @@ impl Server {
         Ok(())
     }
 
-    fn stream(&mut self) -> Result<&mut Box<dyn Stream>, String> {
-        self.0.as_mut().ok_or_else(|| String::from("the connection has ended"))
-    }
-
     /// Prints one export.
     fn show(
         &mut self,
@@ -176,7 +131,7 @@ impl Server {
         if !listed.description.is_empty() {
             terminal::say(format_args!("  description: {}", text(listed.description)));
         }
-        let known = self.info(listed.name)?;
+        let known = self.export(option::INFO, listed.name)?;
         if let Some(ExportInfo { size, flags }) = known.export {
             terminal::say(format_args!("  size:  {size}"));
             terminal::say(format_args!("  flags: {flags:#x} ( {})", names_of(flags)));
@@ -198,23 +153,6 @@ impl Server {
         Ok(())
     }
 
-    fn info(&mut self, name: &[u8]) -> Result<Known, String> {
-        let mut data = Vec::new();
-        InfoRequest { name, wanted: vec![info::BLOCK_SIZE] }.push(&mut data);
-        let mut known = Known::default();
-        for (kind, answer) in self.ask(option::INFO, &data)?.0 {
-            if kind != option_reply::INFO {
-                continue;
-            }
-            match InfoReply::parse(&answer).map_err(|error| error.to_string())? {
-                InfoReply::Export(export) => known.export = Some(export),
-                InfoReply::BlockSizes(blocks) => known.blocks = Some(blocks),
-                _ => {}
-            }
-        }
-        Ok(known)
-    }
-
     fn contexts(&mut self, name: &[u8]) -> Result<Vec<Vec<u8>>, String> {
         let mut data = Vec::new();
         MetaRequest { export: name, queries: Vec::new() }.push(&mut data);
@@ -222,42 +160,6 @@ impl Server {
         let answers = answers.iter().filter(|_| is_known);
         let name = |(_, answer): &Answer| MetaContext::parse(answer).map(|c| c.name.to_vec());
         answers.map(name).collect::<Result<_, _>>().map_err(|error| error.to_string())
-    }
-
-    /// Sends an option. Gives the answers without the last one, or the error alone; and whether the
-    /// option was taken.
-    fn ask(&mut self, option: u32, data: &[u8]) -> Result<(Vec<Answer>, bool), String> {
-        let mut out = Vec::new();
-        push_option(&mut out, option, data);
-        self.send(&out)?;
-        let mut answers = Vec::new();
-        loop {
-            let head = OptionReplyHead::parse(&self.bytes::<OPTION_REPLY_BYTES>()?);
-            let head = head.map_err(|error| error.to_string())?;
-            if head.option != option || head.len > ANSWER_BYTES_MAX {
-                return Err(String::from("the server does not keep to the protocol"));
-            }
-            let mut answer = vec![0; head.len as usize];
-            self.stream()?.read_exact(&mut answer).map_err(|error| words(&error))?;
-            match head.kind {
-                option_reply::ACK => return Ok((answers, true)),
-                kind if is_error(kind) => return Ok((vec![(kind, answer)], false)),
-                kind => answers.push((kind, answer)),
-            }
-            if answers.len() > EXPORTS_MAX {
-                return Err(format!("the server names more than {EXPORTS_MAX}"));
-            }
-        }
-    }
-
-    fn send(&mut self, bytes: &[u8]) -> Result<(), String> {
-        self.stream()?.write_all(bytes).map_err(|error| words(&error))
-    }
-
-    fn bytes<const N: usize>(&mut self) -> Result<[u8; N], String> {
-        let mut bytes = [0; N];
-        self.stream()?.read_exact(&mut bytes).map_err(|error| words(&error))?;
-        Ok(bytes)
     }
 }
 

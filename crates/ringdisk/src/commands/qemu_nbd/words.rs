@@ -11,6 +11,7 @@ use ringdisk_disk::name::FileName;
 use ringdisk_nbd::options::CONNECTIONS_MAX;
 use ringdisk_qemu_nbd::{Address, Aio, Images, Listen, Serve, SnapshotName};
 
+use super::device;
 use crate::cli::{DETECT_ZEROES, DISCARD, word_of};
 
 /// The words, with the names of the program and the command.
@@ -19,14 +20,17 @@ use crate::cli::{DETECT_ZEROES, DISCARD, word_of};
 ///
 /// Errors: what we do not have, in the words of `qemu-nbd` where that does not have it either.
 pub(super) fn of_serve(asked: &Serve, is_activated: bool) -> Result<Vec<OsString>, String> {
-    refuse_what_we_lack(asked)?;
     let mut words: Vec<OsString> = vec!["ringdisk".into(), "serve".into()];
     let mut say = |option: &str, value: OsString| {
         let mut word = OsString::from(format!("--{option}="));
         word.push(value);
         words.push(word);
     };
-    say("nbd", if is_activated { "fd:3".into() } else { address(&asked.listen)? });
+    let listen = match &asked.device {
+        Some(device) => device::listen(device, &asked.listen),
+        None => asked.listen.clone(),
+    };
+    say("nbd", if is_activated { "fd:3".into() } else { address(&listen)? });
     say("export-name", asked.name.clone().into());
     if let Some(description) = &asked.description {
         say("description", description.into());
@@ -35,14 +39,16 @@ pub(super) fn of_serve(asked: &Serve, is_activated: bool) -> Result<Vec<OsString
         0 => CONNECTIONS_MAX,
         count => usize::try_from(count).unwrap_or(CONNECTIONS_MAX).min(CONNECTIONS_MAX),
     };
-    say("max-connections", most.to_string().into());
+    // The kernel is one client, with several connections.
+    let of_kernel = asked.device.as_ref().map_or(0, |_| device::connections() - 1);
+    say("max-connections", (most + of_kernel).min(CONNECTIONS_MAX).to_string().into());
     let limit = match asked.handshake_limit_s {
         0 => String::from("none"),
         seconds => format!("{seconds}s"),
     };
     say("handshake-limit", limit.into());
-    if !asked.persistent {
-        // The first client, or the last of several, ends it.
+    if !asked.persistent || asked.device.is_some() {
+        // The first client, or the last of several, ends it. The server of a device ends with it.
         say("idle-exit", "0s".into());
     }
     for bitmap in &asked.bitmaps {
@@ -53,7 +59,7 @@ pub(super) fn of_serve(asked: &Serve, is_activated: bool) -> Result<Vec<OsString
     }
     let snapshot = asked.images.snapshot.as_ref();
     let is_read_only = asked.read_only || snapshot.is_some();
-    let flags = [("read-only", is_read_only), ("daemonize", asked.fork)];
+    let flags = [("read-only", is_read_only), ("daemonize", asked.fork || asked.device.is_some())];
     let temporary = ("snapshot", asked.images.temporary && !is_read_only);
     for (flag, _) in flags.into_iter().chain([temporary]).filter(|(_, is_set)| *is_set) {
         words.push(format!("--{flag}").into());
@@ -71,14 +77,6 @@ fn choice(snapshot: &SnapshotName) -> SnapshotChoice {
         SnapshotName::IdOrName(text) => SnapshotChoice::IdOrName(text),
         SnapshotName::Both { id, name } => SnapshotChoice::Both { id, name },
     }
-}
-
-/// Errors: names what we lack.
-fn refuse_what_we_lack(asked: &Serve) -> Result<(), String> {
-    if asked.device.is_some() {
-        return Err(String::from("-c is not supported: connect the device with `nbd-client`"));
-    }
-    Ok(())
 }
 
 /// Where clients connect.
@@ -176,6 +174,8 @@ mod tests {
         has("-s disk", &["--snapshot"]);
         assert!(!words("-s -r disk").unwrap().contains(&String::from("--snapshot")));
         has("-- -disk", &["--", "-disk"]);
+        has("-t -c /dev/nbd0 disk", &["--nbd=unix:/var/lock/qemu-nbd-nbd0", "--idle-exit=0s"]);
+        has("-c /dev/nbd0 -k /s disk", &["--nbd=unix:/s", "--daemonize"]);
         has("-l a disk", &["--load-snapshot=a", "--read-only"]);
         has("-l snapshot.id=1 disk", &["--load-snapshot=snapshot.id=1"]);
     }
@@ -207,6 +207,5 @@ mod tests {
         ] {
             assert_eq!(words(line).unwrap_err(), text);
         }
-        assert!(words("-c /dev/nbd0 disk").unwrap_err().starts_with("-c is not supported"));
     }
 }

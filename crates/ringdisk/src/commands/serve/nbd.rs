@@ -89,7 +89,8 @@ pub(super) fn serve(
     }
     // Before there are threads that shall have it too.
     let is_on_a_device = |named: &NamedDisk| io_flusher::is_on_a_device(&named.disk);
-    io_flusher::become_one_if(opened.iter().any(is_on_a_device));
+    let is_below_one = args.nbd.is_for_a_device;
+    io_flusher::become_one_if(is_below_one || opened.iter().any(is_on_a_device));
     let started = listen(places, is_encrypted).and_then(|mut listening| {
         let listeners = std::mem::take(&mut listening.listeners);
         let names = plans.iter().map(ImagePlan::name).collect();
@@ -132,6 +133,7 @@ pub(super) fn serve(
         announce(&running, &listening, background.is_some());
     }
     match background {
+        Some(background) if args.nbd.keeps_output => background.ready_here(),
         Some(background) => background.ready(),
         None => log_target::begin(),
     }
