@@ -7,7 +7,7 @@ import os
 
 from daemon import Daemon, Kept
 from images import sound
-from load import VERIFY, kills, kills_of_the_serving_one
+from load import VERIFY, checkpoints, kills, kills_of_the_serving_one
 from machine import Machine
 from processes import Failure, output, require, until
 from results import Group, case, full
@@ -267,6 +267,10 @@ class Disk(Group):
             " seek=1199 oflag=direct conv=fsync"
             f" && dd if={self.dev} bs=1M skip=1199 iflag=direct | cmp - /tmp/end"
         )
+
+    @case
+    def checkpoints_begin_and_end_under_fio_verify(self):
+        checkpoints(self.machine, self.main, self.dev, 5)
 
     @case
     def kills_of_the_daemon_under_fio_verify_lose_nothing(self):

@@ -1,8 +1,10 @@
 """fio in a guest, that verifies what it has written, and a daemon that dies under it."""
 
+import json
+import os
 import time
 
-from processes import require, until
+from processes import output, require, until
 
 # fio in the guest: what was written is read back and compared, block by block.
 VERIFY = (
@@ -52,5 +54,32 @@ def kills_of_the_serving_one(machine, daemon, target, count):
         time.sleep(max(0, daemon.PAUSE_S - (time.monotonic() - begun)))
         daemon.kill_serving()
     until(lambda: daemon.stats()["total"]["writes"] > 20 or job.done(), 30, "the guest goes on")
+    machine.run("touch /tmp/stop")
+    require(int(job.output(180)) > 0, "not one pass of writing and verifying")
+
+
+def checkpoints(machine, daemon, target, count):
+    """fio writes and verifies for as long as checkpoints begin and end; a reader of each sees one
+    state, however much the guest writes.
+    """
+    copy = daemon.socket + ".copy"
+    job = machine.begin(load(target))
+
+    def writes(what):
+        before = daemon.stats()["total"]["writes"]
+        until(lambda: daemon.stats()["total"]["writes"] > before + 20, 30, what)
+        require(not job.done(), f"fio ended early: {job.answer.queue}")
+
+    for number in range(count):
+        writes("the guest writes")
+        name = f"c{number}"
+        begun = json.loads(daemon.ctl("checkpoint", name, "--json"))
+        uri = begun["disks"][0]["uri"]
+        output("qemu-img", "convert", "-f", "raw", "-O", "raw", uri, copy)
+        writes("the guest goes on")
+        # Fails where they differ.
+        output("qemu-img", "compare", "-f", "raw", "-F", "raw", copy, uri)
+        daemon.ctl("checkpoint", "--end", name)
+        os.unlink(copy)
     machine.run("touch /tmp/stop")
     require(int(job.output(180)) > 0, "not one pass of writing and verifying")

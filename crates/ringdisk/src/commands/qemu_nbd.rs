@@ -92,7 +92,10 @@ fn serve(asked: &Serve) -> Result<u8, String> {
     of_tls(asked, &mut args.nbd.access)?;
     log::start(cli.verbose, true);
     limits::raise();
-    let disks = args.disks().map_err(|error| usage(&error))?;
+    let mut disks = args.disks().map_err(|error| usage(&error))?;
+    for disk in &mut disks {
+        disk.args.nbd.allocation_depth = asked.allocation_depth;
+    }
     super::serve::run(&args, disks).map_err(|failure| text(asked, &failure))
 }
 

@@ -51,7 +51,8 @@ fn in_the_background_it_serves_until_it_is_stopped() {
     let list = output(&["-L", "-k", socket]);
     let list = String::from_utf8(list.stdout).expect("text");
     assert!(list.starts_with("exports available: 1\n export: ''\n  size:  8388608\n"), "{list}");
-    assert!(list.contains("   base:allocation\n"), "{list}");
+    // The other one is there where it is asked for (-A).
+    assert!(list.contains("contexts: 1\n   base:allocation\n"), "{list}");
     let second = error(&["-f", "qcow2", "-k", &format!("{socket}-2"), image]);
     let wanted = format!(
         "qemu-nbd: Failed to blk_new_open '{image}': Failed to get \"write\" lock\n\
@@ -67,9 +68,11 @@ fn in_the_background_it_serves_until_it_is_stopped() {
 fn the_first_client_ends_it_and_one_that_only_asks_does_not() {
     let place = Place::new("raw");
     let (image, socket) = (text(&place.image), text(&place.socket));
-    let mut server = qemu_nbd(&["-f", "raw", "-k", socket, image]).spawn().expect("a server");
+    let mut server = qemu_nbd(&["-A", "-f", "raw", "-k", socket, image]).spawn().expect("a server");
     assert!(until(SOON, || place.socket.exists().then_some(())).is_some(), "no socket");
-    assert!(output(&["--list", "-k", socket]).status.success());
+    let list = String::from_utf8(output(&["--list", "-k", socket]).stdout).expect("text");
+    let contexts = "contexts: 2\n   base:allocation\n   qemu:allocation-depth\n";
+    assert!(list.contains(contexts), "{list}");
     std::thread::sleep(Duration::from_millis(200));
     assert!(server.try_wait().expect("a state").is_none(), "a client that asks is none");
     ok_words(&["qemu-io", "-f", "raw", "-c", "write -P 7 0 1M", &uri(&place.socket)]);

@@ -84,6 +84,10 @@ pub(crate) struct NbdDiskArgs {
     /// refused: what clients read would no longer be what it says.
     #[arg(long, value_name = "NAME", help_heading = "NBD options")]
     pub(crate) bitmap: Vec<String>,
+
+    /// Offer `qemu:allocation-depth`: `qemu-nbd` does with a word only.
+    #[arg(skip = true)]
+    pub(crate) allocation_depth: bool,
 }
 
 /// What only virtual machines see of a disk, or have to do with.
@@ -108,7 +112,7 @@ impl NbdArgs {
     pub(super) fn check(&self, disks: &[ServedDisk], words: &DiskWords) -> Result<(), String> {
         let refuse = |text: &str| Err(String::from(text));
         let has_words = |disk: &ServedDisk| {
-            let NbdDiskArgs { export_name, description, bitmap } = &disk.args.nbd;
+            let NbdDiskArgs { export_name, description, bitmap, .. } = &disk.args.nbd;
             export_name.is_some() || description.is_some() || !bitmap.is_empty()
         };
         if self.nbd.is_empty() {

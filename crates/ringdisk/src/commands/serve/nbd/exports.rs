@@ -51,7 +51,8 @@ pub(in crate::commands::serve) fn named(
     }
     let name = words.export_name.clone().unwrap_or_default();
     let description = words.description.clone().unwrap_or_default();
-    Ok(NamedDisk { description, bitmaps, ..NamedDisk::new(name, opened) })
+    let allocation_depth = words.allocation_depth;
+    Ok(NamedDisk { description, bitmaps, allocation_depth, ..NamedDisk::new(name, opened) })
 }
 
 /// The name of an export for people: ` as 'NAME'`, or nothing for the default one.
