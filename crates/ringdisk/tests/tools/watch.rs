@@ -191,3 +191,29 @@ fn metrics_of_a_confined_mount_are_scraped_by_many_at_once() {
     assert!(finished.stderr.contains("cannot serve metrics at"), "{}", finished.stderr);
     assert_eq!(disk.stop().code(), Some(0));
 }
+
+#[test]
+fn limits_that_begin_to_hold_requests_back_are_one_event() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let image = directory.path().join("disk.qcow2");
+    images::qcow2(&image, "16M", "");
+    let disk = serve(&image, &["--limit", "iops=20", "-v"]);
+    let (mut child, mut lines) = follow(disk.text());
+    std::thread::sleep(Duration::from_millis(500));
+    let file = open(disk.path());
+    for number in 0..60 {
+        file.write_all_at(&[1; 4096], number << 16).and_then(|()| file.sync_data()).expect("write");
+    }
+    let event = next(&mut lines);
+    assert_eq!(event["event"], "rate-limited", "{event}");
+    assert!(event["text"].as_str().expect("text").contains("iops=20"), "{event}");
+    assert_eq!(disk.output().matches("requests wait for the limits").count(), 1);
+    ringdisk(directory.path(), &["ctl", disk.text(), "limit", "iops=0"]).ok();
+    assert_eq!(next(&mut lines)["event"], "limited");
+    drop(file);
+    assert_eq!(disk.stop().code(), Some(0));
+    child.wait().expect("it ends");
+}

@@ -74,6 +74,11 @@ impl State {
         if key.modifiers.contains(KeyModifiers::CONTROL) {
             return !matches!(key.code, KeyCode::Char('c' | 'd'));
         }
+        if key.modifiers.contains(KeyModifiers::ALT) {
+            // Esc and a key in one read are not told from Alt and that key.
+            self.key(KeyCode::Esc.into());
+            return self.key(KeyEvent::new(key.code, KeyModifiers::NONE));
+        }
         if self.is_editing {
             self.edit(key.code);
             return true;
@@ -211,5 +216,6 @@ mod tests {
         assert!(!state.key(KeyEvent::new(KeyCode::Char('q'), KeyModifiers::NONE)));
         press(&mut state, "/");
         assert!(!state.key(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL)));
+        assert!(!state.key(KeyEvent::new(KeyCode::Char('q'), KeyModifiers::ALT)));
     }
 }
