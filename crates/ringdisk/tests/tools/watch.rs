@@ -5,7 +5,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::FileExt;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -216,4 +216,50 @@ fn limits_that_begin_to_hold_requests_back_are_one_event() {
     drop(file);
     assert_eq!(disk.stop().code(), Some(0));
     child.wait().expect("it ends");
+}
+
+#[test]
+fn an_error_of_a_client_has_its_disk_and_its_event_as_fields_of_the_journal() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let d = directory.path();
+    let (journal, small) = (d.join("journal"), d.join("small"));
+    fs::create_dir(&journal).and_then(|()| fs::create_dir(&small)).expect("mkdir");
+    let reader = UnixDatagram::bind(journal.join("socket")).expect("bind");
+    reader.set_read_timeout(Some(LIMIT)).expect("a socket");
+    // In a mount namespace, where the journal of this machine is that directory.
+    let (d, socket) = (text(d), directory.path().join("nbd.sock"));
+    let script = format!(
+        "mount -t tmpfs tmpfs /run && mkdir -p /run/systemd/journal && \
+         mount --bind {d}/journal /run/systemd/journal && \
+         mount -t tmpfs -o size=1M tmpfs {d}/small && truncate -s 16M {d}/small/disk.img && \
+         exec {} serve --format raw --nbd {d}/nbd.sock --log journal {d}/small/disk.img",
+        program()
+    );
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", &script]).env_remove("NOTIFY_SOCKET");
+    let server = Process::spawn(&mut command);
+    let ready = until(LIMIT, || UnixStream::connect(&socket).ok());
+    assert!(ready.is_some(), "{}", server.output());
+    let url = format!("nbd+unix:///?socket={}", text(&socket));
+    let mut client = Command::new("qemu-io");
+    let client = client.args(["-f", "raw", "-c", "write 0 4M", &url]).output().expect("qemu-io");
+    assert!(!client.status.success(), "{client:?}");
+    let mut bytes = [0; 4096];
+    let message = std::iter::from_fn(|| {
+        reader.recv(&mut bytes).ok().map(|len| String::from_utf8_lossy(&bytes[..len]).into_owned())
+    })
+    .find(|message| message.contains("failed for a client"))
+    .expect("a message about the error");
+    let fields: Vec<&str> = message.lines().collect();
+    assert!(fields.contains(&"RINGDISK_EVENT=disk-full"), "{message}");
+    assert!(fields.contains(&"PRIORITY=3"), "{message}");
+    let disk = fields.iter().find_map(|field| field.strip_prefix("RINGDISK_DISK="));
+    assert!(disk.is_some_and(|disk| !disk.is_empty()), "{message}");
+    let text = fields.iter().find_map(|field| field.strip_prefix("MESSAGE="));
+    assert!(text.is_some_and(|text| text.starts_with("error: ") && !text.contains("event=")));
+    server.signal(Signal::TERM);
+    assert!(server.finish(LIMIT).code().is_some());
 }
