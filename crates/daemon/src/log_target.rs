@@ -17,7 +17,6 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use rustix::fs::{FileType, fstat};
 
 use crate::failure::{Exit, Failure};
-use crate::terminal::visible;
 
 /// The socket of journald's own protocol (systemd.io/JOURNAL_NATIVE_PROTOCOL).
 const JOURNAL: &str = "/run/systemd/journal/socket";
@@ -169,7 +168,7 @@ fn datagram(language: Language, line: &str, subject: &Subject) -> String {
         Language::Journal => {
             let field = |name: &str, value: &Option<String>| {
                 // A line break would begin another field.
-                let value = value.as_deref().map(visible);
+                let value = value.as_deref().map(|value| value.replace('\n', "\\n"));
                 value.map_or_else(String::new, |value| format!("{name}={value}\n"))
             };
             format!(
