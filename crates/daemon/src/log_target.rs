@@ -6,6 +6,7 @@
 //! journal that does not read loses messages, the process loses nothing. A log file is appended
 //! to, so programs that truncate it (logrotate's `copytruncate`) may do so at any time.
 
+use std::cell::RefCell;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
@@ -60,6 +61,24 @@ enum Target {
 static PREPARED: Mutex<Option<Target>> = Mutex::new(None);
 /// Gets all messages.
 static SOCKET: OnceLock<(UnixDatagram, Language)> = OnceLock::new();
+
+/// What the next message of a thread is about, as fields of the journal.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Subject {
+    /// The disk or image.
+    pub disk: Option<String>,
+    /// The event: a word of the table in docs/operations.md.
+    pub event: Option<String>,
+}
+
+thread_local! {
+    static SUBJECT: RefCell<Subject> = RefCell::default();
+}
+
+/// Says what the next message of this thread is about.
+pub fn next_is_about(subject: Subject) {
+    SUBJECT.with(|about| *about.borrow_mut() = subject);
+}
 
 /// Opens what was asked for.
 ///
@@ -133,22 +152,33 @@ pub fn begin() {
 
 /// Sends messages to the journal or to syslog. `false`: they go to standard error.
 pub(crate) fn send(bytes: &[u8]) -> bool {
+    let subject = SUBJECT.take();
     let Some((socket, language)) = SOCKET.get() else { return false };
     for line in String::from_utf8_lossy(bytes).lines().filter(|line| !line.is_empty()) {
-        let _ = socket.send(datagram(*language, line).as_bytes());
+        let _ = socket.send(datagram(*language, line, &subject).as_bytes());
     }
     true
 }
 
 /// One message as one datagram.
-fn datagram(language: Language, line: &str) -> String {
+fn datagram(language: Language, line: &str, subject: &Subject) -> String {
     let text = line.strip_prefix(NAME).and_then(|rest| rest.strip_prefix(": ")).unwrap_or(line);
     let priority = priority(text);
     match language {
-        Language::Journal => format!(
-            "PRIORITY={priority}\nSYSLOG_IDENTIFIER={NAME}\nRINGDISK_VERSION={}\nMESSAGE={text}\n",
-            env!("CARGO_PKG_VERSION")
-        ),
+        Language::Journal => {
+            let field = |name: &str, value: &Option<String>| {
+                // A line break would begin another field.
+                let value = value.as_deref().map(|value| value.replace('\n', "\\n"));
+                value.map_or_else(String::new, |value| format!("{name}={value}\n"))
+            };
+            format!(
+                "PRIORITY={priority}\nSYSLOG_IDENTIFIER={NAME}\nRINGDISK_VERSION={}\n{}{}MESSAGE=\
+                 {text}\n",
+                env!("CARGO_PKG_VERSION"),
+                field("RINGDISK_DISK", &subject.disk),
+                field("RINGDISK_EVENT", &subject.event),
+            )
+        }
         Language::Syslog => {
             format!("<{}>{NAME}[{}]: {text}", DAEMON | priority, std::process::id())
         }
@@ -172,10 +202,18 @@ mod tests {
 
     #[test]
     fn messages_are_datagrams_with_a_priority() {
-        let journal = datagram(Language::Journal, "ringdisk: error: a write failed");
+        let about = Subject {
+            disk: Some(String::from("/srv/a\nMESSAGE=b")),
+            event: Some(String::from("io-error")),
+        };
+        let journal = datagram(Language::Journal, "ringdisk: error: a write failed", &about);
         assert!(journal.starts_with("PRIORITY=3\nSYSLOG_IDENTIFIER=ringdisk\n"), "{journal}");
         assert!(journal.ends_with("\nMESSAGE=error: a write failed\n"), "{journal}");
-        let syslog = datagram(Language::Syslog, "ringdisk: warning: slow");
+        assert!(journal.contains("\nRINGDISK_DISK=/srv/a\\nMESSAGE=b\n"), "{journal}");
+        assert!(journal.contains("\nRINGDISK_EVENT=io-error\n"), "{journal}");
+        let plain = datagram(Language::Journal, "ringdisk: ready", &Subject::default());
+        assert!(!plain.contains("RINGDISK_DISK"), "{plain}");
+        let syslog = datagram(Language::Syslog, "ringdisk: warning: slow", &about);
         let expected = format!("<28>ringdisk[{}]: warning: slow", std::process::id());
         assert_eq!(syslog, expected);
         assert_eq!([priority("note: x"), priority("ready"), priority("debug: y")], [5, 6, 7]);
@@ -189,7 +227,7 @@ mod tests {
         let Ok(Target::Socket(socket, language)) = connect_to(&path, Language::Syslog) else {
             panic!("no socket")
         };
-        let text = datagram(language, "ringdisk: error: full");
+        let text = datagram(language, "ringdisk: error: full", &Subject::default());
         let refused = (0..100_000).find(|_| socket.send(text.as_bytes()).is_err());
         assert!(refused.is_some());
         let mut bytes = [0; 512];

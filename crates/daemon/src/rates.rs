@@ -29,6 +29,11 @@ pub struct Rates {
     pub p99: Option<Duration>,
     /// Requests that are served now.
     pub in_flight: f64,
+    /// Those of them that wait for a limit; the others are with the storage.
+    pub limited: f64,
+    /// Part of the requests for which no table was read from an image, 0 to 1; `None`: there were
+    /// no requests, or the disk has no tables.
+    pub cache_hits: Option<f64>,
     /// CPUs that the queue threads keep busy; 1.0 is one.
     pub cpus: f64,
     /// Requests answered with an error since the start.
@@ -51,7 +56,31 @@ pub enum Order {
     Target,
 }
 
+impl Order {
+    /// The next one, from the last to the first.
+    #[must_use]
+    pub fn next(self) -> Order {
+        match self {
+            Order::Requests => Order::Bytes,
+            Order::Bytes => Order::Latency,
+            Order::Latency => Order::Target,
+            Order::Target => Order::Requests,
+        }
+    }
+
+    /// Its name for people; that of the option `--sort`.
+    pub fn word(self) -> &'static str {
+        match self {
+            Order::Requests => "requests",
+            Order::Bytes => "bytes",
+            Order::Latency => "p99",
+            Order::Target => "name",
+        }
+    }
+}
+
 const BUCKETS: &str = "ringdisk_request_duration_seconds";
+const LOADS: &str = "ringdisk_metadata_cache_loads_total";
 
 /// The samples of one disk by name; buckets by their bound.
 #[derive(Default)]
@@ -78,7 +107,8 @@ fn by_target(samples: &[Sample]) -> BTreeMap<String, Known> {
                 known.buckets.extend(bound.map(|bound| (bound, sample.value)));
             }
             (name, "") => {
-                known.values.insert(name.to_owned(), sample.value);
+                // Several samples of one name are those of the images of a chain.
+                *known.values.entry(name.to_owned()).or_default() += sample.value;
             }
             _ => {}
         }
@@ -106,6 +136,8 @@ pub fn rates(before: &[Sample], now: &[Sample], seconds: f64) -> Vec<Rates> {
                 let since = old.map_or(0.0, |old| (value(name) - old).max(0.0));
                 if seconds > 0.0 { since / seconds } else { 0.0 }
             };
+            let requests = rate("ringdisk_reads_total") + rate("ringdisk_writes_total");
+            let has_tables = now.values.contains_key(LOADS) && requests > 0.0;
             Rates {
                 reads: rate("ringdisk_reads_total"),
                 writes: rate("ringdisk_writes_total"),
@@ -114,6 +146,8 @@ pub fn rates(before: &[Sample], now: &[Sample], seconds: f64) -> Vec<Rates> {
                 p50: quantile(&before.buckets, &now.buckets, 0.5),
                 p99: quantile(&before.buckets, &now.buckets, 0.99),
                 in_flight: value("ringdisk_requests_in_flight"),
+                limited: value("ringdisk_limit_waiting_requests"),
+                cache_hits: has_tables.then(|| (1.0 - rate(LOADS) / requests).max(0.0)),
                 cpus: rate("ringdisk_cpu_seconds_total"),
                 errors: value("ringdisk_request_errors_total"),
                 is_healthy: value("ringdisk_healthy") > 0.0,
@@ -167,9 +201,10 @@ pub fn arrange(rates: &mut Vec<Rates>, order: Order, filter: &str) {
 #[cfg(test)]
 mod tests {
     use ringdisk_export::stats::QueueCells;
+    use ringdisk_throttle::Waits;
 
     use super::*;
-    use crate::metrics::{DiskFacts, samples};
+    use crate::metrics::{Cache, DiskFacts, samples};
 
     fn disk(target: &str, requests: &[u64]) -> Vec<Sample> {
         let cells = QueueCells::default();
@@ -199,6 +234,23 @@ mod tests {
         // A disk that is new, and one whose process was replaced.
         assert_eq!(rates(&[], &now, 2.0)[0].reads, 0.0);
         assert_eq!(rates(&now, &before, 2.0)[0].reads, 0.0);
+    }
+
+    #[test]
+    fn hits_of_the_cache_are_requests_without_a_table_read() {
+        let with = |requests: usize, loads: [u64; 2]| {
+            let cells = QueueCells::default();
+            (0..requests).for_each(|_| cells.reads.add(1));
+            let stats = cells.snapshot(0, None, &ringdisk_ring::Counters::default());
+            let caches = loads.map(|loads| Cache { loads, ..Cache::default() }).to_vec();
+            let waits = Waits { now: 3, ..Waits::default() };
+            let target = String::from("/a");
+            samples(&DiskFacts { target, caches, waits, ..DiskFacts::default() }, &stats)
+        };
+        let all = rates(&with(10, [5, 5]), &with(110, [15, 20]), 1.0);
+        assert_eq!((all[0].cache_hits, all[0].limited), (Some(0.75), 3.0));
+        assert_eq!(rates(&with(10, [5, 5]), &with(10, [5, 5]), 1.0)[0].cache_hits, None);
+        assert_eq!(rates(&disk("/a", &[]), &disk("/a", &[1; 9]), 1.0)[0].cache_hits, None);
     }
 
     #[test]

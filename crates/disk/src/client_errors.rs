@@ -1,5 +1,6 @@
 //! The log of I/O errors that clients get: the first of each kind (operation and errno) with its
-//! place and cause, then counts.
+//! place and cause, then counts. The same thread tells of faults and limits of the disk
+//! ([`crate::notices`]).
 //!
 //! Promises: costs nothing while nothing fails. [`ClientErrors::record`], which queue threads call,
 //! allocates nothing and never waits: it takes the lock only when that is free (else the error
@@ -9,20 +10,24 @@
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
 use ringdisk_ring::Errno;
 use ringdisk_storage::Failure;
 
+use crate::Disk;
 use crate::events::Events;
+use crate::notices::Notice;
 
 /// Most kinds that are counted separately: six operations with the usual errno values of storage.
 /// Further kinds are counted together.
 const KINDS_MAX: usize = 32;
 /// How often counts are logged. A kind that did not occur for so long is new again.
 const WINDOW: Duration = Duration::from_secs(10);
+/// How often limits are looked at, where there are any.
+const LIMITS_INTERVAL: Duration = Duration::from_secs(1);
 /// How long a drop waits for the last lines: standard error may be a pipe that is not read.
 const FINAL_WAIT: Duration = Duration::from_millis(500);
 
@@ -49,10 +54,13 @@ struct Shared {
     is_due: AtomicBool,
     is_ending: AtomicBool,
     window: Duration,
+    /// Name and disk, where that is watched, too.
+    disk: OnceLock<(String, Weak<Disk>)>,
 }
 
 /// Logs the errors of one disk's clients; dropping it writes the remaining lines.
 pub struct ClientErrors {
+    name: String,
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
     /// Disconnected when the thread has ended. Only the drop reads it; the lock makes the type
@@ -81,12 +89,24 @@ impl ClientErrors {
     /// * `events`: get each line, too.
     #[must_use]
     pub fn start(name: &str, events: Arc<Events>) -> ClientErrors {
-        let name = name.to_owned();
-        ClientErrors::start_with(WINDOW, move |errno, text| {
-            tracing::error!("{name}: {text}");
+        let shown = name.to_owned();
+        let mut errors = ClientErrors::start_with(WINDOW, move |errno, text| {
             let is_full = matches!(errno, Some(Errno::NOSPC | Errno::DQUOT));
-            events.tell(if is_full { "disk-full" } else { "io-error" }, text);
-        })
+            let event = if is_full { "disk-full" } else { "io-error" };
+            tracing::error!(disk = shown, event, "{shown}: {text}");
+            events.tell(event, text);
+        });
+        name.clone_into(&mut errors.name);
+        errors
+    }
+
+    /// Tells of faults and limits of the disk, too; once.
+    pub fn watch(&self, disk: &Disk) {
+        let watched = (self.name.clone(), disk.weak());
+        if let (Ok(()), Some(thread)) = (self.shared.disk.set(watched), &self.thread) {
+            disk.notices.add(thread.thread());
+            thread.thread().unpark();
+        }
     }
 
     /// * `write`: gets each line, with the error where it is about one.
@@ -100,6 +120,7 @@ impl ClientErrors {
             is_due: AtomicBool::new(false),
             is_ending: AtomicBool::new(false),
             window,
+            disk: OnceLock::new(),
         });
         let (end, ended): (Sender<()>, _) = channel();
         let theirs = Arc::clone(&shared);
@@ -111,7 +132,7 @@ impl ClientErrors {
                 drop(end);
             })
             .ok();
-        ClientErrors { shared, thread, ended: Mutex::new(ended) }
+        ClientErrors { name: String::new(), shared, thread, ended: Mutex::new(ended) }
     }
 
     /// Records an error that a client gets. Called by queue threads.
@@ -161,6 +182,9 @@ impl Drop for ClientErrors {
     fn drop(&mut self) {
         self.shared.is_ending.store(true, Ordering::Release);
         let Some(thread) = self.thread.take() else { return };
+        if let Some(disk) = self.shared.disk() {
+            disk.notices.remove(thread.thread());
+        }
         thread.thread().unpark();
         // Nothing is ever sent: this waits until the thread has dropped the other end.
         let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -172,6 +196,30 @@ impl Drop for ClientErrors {
 }
 
 impl Shared {
+    fn disk(&self) -> Option<Arc<Disk>> {
+        self.disk.get().and_then(|(_, disk)| disk.upgrade())
+    }
+
+    /// Tells what is new of the disk. Gives when to look again.
+    fn look(&self) -> Option<Instant> {
+        let disk = self.disk()?;
+        let name = self.disk.get().map(|(name, _)| name.as_str()).unwrap_or_default();
+        let (fault, waits) = (disk.fault(), disk.limit_waits());
+        for notice in disk.notices.take(fault, &disk.limits(), waits) {
+            match notice {
+                // The image has logged it when it was found.
+                Notice::Fault(why) => disk.events().tell("fault", why),
+                Notice::Limited(limits) => {
+                    let (event, text) =
+                        ("rate-limited", format!("requests wait for the limits ({limits})"));
+                    tracing::info!(disk = name, event, "{name}: {text}");
+                    disk.events().tell(event, text);
+                }
+            }
+        }
+        (!disk.limits().are_none()).then(|| Instant::now() + LIMITS_INTERVAL)
+    }
+
     fn lock(&self) -> MutexGuard<'_, [Option<Kind>; KINDS_MAX]> {
         self.kinds.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -188,10 +236,11 @@ impl Shared {
                 let is_quiet = self.log_counts(write);
                 window_ends = (!is_quiet).then(|| Instant::now() + self.window);
             }
+            let look_again = self.look();
             if is_ending {
                 return;
             }
-            match window_ends {
+            match window_ends.into_iter().chain(look_again).min() {
                 Some(end) => {
                     std::thread::park_timeout(end.saturating_duration_since(Instant::now()));
                 }

@@ -15,6 +15,7 @@ use ringdisk_throttle::Member;
 use crate::events::Events;
 use crate::graph::{Drained, Gateway, Graph, Pass, State, Window};
 use crate::layer::{Layer, Node, Raw, SectorGuard};
+use crate::notices::Notices;
 use crate::options::{DetectZeroes, Discard};
 use crate::task_mutex::TaskMutex;
 use crate::watch::{ChainWatch, SizeWatch, Watchers};
@@ -51,6 +52,7 @@ pub struct Disk {
     chain_watch: ChainWatch,
     /// The limits of its clients, once there were any.
     pub(crate) limit: OnceLock<Arc<Member>>,
+    pub(crate) notices: Notices,
     /// A write-back was asked for, and the ring of its task was closed: the next request starts
     /// another one.
     pub(crate) is_write_back_orphaned: AtomicBool,
@@ -143,6 +145,7 @@ impl Disk {
             events: Arc::default(),
             chain_watch: ChainWatch::default(),
             limit: OnceLock::new(),
+            notices: Notices::default(),
             is_write_back_orphaned: AtomicBool::new(false),
             this: Weak::clone(this),
         })

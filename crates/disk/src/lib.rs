@@ -64,6 +64,7 @@ mod live;
 mod lost_names;
 pub mod name;
 pub mod names_note;
+mod notices;
 mod open;
 mod options;
 mod ownership;

@@ -62,6 +62,8 @@ impl Exported {
             contexts.push(Context::Depth);
         }
         contexts.extend(bitmaps.into_iter().map(Context::Dirty));
+        let errors = ClientErrors::start(&shown, Arc::clone(disk.events()));
+        errors.watch(&disk);
         Exported {
             name,
             description,
@@ -71,7 +73,7 @@ impl Exported {
             is_multi: options.max_connections > 1,
             contexts,
             preferred_block: preferred_block(disk.block_limits().physical_block),
-            errors: ClientErrors::start(&shown, Arc::clone(disk.events())),
+            errors,
             disk,
             is_leaving: AtomicBool::new(false),
         }

@@ -10,8 +10,11 @@ use std::fmt;
 use std::io::{self, Write};
 use std::sync::{Mutex, PoisonError};
 
+use ringdisk_daemon::log_target::{Subject, next_is_about};
 use ringdisk_daemon::terminal::{NAME, paint_error, paint_warning, write_error};
+use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Metadata, Subscriber};
+use tracing_subscriber::field::RecordFields;
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields, MakeWriter};
@@ -36,6 +39,7 @@ pub(crate) fn start(verbose: u8, serves: bool) {
         .with_max_level(level)
         // The default reports a failed write with a macro that panics.
         .log_internal_errors(false)
+        .fmt_fields(Message)
         // The names of fields would be in italics in files too.
         .with_ansi(false)
         .with_writer(StandardError { warned: (!serves).then(Mutex::default) })
@@ -89,6 +93,56 @@ fn is_new(warned: &Mutex<HashSet<Vec<u8>>>, line: &[u8]) -> bool {
     }
 }
 
+/// Fields that say what a message is about; people read that in the message itself.
+const SUBJECT: [&str; 2] = ["disk", "event"];
+
+/// The message, and the other fields.
+struct Message;
+
+impl<'writer> FormatFields<'writer> for Message {
+    fn format_fields<R: RecordFields>(
+        &self,
+        mut writer: Writer<'writer>,
+        fields: R,
+    ) -> fmt::Result {
+        let mut text = Text { writer: &mut writer, result: Ok(()) };
+        fields.record(&mut text);
+        text.result
+    }
+}
+
+struct Text<'a, 'writer> {
+    writer: &'a mut Writer<'writer>,
+    result: fmt::Result,
+}
+
+impl Visit for Text<'_, '_> {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        let written = match field.name() {
+            "message" => write!(self.writer, "{value:?}"),
+            name if SUBJECT.contains(&name) => Ok(()),
+            name => write!(self.writer, " {name}={value:?}"),
+        };
+        self.result = self.result.and(written);
+    }
+}
+
+/// Finds the fields of [`SUBJECT`].
+#[derive(Default)]
+struct About(Subject);
+
+impl Visit for About {
+    fn record_str(&mut self, field: &Field, value: &str) {
+        match field.name() {
+            "disk" => self.0.disk = Some(value.to_owned()),
+            "event" => self.0.event = Some(value.to_owned()),
+            _ => {}
+        }
+    }
+
+    fn record_debug(&mut self, _: &Field, _: &dyn fmt::Debug) {}
+}
+
 /// One event as one line.
 struct Line;
 
@@ -103,6 +157,9 @@ where
         mut writer: Writer<'_>,
         event: &Event<'_>,
     ) -> fmt::Result {
+        let mut about = About::default();
+        event.record(&mut about);
+        next_is_about(about.0);
         match *event.metadata().level() {
             Level::ERROR => write!(writer, "{NAME}: {} ", paint_error("error:"))?,
             Level::WARN => write!(writer, "{NAME}: {} ", paint_warning("warning:"))?,

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use ringdisk_disk::{ClientErrors, Events};
+use ringdisk_disk::{ClientErrors, Disk, Events};
 use ringdisk_ring::Errno;
 
 use crate::blk::SERIAL_BYTES;
@@ -126,6 +126,11 @@ impl Device {
         }
     }
 
+    /// Tells of faults and limits of the disk, too.
+    pub(crate) fn watch(&self, disk: &Disk) {
+        self.errors.watch(disk);
+    }
+
     /// Features that were agreed on.
     pub(crate) fn features(&self) -> u64 {
         self.features.load(Ordering::Acquire)
@@ -156,8 +161,13 @@ impl Device {
             // A guest can reset the device and break it again, as often as it likes.
             if let Some(count) = told(&self.counts.breaks) {
                 let name = &self.name;
-                tracing::error!("{name}: the device needs a reset (time {count}): {reason}");
-                self.events.tell("needs-reset", reason.as_str());
+                let event = "needs-reset";
+                tracing::error!(
+                    disk = name,
+                    event,
+                    "{name}: the device needs a reset (time {count}): {reason}"
+                );
+                self.events.tell(event, reason.as_str());
             }
             *kept = Some(reason);
         }

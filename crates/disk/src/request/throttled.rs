@@ -20,7 +20,9 @@ impl Disk {
         self.check_limits()?;
         self.limit.set(Member::of(group)).map_err(|_| {
             Error::new(ErrorKind::Invalid, "the disk has limits already: change those")
-        })
+        })?;
+        self.notices.wake();
+        Ok(())
     }
 
     /// Changes the limits of the disk, and of all that share them. Any thread.
@@ -40,6 +42,7 @@ impl Disk {
         if wanted != current {
             let alone = || Member::of(&Group::new(&Limits::default()));
             self.limit.get_or_init(alone).group().set(&wanted);
+            self.notices.wake();
         }
         Ok(wanted)
     }

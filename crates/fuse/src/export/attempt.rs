@@ -403,6 +403,7 @@ impl Attempt<'_> {
             &options.mountpoint.to_string_lossy(),
             Arc::clone(self.disk.events()),
         );
+        errors.watch(self.disk);
         let mut server = FileServer::new(Arc::clone(self.disk), &wanted).logging(errors);
         if let Some(taken) = self.taken {
             server = server.continuing(&taken.file);

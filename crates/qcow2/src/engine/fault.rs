@@ -60,7 +60,7 @@ impl Qcow2 {
                  `ringdisk check --repair all`",
                 self.file.name()
             );
-            tracing::error!("{text}");
+            tracing::error!(disk = self.file.name(), event = "fault", "{text}");
             *lock(&engine.fault.reason) = Some(text);
             if self.info.version >= 3 {
                 let _ = self

@@ -18,8 +18,12 @@ const ORDER: &Words<Order> = &[
 
 /// Show what all disks of the machine do, live: requests, bytes, latency, depth, CPU
 ///
-/// Of the processes of this user, as root of all users: a table for each interval, as wide as the
-/// terminal. A `!` is in front of a disk that has a fault. Ctrl-C ends it.
+/// Of the processes of this user, as root of all users. On a terminal it is one screen: `s` sorts
+/// by the next column, `/` filters by name, the arrows select a disk whose numbers are shown in
+/// words, the space bar holds the screen, `+` and `-` change the interval; `q` or Ctrl-C ends it.
+/// Elsewhere it is a table for each interval. A `!` is in front of a disk that has a fault. LIMIT
+/// are requests that wait for a limit now, HITS the percentage of requests for which no table was
+/// read from the image.
 #[derive(Args, Debug)]
 pub(crate) struct TopArgs {
     /// How long an interval is
@@ -33,6 +37,10 @@ pub(crate) struct TopArgs {
     /// Only disks whose name holds TEXT
     #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     pub(crate) filter: String,
+
+    /// Print tables one below the other, on a terminal, too
+    #[arg(long)]
+    pub(crate) plain: bool,
 
     /// End after so many times
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]

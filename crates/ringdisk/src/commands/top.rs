@@ -1,10 +1,15 @@
 //! `ringdisk top`: what all disks of the machine do, live.
 //!
-//! Promises: a table for each interval, which fits the width of the terminal: columns that have no
-//! room are left out, the last ones first. Below it a line for each job.
+//! Promises: on a terminal a screen that keys sort and filter ([`screen`]); elsewhere, and with
+//! `--plain`, a table for each interval, which fits the width: columns that have no room are left
+//! out, the last ones first. Below it a line for each job.
 
 mod columns;
+mod screen;
+mod state;
+mod view;
 
+use std::io::IsTerminal as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -14,7 +19,7 @@ use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::job_text;
 use ringdisk_daemon::metrics::{self, Sample};
 use ringdisk_daemon::processes;
-use ringdisk_daemon::rates::{self, Order, Rates};
+use ringdisk_daemon::rates;
 use rustix::termios::tcgetwinsize;
 
 use crate::cli::{ProgressArgs, TopArgs};
@@ -34,6 +39,12 @@ const PLAIN_COLUMNS: usize = 120;
 pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
     let job = Operation::start("top", ProgressArgs { progress: false, quiet: true })?;
     let progress = Arc::clone(job.progress());
+    // Keys come from standard input, and a dumb terminal cannot move its cursor.
+    let is_dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb" || term.is_empty());
+    let is_terminal = std::io::stdout().is_terminal() && std::io::stdin().is_terminal();
+    if is_terminal && !is_dumb && !args.plain {
+        return screen::run(args, &progress);
+    }
     let (mut before, mut since) = (samples(), Instant::now());
     let mut left = args.count;
     while left != Some(0) {
@@ -45,7 +56,8 @@ pub(crate) fn run(args: &TopArgs) -> Result<(), Failure> {
         }
         let (now, seconds) = (samples(), since.elapsed().as_secs_f64());
         since = Instant::now();
-        let rows = arranged(&before, &now, seconds, args.sort, &args.filter);
+        let mut rows = rates::rates(&before, &now, seconds);
+        rates::arrange(&mut rows, args.sort, &args.filter);
         let mut jobs = job_text::of_samples(&now);
         jobs.retain(|job| job.contains(&args.filter));
         before = now;
@@ -70,16 +82,4 @@ fn samples() -> Vec<Sample> {
         _ => Vec::new(),
     };
     asked.into_iter().flat_map(|(_, asked)| of(asked.answer)).collect()
-}
-
-fn arranged(
-    before: &[Sample],
-    now: &[Sample],
-    seconds: f64,
-    order: Order,
-    filter: &str,
-) -> Vec<Rates> {
-    let mut rows = rates::rates(before, now, seconds);
-    rates::arrange(&mut rows, order, filter);
-    rows
 }

@@ -448,6 +448,9 @@ fn damage_that_a_write_finds_is_told_everywhere() {
     // lies on it.
     crate::common::patch(&image, block + (l2 >> 16) * 2, &[0, 0]);
     let disk = serve(&image, &[]);
+    let mut follow = std::process::Command::new(program());
+    let follow = Process::spawn(follow.args(["ctl", disk.text(), "events"]));
+    std::thread::sleep(patient(Duration::from_millis(500)));
     let file = crate::common::open(disk.path());
     let bytes = vec![7; 64 << 10];
     let errors: Vec<_> = (1..40)
@@ -459,6 +462,10 @@ fn damage_that_a_write_finds_is_told_everywhere() {
     assert_eq!(errors.first(), Some(&Errno::IO), "{errors:?}");
     assert!(errors.contains(&Errno::ROFS), "{errors:?}");
     drop(file);
+    let told = until(LIMIT, || follow.output().contains("\"event\":\"fault\"").then_some(()));
+    assert!(told.is_some(), "{}", follow.output());
+    assert_eq!(follow.output().matches("\"event\":\"fault\"").count(), 1);
+    drop(follow);
     let fault = ctl(&disk, &["stats", "--json"]).ok().json()["fault"].clone();
     let fault = fault.as_str().expect("a reason");
     assert!(fault.contains("marked corrupt"), "{fault}");

@@ -20,4 +20,5 @@ mod package;
 mod ps;
 mod qemu_img;
 mod readme;
+mod top;
 mod watch;

@@ -5,7 +5,7 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::FileExt;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -192,40 +192,74 @@ fn metrics_of_a_confined_mount_are_scraped_by_many_at_once() {
     assert_eq!(disk.stop().code(), Some(0));
 }
 
-/// What `ringdisk top` prints in a terminal of its own.
-///
-/// * `script`: what a shell runs there.
-fn in_terminal(script: &str) -> String {
-    let mut terminal = Command::new("script");
-    terminal.args(["-qec", script, "/dev/null"]).env("TERM", "xterm").stdin(Stdio::null());
-    let output = terminal.output().expect("script of util-linux");
-    assert!(output.status.success(), "{script}: {output:?}");
-    String::from_utf8_lossy(&output.stdout).into_owned()
-}
-
 #[test]
-fn the_table_of_top_fits_a_terminal_of_any_size() {
+fn limits_that_begin_to_hold_requests_back_are_one_event() {
     if !needs_root() {
         return;
     }
     let directory = scratch();
     let image = directory.path().join("disk.qcow2");
     images::qcow2(&image, "16M", "");
-    let disk = serve(&image, &[]);
-    let program = program();
-    let top = format!("{program} top --filter {} --every 200ms", disk.text());
-    let plain = ringdisk(directory.path(), &["top", "--every", "100ms", "-n", "2"]).ok().out;
-    assert_eq!(plain.matches("READS/s").count(), 2, "{plain}");
-    let line = plain.lines().find(|line| line.contains(disk.text())).expect("its line");
-    assert!(!plain.contains('\u{1b}') && line.trim_start().starts_with('0'), "{line}");
-    let wide = in_terminal(&format!("stty cols 80 rows 24; {top} -n 1"));
-    assert!(wide.contains("READS/s") && wide.contains("p99"), "{wide:?}");
-    let narrow = in_terminal(&format!("stty cols 22 rows 5; {top} -n 1"));
-    assert!(narrow.contains("READS/s") && !narrow.contains("WRITES/s"), "{narrow:?}");
-    assert!(narrow.lines().all(|line| line.trim_end().chars().count() <= 22), "{narrow:?}");
-    let later = "t=$(tty); (sleep 1; stty -F $t cols 100 rows 30) &";
-    let resized = format!("stty cols 22 rows 5; {later} {top} -n 12");
-    let resized = in_terminal(&resized);
-    assert!(resized.contains("WRITES/s"), "{resized:?}");
+    let disk = serve(&image, &["--limit", "iops=20", "-v"]);
+    let (mut child, mut lines) = follow(disk.text());
+    std::thread::sleep(Duration::from_millis(500));
+    let file = open(disk.path());
+    for number in 0..60 {
+        file.write_all_at(&[1; 4096], number << 16).and_then(|()| file.sync_data()).expect("write");
+    }
+    let event = next(&mut lines);
+    assert_eq!(event["event"], "rate-limited", "{event}");
+    assert!(event["text"].as_str().expect("text").contains("iops=20"), "{event}");
+    assert_eq!(disk.output().matches("requests wait for the limits").count(), 1);
+    ringdisk(directory.path(), &["ctl", disk.text(), "limit", "iops=0"]).ok();
+    assert_eq!(next(&mut lines)["event"], "limited");
+    drop(file);
     assert_eq!(disk.stop().code(), Some(0));
+    child.wait().expect("it ends");
+}
+
+#[test]
+fn an_error_of_a_client_has_its_disk_and_its_event_as_fields_of_the_journal() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let d = directory.path();
+    let (journal, small) = (d.join("journal"), d.join("small"));
+    fs::create_dir(&journal).and_then(|()| fs::create_dir(&small)).expect("mkdir");
+    let reader = UnixDatagram::bind(journal.join("socket")).expect("bind");
+    reader.set_read_timeout(Some(LIMIT)).expect("a socket");
+    // In a mount namespace, where the journal of this machine is that directory.
+    let (d, socket) = (text(d), directory.path().join("nbd.sock"));
+    let script = format!(
+        "mount -t tmpfs tmpfs /run && mkdir -p /run/systemd/journal && \
+         mount --bind {d}/journal /run/systemd/journal && \
+         mount -t tmpfs -o size=1M tmpfs {d}/small && truncate -s 16M {d}/small/disk.img && \
+         exec {} serve --format raw --nbd {d}/nbd.sock --log journal {d}/small/disk.img",
+        program()
+    );
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", &script]).env_remove("NOTIFY_SOCKET");
+    let server = Process::spawn(&mut command);
+    let ready = until(LIMIT, || UnixStream::connect(&socket).ok());
+    assert!(ready.is_some(), "{}", server.output());
+    let url = format!("nbd+unix:///?socket={}", text(&socket));
+    let mut client = Command::new("qemu-io");
+    let client = client.args(["-f", "raw", "-c", "write 0 4M", &url]).output().expect("qemu-io");
+    assert!(!client.status.success(), "{client:?}");
+    let mut bytes = [0; 4096];
+    let message = std::iter::from_fn(|| {
+        reader.recv(&mut bytes).ok().map(|len| String::from_utf8_lossy(&bytes[..len]).into_owned())
+    })
+    .find(|message| message.contains("failed for a client"))
+    .expect("a message about the error");
+    let fields: Vec<&str> = message.lines().collect();
+    assert!(fields.contains(&"RINGDISK_EVENT=disk-full"), "{message}");
+    assert!(fields.contains(&"PRIORITY=3"), "{message}");
+    let disk = fields.iter().find_map(|field| field.strip_prefix("RINGDISK_DISK="));
+    assert!(disk.is_some_and(|disk| !disk.is_empty()), "{message}");
+    let text = fields.iter().find_map(|field| field.strip_prefix("MESSAGE="));
+    assert!(text.is_some_and(|text| text.starts_with("error: ") && !text.contains("event=")));
+    server.signal(Signal::TERM);
+    assert!(server.finish(LIMIT).code().is_some());
 }

@@ -113,7 +113,7 @@ fn is_read_only(disk: &Disk, options: &ExportOptions) -> bool {
 
 /// What all threads of the device share.
 fn device(disk: &Disk, options: &ExportOptions, signals: &Arc<Signals>) -> Arc<Device> {
-    Arc::new(Device::new(
+    let device = Device::new(
         (&options.common.name, Arc::clone(disk.events())),
         &options.serial,
         options.logical_block_size,
@@ -121,7 +121,9 @@ fn device(disk: &Disk, options: &ExportOptions, signals: &Arc<Signals>) -> Arc<D
         options.write_cache,
         options.on_error,
         Arc::clone(signals),
-    ))
+    );
+    device.watch(disk);
+    Arc::new(device)
 }
 
 /// The queue threads of the export. Dropped, they end.

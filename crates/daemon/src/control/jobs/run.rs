@@ -63,8 +63,8 @@ fn tell(job: &Job, events: &Events, state: State) {
     let because = why.as_ref().map_or_else(String::new, |why| format!(": {why}"));
     let text = format!("job {id} ({kind} of {}) is {state}{because}", job.what());
     match why {
-        Some(_) => tracing::warn!("{text}"),
-        None => tracing::info!("{text}"),
+        Some(_) => tracing::warn!(event = "job", "{text}"),
+        None => tracing::info!(event = "job", "{text}"),
     }
     let mut fields =
         vec![("id", id.to_owned()), ("kind", kind.to_owned()), ("state", state.to_owned())];

@@ -7,7 +7,7 @@ use ringdisk_daemon::size::{human_size, human_time};
 use ringdisk_daemon::terminal::visible;
 
 /// Headings and widths of the numbers, the most important first.
-const NUMBERS: [(&str, usize); 8] = [
+const NUMBERS: [(&str, usize); 10] = [
     ("READS/s", 8),
     ("WRITES/s", 8),
     ("READ/s", 9),
@@ -16,9 +16,11 @@ const NUMBERS: [(&str, usize); 8] = [
     ("p99", 8),
     ("DEPTH", 5),
     ("CPU", 5),
+    ("LIMIT", 5),
+    ("HITS", 5),
 ];
 /// Least width of the name of a disk.
-const TARGET_MIN: usize = 12;
+const TARGET_MIN: usize = 10;
 
 /// A heading, and a line for each disk.
 pub(super) fn lines(rows: &[Rates], width: usize) -> Vec<String> {
@@ -68,7 +70,14 @@ fn numbers(row: &Rates) -> [String; NUMBERS.len()] {
         time(row.p99),
         format!("{:.0}", row.in_flight),
         format!("{:.2}", row.cpus),
+        format!("{:.0}", row.limited),
+        hits(row),
     ]
+}
+
+/// Hits of the cache of tables, percent.
+pub(super) fn hits(row: &Rates) -> String {
+    row.cache_hits.map_or_else(|| String::from("-"), |part| format!("{:.1}", part * 100.0))
 }
 
 #[cfg(test)]
