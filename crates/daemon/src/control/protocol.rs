@@ -117,6 +117,9 @@ pub struct Mirror {
     /// Its format, raw or qcow2; `None`: it is looked at, and a raw one is refused.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<String>,
+    /// It is raw, and keeps no note of that, so its first sector is protected.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub protect_raw: bool,
     /// What is copied at the beginning: full, top or none; `None`: full.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sync: Option<String>,

@@ -25,6 +25,16 @@ use crate::commands::operation::Operation;
 use crate::commands::{ctl, job, look};
 use crate::new_image::{Described, NewImage};
 
+/// What the server is told of.
+struct Target {
+    /// Whole name, or address.
+    name: String,
+    /// `None`: it is looked at.
+    format: Option<Format>,
+    /// It is raw, and keeps no note of that.
+    protect_raw: bool,
+}
+
 /// Begins a mirror, and waits as the user asks.
 ///
 /// Errors: the target is none for this disk; the server's reason; those of the job.
@@ -77,18 +87,19 @@ fn begin(
     progress: &Progress,
 ) -> Result<Value, Failure> {
     let stats = client.call(&Command::Stats, progress, Timeout::Answer(limit))?;
-    let (target, format) = match is_export(&wanted.to) {
-        true => (export(&wanted.to)?, wanted.format),
-        false => {
-            let (path, format) = file(client, wanted, &stats, fresh)?;
-            (path, Some(format))
+    let target = match is_export(&wanted.to) {
+        true => {
+            let target = export(&wanted.to)?;
+            Target { name: target, format: wanted.format, protect_raw: false }
         }
+        false => file(client, wanted, &stats, fresh)?,
     };
     let mut terms = wanted.job.terms().unwrap_or_default();
     terms.background |= !wanted.complete;
     let command = Command::Mirror(Mirror {
-        target,
-        format: format.map(|format| format.name().to_owned()),
+        target: target.name,
+        format: target.format.map(|format| format.name().to_owned()),
+        protect_raw: target.protect_raw,
         sync: Some(wanted.sync.clone()),
         write_blocking: wanted.write_blocking,
         complete: wanted.complete,
@@ -123,7 +134,7 @@ fn export(to: &Path) -> Result<String, Failure> {
     Ok(address.to_string())
 }
 
-/// Makes a file, or looks at the one that is there. Gives its whole name, and its format.
+/// Makes a file, or looks at the one that is there.
 ///
 /// * `stats`: of the disk.
 ///
@@ -134,7 +145,7 @@ fn file(
     wanted: &MirrorArgs,
     stats: &Value,
     fresh: &NewFiles,
-) -> Result<(String, Format), Failure> {
+) -> Result<Target, Failure> {
     let to = &wanted.to;
     let shown = visible(&to.to_string_lossy());
     let chain = chain(client, stats);
@@ -173,10 +184,10 @@ fn file(
     };
     let whole = fs::canonicalize(to)
         .map_err(|error| Failure::system(format!("cannot find '{shown}'"), &error, Exit::Image))?;
-    let format = judge(&mut runtime, &whole, format, chain)?;
+    let (format, protect_raw) = judge(&mut runtime, &whole, format, chain)?;
     let text = whole.into_os_string().into_string();
     let bad = |_| Failure::new(Exit::Usage, format!("the name '{shown}' is not UTF-8"));
-    Ok((text.map_err(bad)?, format))
+    Ok(Target { name: text.map_err(bad)?, format: Some(format), protect_raw })
 }
 
 /// The files of the disk, the one on top first.
@@ -234,7 +245,8 @@ fn make(
 }
 
 /// Opens a file as the server will, with the rights of the user, and notes what the server may not
-/// note: that it is raw, and which files it names.
+/// note: that it is raw, and which files it names. Gives its format, and whether it is a raw one that
+/// keeps no note.
 ///
 /// * `below`: files that it may have below it.
 ///
@@ -244,7 +256,7 @@ fn judge(
     path: &Path,
     format: Option<Format>,
     below: Vec<PathBuf>,
-) -> Result<Format, Failure> {
+) -> Result<(Format, bool), Failure> {
     let ring = runtime.ring().clone();
     let options = ImageOptions {
         format,
@@ -256,6 +268,8 @@ fn judge(
     let source = Source::Path(path.to_owned());
     let disk = runtime.block_on(Disk::open(&ring, source, &options))?;
     let found = disk.layers().first().and_then(|top| top.format());
+    let format = format.or(found).unwrap_or(Format::Raw);
+    let is_protected = format == Format::Raw && disk.protects_raw();
     look::close(runtime, &disk, path, Ok(()))?;
-    Ok(format.or(found).unwrap_or(Format::Raw))
+    Ok((format, is_protected))
 }

@@ -90,7 +90,8 @@ impl DiskControl {
         let explain = |failure| self.advice().explain(failure, Some(&wanted.target));
         let format = wanted.format.as_deref().map(str::parse::<Format>).transpose()?;
         let path = Path::new(&wanted.target);
-        let opening: Boxed<'_, Arc<Disk>> = Box::pin(disk.open_mirror(ring, path, format));
+        let opening: Boxed<'_, Arc<Disk>> =
+            Box::pin(disk.open_mirror(ring, path, format, wanted.protect_raw));
         let target = opening.await.map_err(|error| {
             explain(Failure::from(error).context("the target of the mirror cannot be opened"))
         })?;

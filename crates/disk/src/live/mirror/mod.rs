@@ -127,9 +127,11 @@ struct Run<'a> {
 
 impl Disk {
     /// Opens an image to mirror this disk to: as the disk itself was opened, for writing, and
-    /// whole. Images of the disk may lie below it. Changes nothing but the notes of a raw file.
+    /// whole. Images of the disk may lie below it. Changes nothing: who asks for the mirror has the
+    /// rights to make notes at the file, and has made them.
     ///
     /// * `path`: of a file or device, or the address of an NBD export.
+    /// * `protect_raw`: as [`ImageOptions::protect_raw`].
     ///
     /// Errors: as [`Disk::open`].
     pub async fn open_mirror(
@@ -137,6 +139,7 @@ impl Disk {
         ring: &Ring,
         path: &Path,
         format: Option<Format>,
+        protect_raw: bool,
     ) -> Result<Arc<Disk>, Error> {
         let layers = self.layers();
         let names = layers.iter().filter_map(|layer| layer.file().map(|_| layer.name()));
@@ -144,7 +147,9 @@ impl Disk {
         let options = ImageOptions {
             format,
             ask_for_raw: true,
-            protect_raw: false,
+            protect_raw,
+            raw_is_noted: true,
+            note_names: false,
             read_only: false,
             auto_read_only: false,
             window_offset: 0,
