@@ -103,7 +103,7 @@ const NOTES: &str = "ringdisk: names may be noted";
 /// What is said for [`Allows::Target`], before numbers and path.
 const TARGET: &str = "ringdisk: the target of a mirror is";
 /// What is said for [`Allows::Servers`], before the endpoints.
-const SERVERS: &str = "ringdisk: the target of a mirror is served at";
+const SERVERS: &str = "ringdisk: a mirror goes to a server at";
 
 /// Longer than what is said, bytes: a path of 4096, or the addresses of a host. What is longer is
 /// cut, and so no word.

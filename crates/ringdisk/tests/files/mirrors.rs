@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use ringdisk_testkit::images::{self, assert_clean, pattern, piece};
 use ringdisk_testkit::limits::needs_root;
-use ringdisk_testkit::mount::{FileSystem, scratch, text};
+use ringdisk_testkit::mount::{FileSystem, text};
 use ringdisk_testkit::process::{ok_words, until};
 use serde_json::Value;
 
@@ -149,7 +149,7 @@ fn targets_that_are_none_are_refused_and_leave_nothing() {
     mirror(&[text(&path("copy")), "--sync", "none"]).ends(2).says("--sync none");
     mirror(&[text(&path("copy")), "--sync", "top", "-f", "raw"]).ends(2).says("--format qcow2");
     mirror(&[text(&path("copy")), "--sync", "half"]).ends(2);
-    mirror(&["nbd://"]).ends(2);
+    mirror(&["nbd://"]).ends(3);
     images::sparse(&path("small"), MIB);
     mirror(&[text(&path("small")), "--existing"]).says("raw");
     let small = mirror(&[text(&path("small")), "--existing", "-f", "raw", "--complete"]);
