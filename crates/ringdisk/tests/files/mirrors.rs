@@ -153,10 +153,10 @@ fn targets_that_are_none_are_refused_and_leave_nothing() {
     images::sparse(&path("small"), MIB);
     mirror(&[text(&path("small")), "--existing"]).says("raw");
     let small = mirror(&[text(&path("small")), "--existing", "-f", "raw", "--complete"]);
-    small.ends(2).says("has 1048576 bytes").says("make the target as large");
+    small.ends(3).says("has 1048576 bytes").says("make the target as large");
     images::sparse(&path("large"), 2 * SIZE);
     let large = mirror(&[text(&path("large")), "--existing", "-f", "raw", "--complete"]);
-    large.ends(9).says("clients would see another size");
+    large.ends(11).says("clients would see another size");
     let nobody = format!("nbd+unix:///?socket={}", text(&path("nobody")));
     mirror(&[&nobody]).says("cannot be opened");
     for name in ["copy", "no"] {
@@ -164,7 +164,7 @@ fn targets_that_are_none_are_refused_and_leave_nothing() {
     }
     // The two that were larger and left can be copies.
     mirror(&[text(&path("large")), "--existing", "-f", "raw", "--name", "large"]).ok();
-    job(&disk, "complete", &["large"]).ends(9).says("another size");
+    job(&disk, "complete", &["large"]).ends(11).says("another size");
     job(&disk, "cancel", &["large"]).ok();
     job(&disk, "wait", &["large"]).ok();
     assert_pattern(&path("large"), 2, 0, WRITTEN);
@@ -173,7 +173,7 @@ fn targets_that_are_none_are_refused_and_leave_nothing() {
     assert_eq!(disk.stop().code(), Some(0));
     let read_only = serve(&base, &["--read-only"]);
     let refused = ctl(&read_only, &["mirror", "--complete", text(&path("copy"))]);
-    refused.ends(9).says("reading only");
+    refused.ends(11).says("reading only");
     assert!(!path("copy").exists());
     ctl(&read_only, &["mirror", "--name", "m", text(&path("copy"))]).ok();
     job(&read_only, "cancel", &["m"]).ok();
