@@ -33,8 +33,8 @@ pub enum Allows {
     /// The notes are changed, and nothing is written. With device and inode of a file that the user
     /// names in the command, and its format: an image may name it as that from now on.
     Notes(Option<((u64, u64), Format)>),
-    /// This file is written, the target of a mirror, and is on top of the disk afterwards. Absolute,
-    /// with device and inode number.
+    /// This file is written, the target of a mirror, and is on top of the disk afterwards.
+    /// Absolute, with device and inode number.
     Target(PathBuf, (u64, u64)),
     /// The target of a mirror is an export of a server that listens there.
     Servers(Vec<NbdEndpoint>),

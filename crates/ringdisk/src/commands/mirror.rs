@@ -1,8 +1,8 @@
 //! `ringdisk ctl TARGET mirror`: what it takes outside of the server.
 //!
 //! Promises: the target is made and opened with the rights of the user who asks, before the server,
-//! which may be in a sandbox, is told of it; a file that is there is overwritten only where the user
-//! says so; one that was made goes again where the job does not begin.
+//! which may be in a sandbox, is told of it; a file that is there is overwritten only where the
+//! user says so; one that was made goes again where the job does not begin.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -245,8 +245,8 @@ fn make(
 }
 
 /// Opens a file as the server will, with the rights of the user, and notes what the server may not
-/// note: that it is raw, and which files it names. Gives its format, and whether it is a raw one that
-/// keeps no note.
+/// note: that it is raw, and which files it names. Gives its format, and whether it is a raw one
+/// that keeps no note.
 ///
 /// * `below`: files that it may have below it.
 ///
