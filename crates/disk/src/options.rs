@@ -230,6 +230,9 @@ pub struct ImageOptions {
     /// this process or a predecessor: its first sector is protected although the format is stated
     /// now.
     pub protect_raw: bool,
+    /// The caller has looked for the note of a raw image itself, where this process cannot, and has
+    /// `protect_raw` as that says.
+    pub raw_is_noted: bool,
     /// The user confirms the format that the images above state for the raw image at the bottom:
     /// its first sector is not protected. Otherwise it is protected as if its format had been
     /// probed, since the next program that opens it may probe.

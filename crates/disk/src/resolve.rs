@@ -231,7 +231,7 @@ impl Resolver {
         // Each turn starts at an allowed directory; a link or `..` that leaves it starts another.
         'again: loop {
             if let Some(fd) = self.allowed_file(&target) {
-                return reopen(fd, access);
+                return reopen(fd, access, self.opener.as_deref());
             }
             let (mut place, rest) = self.enter(&target).ok_or(WalkError::Outside)?;
             let mut todo: Vec<OsString> = reversed(&rest);
@@ -421,10 +421,15 @@ fn blocking(fd: &OwnedFd) -> Result<(), Errno> {
 }
 
 /// Opens a held `O_PATH` descriptor for real; no name is looked up again.
-fn reopen(fd: &OwnedFd, access: Access) -> Result<Opened, WalkError> {
+fn reopen(fd: &OwnedFd, access: Access, opener: Option<&dyn Opener>) -> Result<Opened, WalkError> {
     let path = proc_path(fd);
     let flags = open_flags(access);
-    let fd = match open_maybe_direct(flags, |flags| fs::open(&path, flags, Mode::empty())) {
+    let opened = open_maybe_direct(flags, |flags| fs::open(&path, flags, Mode::empty()));
+    let opened = match (opened, opener) {
+        (Err(Errno::ACCESS), Some(opener)) => opener.again(fd.as_fd(), !access.write),
+        (opened, _) => opened,
+    };
+    let fd = match opened {
         Ok(fd) => fd,
         // The file is held, so what is not there is the way to it.
         Err(Errno::NOENT) => return Err(WalkError::NoProc),
@@ -457,9 +462,11 @@ impl Held {
 
     /// Opens it.
     ///
+    /// * `opener`: asked where this process is refused.
+    ///
     /// Errors: as of `open(2)`, `NotAnImage`.
-    pub fn open(&self, access: Access) -> Result<Opened, Error> {
-        reopen(&self.fd, access).map_err(|error| of_walk(error, &self.name))
+    pub fn open(&self, access: Access, opener: Option<&dyn Opener>) -> Result<Opened, Error> {
+        reopen(&self.fd, access, opener).map_err(|error| of_walk(error, &self.name))
     }
 }
 

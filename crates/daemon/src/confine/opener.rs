@@ -191,6 +191,12 @@ impl HeldForDisk {
         self.directories.lock().unwrap_or_else(PoisonError::into_inner).push(directory.1);
     }
 
+    /// The helper process was told of this file by a user, as the target of a mirror. When it is
+    /// not of the chain at the next look, it is let go of.
+    pub fn has_file(&self, file: Id) {
+        self.files.lock().unwrap_or_else(PoisonError::into_inner).push(file);
+    }
+
     /// Before and after a command that changes the chain.
     pub fn settle(&self, disk: &Disk) {
         self.are_now(files_of(disk));

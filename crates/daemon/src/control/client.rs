@@ -363,7 +363,7 @@ impl Client {
         let Some(allows) = allows else {
             return self.stream.write_all(line.as_bytes()).map(|()| None);
         };
-        let (kept, given) = approval::give(allows)?;
+        let (kept, given) = approval::give(&allows)?;
         let pieces = [IoSlice::new(line.as_bytes())];
         let both = [given.as_fd(), kept.as_fd()];
         let descriptors = if lasts { &both[..] } else { &both[..1] };

@@ -234,6 +234,14 @@ impl DiskControl {
         self.jobs.begin(new)
     }
 
+    /// Errors: a command or a job is changing the disk.
+    pub(in crate::control) fn check_no_change(&self) -> Result<(), Failure> {
+        if self.changing().is_some() {
+            return Err(being_changed());
+        }
+        self.jobs.check_free(&[])
+    }
+
     /// What changes the disk; a panic elsewhere leaves it valid, so poison is ignored.
     fn changing(&self) -> MutexGuard<'_, Option<Arc<Progress>>> {
         self.changing.lock().unwrap_or_else(PoisonError::into_inner)
@@ -536,6 +544,10 @@ impl Commands for DiskControl {
             }
             Command::Commit(wanted) => Ok(self.commit(ring, &wanted, lasting, progress).await?),
             Command::Stream(wanted) => Ok(self.stream(ring, &wanted, lasting, progress).await?),
+            // On the heap: with all that it waits for it is large.
+            Command::Mirror(wanted) => {
+                Ok(Box::pin(self.mirror(ring, &wanted, lasting, progress)).await?)
+            }
             Command::Job(wanted) => {
                 let (_, target) = self.served_as.parts();
                 Ok(self.jobs.execute(ring, &wanted, &target, progress).await?)

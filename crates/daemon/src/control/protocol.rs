@@ -20,7 +20,9 @@
 //! and unknown arguments are errors, never ignored.
 
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
+use ringdisk_disk::name::{FileName, is_export};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
@@ -105,6 +107,47 @@ pub struct Stream {
     pub job: Option<Terms>,
 }
 
+/// Arguments of `mirror`.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Mirror {
+    /// Absolute path of the file or device that is written, or the URI of an NBD export. It is
+    /// there already.
+    pub target: String,
+    /// Its format, raw or qcow2; `None`: it is looked at, and a raw one is refused.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format: Option<String>,
+    /// It is raw, and keeps no note of that, so its first sector is protected.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub protect_raw: bool,
+    /// What is copied at the beginning: full, top or none; `None`: full.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sync: Option<String>,
+    /// Writes of clients go to the target before they are answered.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub write_blocking: bool,
+    /// The disk switches over to the target as soon as that is in step. Otherwise the job is ready
+    /// then, and waits for `job-complete` or `job-cancel`.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub complete: bool,
+    /// How it is run; `None`: in the foreground, without a speed limit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub job: Option<Terms>,
+}
+
+impl Mirror {
+    /// What the user allows by naming the target.
+    fn allows(&self) -> Option<Allows> {
+        let path = Path::new(&self.target);
+        if !is_export(path) {
+            let meta = std::fs::metadata(path).ok()?;
+            return Some(Allows::Target(path.to_owned(), (meta.dev(), meta.ino())));
+        }
+        let name = FileName::export_of(path).ok()??;
+        Some(Allows::Servers(name.nbd?.server.look_up().ok()?))
+    }
+}
+
 /// Arguments of `backing`.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
@@ -165,6 +208,8 @@ pub enum Command {
     Commit(Commit),
     /// Data of images below goes into the one on top.
     Stream(Stream),
+    /// The disk is copied to a target, which it may switch over to.
+    Mirror(Mirror),
     /// Another backing file.
     Backing(NewBacking),
     /// Something of the jobs.
@@ -198,6 +243,7 @@ impl Command {
             Command::Snapshot(arguments) => ("snapshot", json!(arguments)),
             Command::Commit(arguments) => ("commit", json!(arguments)),
             Command::Stream(arguments) => ("stream", json!(arguments)),
+            Command::Mirror(arguments) => ("mirror", json!(arguments)),
             Command::Backing(arguments) => ("backing", json!(arguments)),
             Command::Job(command) => command.parts(),
             Command::Accel(arguments) => ("accel", json!(arguments)),
@@ -220,6 +266,7 @@ impl Command {
     pub fn allows(&self) -> Option<Allows> {
         match self {
             Command::Commit(_) => Some(Allows::Writing),
+            Command::Mirror(mirror) => mirror.allows(),
             // The base is in the chain.
             Command::Stream(_) => Some(Allows::Notes(None)),
             Command::Backing(NewBacking { file, format }) => {
@@ -236,7 +283,8 @@ impl Command {
     pub fn outlasts_client(&self) -> bool {
         match self {
             Command::Commit(Commit { job: Some(terms), .. })
-            | Command::Stream(Stream { job: Some(terms), .. }) => terms.background,
+            | Command::Stream(Stream { job: Some(terms), .. })
+            | Command::Mirror(Mirror { job: Some(terms), .. }) => terms.background,
             _ => false,
         }
     }
@@ -266,6 +314,7 @@ impl Command {
             "snapshot" => of(request).map(Command::Snapshot),
             "commit" => of(request).map(Command::Commit),
             "stream" => of(request).map(Command::Stream),
+            "mirror" => of(request).map(Command::Mirror),
             "backing" => of(request).map(Command::Backing),
             "accel" => of(request).map(Command::Accel),
             "checkpoint-begin" => of(request).map(Command::CheckpointBegin),
@@ -278,7 +327,7 @@ impl Command {
                 class: "CommandNotFound",
                 ..Refusal::usage(format!(
                     "no such command: '{}'; known: stats, topology, describe, metrics, events, \
-                     resize, snapshot, commit, stream, backing, accel, limit, \
+                     resize, snapshot, commit, stream, mirror, backing, accel, limit, \
                      checkpoint-begin, checkpoint-end, checkpoint-list, checkpoint-dirty, {}, stop",
                     other.escape_debug(),
                     JobCommand::NAMES

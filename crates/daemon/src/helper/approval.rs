@@ -11,43 +11,77 @@
 //! background the process gets that end, too, and closes it at the end of the job; a process that
 //! was taken over may keep such a word as long as it lives.
 
+use std::ffi::OsStr;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
 
 use ringdisk_disk::Format;
+use ringdisk_storage::NbdEndpoint;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{
     AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair, sockopt,
 };
 
 /// What a user allows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Allows {
     /// Images below are written, and the notes of what images name are changed.
     Writing,
     /// The notes are changed, and nothing is written. With device and inode of a file that the user
     /// names in the command, and its format: an image may name it as that from now on.
     Notes(Option<((u64, u64), Format)>),
+    /// This file is written, the target of a mirror, and is on top of the disk afterwards.
+    /// Absolute, with device and inode number.
+    Target(PathBuf, (u64, u64)),
+    /// The target of a mirror is an export of a server that listens there.
+    Servers(Vec<NbdEndpoint>),
 }
 
 impl Allows {
     /// What is said.
-    fn text(self) -> String {
+    fn text(&self) -> Vec<u8> {
         match self {
-            Allows::Writing => String::from(WRITING),
-            Allows::Notes(None) => String::from(NOTES),
+            Allows::Writing => WRITING.into(),
+            Allows::Notes(None) => NOTES.into(),
             Allows::Notes(Some(((device, inode), format))) => {
-                format!("{NOTES} {device} {inode} {}", format.name())
+                format!("{NOTES} {device} {inode} {}", format.name()).into_bytes()
+            }
+            Allows::Target(path, (device, inode)) => {
+                let numbers = format!("{TARGET} {device} {inode} ");
+                [numbers.as_bytes(), path.as_os_str().as_bytes()].concat()
+            }
+            Allows::Servers(servers) => {
+                let servers = servers.iter().map(|server| format!("\n{server}"));
+                format!("{SERVERS}{}", servers.collect::<String>()).into_bytes()
             }
         }
     }
 
     /// Reads what was said.
     fn read(text: &[u8]) -> Option<Allows> {
+        let allows = Allows::parse(text)?;
+        Some(allows).filter(|allows| allows.text() == text)
+    }
+
+    /// The same, of words that may have been said in another way.
+    fn parse(text: &[u8]) -> Option<Allows> {
+        if let Some(rest) = text.strip_prefix(TARGET.as_bytes()) {
+            let mut parts = rest.strip_prefix(b" ")?.splitn(3, |byte| *byte == b' ');
+            let mut number = || std::str::from_utf8(parts.next()?).ok()?.parse().ok();
+            let id = (number()?, number()?);
+            let path = PathBuf::from(OsStr::from_bytes(parts.next()?));
+            return path.is_absolute().then_some(Allows::Target(path, id));
+        }
         let text = std::str::from_utf8(text).ok()?;
         if text == WRITING {
             return Some(Allows::Writing);
+        }
+        if let Some(rest) = text.strip_prefix(SERVERS) {
+            let servers = rest.split('\n').skip(1).map(|server| server.parse().ok());
+            return Some(Allows::Servers(servers.collect::<Option<_>>()?));
         }
         let words: Vec<&str> = text.strip_prefix(NOTES)?.split(' ').skip(1).collect();
         let file = match words.as_slice() {
@@ -57,7 +91,7 @@ impl Allows {
             }
             _ => return None,
         };
-        Some(Allows::Notes(file)).filter(|allows| allows.text() == text)
+        Some(Allows::Notes(file))
     }
 }
 
@@ -66,16 +100,22 @@ const WRITING: &str = "ringdisk: images below may be written";
 /// What is said for [`Allows::Notes`], before the numbers.
 const NOTES: &str = "ringdisk: names may be noted";
 
-/// Longer than what is said, bytes.
-const TEXT_BYTES_MAX: usize = 128;
+/// What is said for [`Allows::Target`], before numbers and path.
+const TARGET: &str = "ringdisk: the target of a mirror is";
+/// What is said for [`Allows::Servers`], before the endpoints.
+const SERVERS: &str = "ringdisk: a mirror goes to a server at";
+
+/// Longer than what is said, bytes: a path of 4096, or the addresses of a host. What is longer is
+/// cut, and so no word.
+const TEXT_BYTES_MAX: usize = 8 << 10;
 
 /// A user's word, and what the user keeps meanwhile.
 ///
 /// Errors: those of socketpair(2).
-pub fn give(allows: Allows) -> io::Result<(OwnedFd, OwnedFd)> {
+pub fn give(allows: &Allows) -> io::Result<(OwnedFd, OwnedFd)> {
     let (kept, given) =
         socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-    send(&kept, allows.text().as_bytes(), SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?;
+    send(&kept, &allows.text(), SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?;
     Ok((kept, given))
 }
 
@@ -112,18 +152,32 @@ mod tests {
     fn what_is_said_is_read_and_nothing_else() {
         let file = Some(((7, u64::MAX), Format::Qcow2));
         for allows in [Allows::Writing, Allows::Notes(None), Allows::Notes(file)] {
-            assert_eq!(Allows::read(allows.text().as_bytes()), Some(allows));
+            assert_eq!(Allows::read(&allows.text()), Some(allows.clone()));
             for more in [" ", "\n", " 1", " 1 2", " 1 2 3", " 01 2 raw", " 1 2 raw 3"] {
-                let text = format!("{}{more}", allows.text());
-                assert_eq!(Allows::read(text.as_bytes()), None, "{text:?}");
+                let text = [&allows.text(), more.as_bytes()].concat();
+                assert_eq!(Allows::read(&text), None, "{}", text.escape_ascii());
             }
         }
         assert_eq!(Allows::read(b""), None);
+        let servers = vec![
+            NbdEndpoint::Unix("/run/an nbd".into()),
+            NbdEndpoint::Tcp("[::1]:10809".parse().expect("an address")),
+        ];
+        let target = Allows::Target(PathBuf::from("/srv/a copy\n 1 2"), (7, u64::MAX));
+        for allows in [target, Allows::Servers(servers), Allows::Servers(Vec::new())] {
+            assert_eq!(Allows::read(&allows.text()), Some(allows));
+        }
+        for text in [" 1 2 copy", " 1 2", " 01 2 /copy", "1 2 /copy", " 1 2 ", ""] {
+            assert_eq!(Allows::read(format!("{TARGET}{text}").as_bytes()), None, "{text:?}");
+        }
+        for text in ["\n", "\nnowhere", " [::1]:1", "\n[::1]:1\n", "\n[0::1]:1"] {
+            assert_eq!(Allows::read(format!("{SERVERS}{text}").as_bytes()), None, "{text:?}");
+        }
     }
 
     #[test]
     fn a_word_lasts_as_long_as_its_user_and_is_nobodys_own() {
-        let (kept, word) = give(Allows::Writing).expect("sockets");
+        let (kept, word) = give(&Allows::Writing).expect("sockets");
         assert!(lasts(&word));
         assert_eq!(given(&word, 0), None, "this process has made it itself");
         drop(kept);

@@ -80,18 +80,26 @@ impl Chain {
         Chain { images: held.collect(), words: Vec::new() }
     }
 
-    /// A user's word, as the process passes it on: it counts while the user waits.
+    /// A user's word, as the process passes it on: it counts while the user waits. One about the
+    /// target of a mirror is given back: it counts at once.
     ///
     /// Errors: EACCES: it is none.
-    pub(crate) fn hear(&mut self, word: Option<OwnedFd>, server: u32) -> Result<(), Errno> {
+    pub(crate) fn hear(
+        &mut self,
+        word: Option<OwnedFd>,
+        server: u32,
+    ) -> Result<Option<Allows>, Errno> {
         let word = word.ok_or(Errno::ACCESS)?;
         let allows = approval::given(&word, server).ok_or(Errno::ACCESS)?;
+        if matches!(allows, Allows::Target(..) | Allows::Servers(_)) {
+            return Ok(Some(allows));
+        }
         self.words.retain(|(word, _)| approval::lasts(word));
         if self.words.len() >= WORDS_MAX {
             return Err(Errno::DQUOT);
         }
         self.words.push((word, allows));
-        Ok(())
+        Ok(None)
     }
 
     /// Forgets the words of users who do not wait any more.
@@ -293,8 +301,8 @@ mod tests {
         let image = Image { named: named.clone(), format: Format::Raw, names, directory };
         for (allows, is_written) in [(Allows::Notes(None), false), (Allows::Writing, true)] {
             let mut chain = Chain::hold(std::slice::from_ref(&image));
-            let (kept, given) = approval::give(allows).expect("sockets");
-            chain.words.push((given, allows));
+            let (kept, given) = approval::give(&allows).expect("sockets");
+            chain.words.push((given, allows.clone()));
             assert_eq!(chain.note(named.1, b";", true, |_, _| false), Ok(()), "{allows:?}");
             assert_eq!(chain.write(named.1, None, "").is_ok(), is_written, "{allows:?}");
             drop(kept);

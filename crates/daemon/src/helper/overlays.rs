@@ -15,7 +15,8 @@
 
 use std::cell::Cell;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::path::PathBuf;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
 use ringdisk_disk::Format;
@@ -68,6 +69,8 @@ pub(crate) struct Overlays {
     directories: Vec<(Id, Rc<OwnedFd>)>,
     /// Those that `--allow-path` names: files may be made at any depth.
     trees: Vec<(Id, Rc<OwnedFd>)>,
+    /// Those of targets of mirrors, as long as the disk has one there, or an overlay.
+    lent: Vec<(Id, Rc<OwnedFd>)>,
     files: Vec<Made>,
     /// Files that were made.
     count: u32,
@@ -79,13 +82,13 @@ pub(crate) struct Overlays {
     pub(crate) below: Chain,
 }
 
-/// A file that was made here.
+/// A file that was made here, or is the target of a mirror, which a user has named.
 #[derive(Debug)]
 struct Made {
     id: Id,
     directory: Rc<OwnedFd>,
     name: Vec<u8>,
-    /// A note names it, or has named it.
+    /// A note names it, or has named it; or it is the user's. It is not removed.
     is_named: bool,
     /// `O_PATH`: while it is open no other file gets these numbers.
     file: OwnedFd,
@@ -147,6 +150,7 @@ impl Overlays {
             SYNC => answer(self.sync(id).map(|()| None)),
             FORGET => {
                 self.files.retain(|made| made.id != id);
+                self.lent.retain(|(_, directory)| Rc::strong_count(directory) > 1);
                 self.below.forget(id);
                 answer(Ok(None))
             }
@@ -163,12 +167,56 @@ impl Overlays {
     }
 
     fn directory(&self, id: Id) -> Result<&Rc<OwnedFd>, Errno> {
-        let held = self.directories.iter().chain(&self.trees).find(|(held, _)| *held == id);
-        held.map(|(_, directory)| directory).ok_or(Errno::ACCESS)
+        let held = self.directories.iter().chain(&self.trees).chain(&self.lent);
+        let mut held = held.filter(|(held, _)| *held == id);
+        held.next().map(|(_, directory)| directory).ok_or(Errno::ACCESS)
     }
 
     fn made(&self, id: Id) -> Result<usize, Errno> {
         self.files.iter().position(|made| made.id == id).ok_or(Errno::ACCESS)
+    }
+
+    /// Takes hold of the target of a mirror, on the word of a user: the process may write it, and
+    /// make overlays beside it if it may make any. It is never removed.
+    ///
+    /// * `path`: absolute, without links.
+    ///
+    /// Errors: ENOENT: another file has the name by now; EDQUOT: too many are held; those of
+    /// open(2).
+    pub(crate) fn adopt(&mut self, path: &Path, id: Id) -> Result<(), Errno> {
+        if self.made(id).is_ok() {
+            return Ok(());
+        }
+        if self.files.len() >= HELD_MAX {
+            return Err(Errno::DQUOT);
+        }
+        let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
+            return Err(Errno::INVAL);
+        };
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let directory = openat(CWD, parent, flags | OFlags::DIRECTORY, Mode::empty())?;
+        let file = openat(&directory, name, flags, Mode::empty())?;
+        let (of, stat) = (fstat(&directory)?, fstat(&file)?);
+        if (stat.st_dev, stat.st_ino) != id {
+            return Err(Errno::NOENT);
+        }
+        let is_file = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
+        if is_file && !self.mark.is_empty() {
+            // Where it cannot be marked, the disk does not switch over to it.
+            let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+            let _ = openat(CWD, link(file.as_fd()), flags, Mode::empty())
+                .map(|file| mark::set(&file, &self.mark));
+        }
+        let of = (of.st_dev, of.st_ino);
+        let is_known = self.directory(of).is_ok();
+        let directory = self.directory(of).map_or_else(|_| Rc::new(directory), Rc::clone);
+        let makes_any = !self.directories.is_empty() || !self.trees.is_empty();
+        if is_file && makes_any && !is_known {
+            self.lent.push((of, Rc::clone(&directory)));
+        }
+        let name = name.as_bytes().to_vec();
+        self.files.push(Made { id, directory, name, is_named: true, file });
+        Ok(())
     }
 
     /// The directory of a new file, and its name there.

@@ -24,10 +24,12 @@ use ringdisk_fuse::mount::{self, Abort, Unmount};
 use ringdisk_sandbox::User;
 use ringdisk_storage::NbdEndpoint;
 use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags, makedev, statx};
+use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect as connect_to, socket_with,
 };
 
+use super::approval::Allows;
 use super::chain::Image;
 use super::overlays::Overlays;
 use crate::directory_lock;
@@ -56,6 +58,9 @@ const MAKER: u8 = b'u';
 const MARK: u8 = b'k';
 const IMAGE: u8 = b'i';
 const ALL: u8 = b'.';
+
+/// Servers that users may name while the process serves.
+const SERVERS_MAX: usize = 1024;
 
 /// Orders.
 pub(crate) const NORMAL: u8 = b'N';
@@ -114,6 +119,8 @@ pub(crate) struct Held {
     pins: Vec<Option<OwnedFd>>,
     /// New overlays: what was made since is here, too.
     overlays: RefCell<Overlays>,
+    /// Servers of exports that users have named since, as targets of mirrors.
+    servers: RefCell<Vec<NbdEndpoint>>,
 }
 
 impl Held {
@@ -121,7 +128,22 @@ impl Held {
     ///
     /// * `server`: pid of the confined process, which cannot give its own word.
     pub(crate) fn hear(&self, word: Option<OwnedFd>, server: u32) -> Answer {
-        match self.overlays.borrow_mut().below.hear(word, server) {
+        let mut overlays = self.overlays.borrow_mut();
+        let heard = overlays.below.hear(word, server).and_then(|allows| match allows {
+            Some(Allows::Target(path, id)) => overlays.adopt(&path, id),
+            Some(Allows::Servers(servers)) => {
+                let mut known = self.servers.borrow_mut();
+                let new = servers.into_iter().filter(|server| !known.contains(server));
+                let new: Vec<_> = new.collect();
+                if known.len() + new.len() > SERVERS_MAX {
+                    return Err(Errno::DQUOT);
+                }
+                known.extend(new);
+                Ok(())
+            }
+            _ => Ok(()),
+        });
+        match heard {
             Ok(()) => Answer::new(DONE, ""),
             Err(errno) => Answer::new(REFUSED, errno.raw_os_error().to_string()),
         }
@@ -228,7 +250,7 @@ impl Tasks {
         let pins = self.files.iter().map(|(path, id)| pin(path, *id)).collect();
         let overlays =
             Overlays::hold(&self.directories, &self.trees, self.maker, &self.mark, &self.images);
-        Held { place, abort, pins, overlays: overlays.into() }
+        Held { place, abort, pins, overlays: overlays.into(), ..Held::default() }
     }
 
     /// Takes one of these. Returns whether it was the last one; `None`: not one of ours.
@@ -308,7 +330,9 @@ impl Tasks {
             }
             (CONNECT_NBD, _) => {
                 let asked = name.to_str().and_then(|name| name.parse().ok());
-                let server = self.servers.iter().find(|server| Some(*server) == asked.as_ref());
+                let named = held.servers.borrow();
+                let mut servers = self.servers.iter().chain(&*named);
+                let server = servers.find(|server| Some(*server) == asked.as_ref());
                 server.map_or_else(Answer::refused, connect_nbd)
             }
             _ => Answer::refused(),

@@ -43,6 +43,7 @@ impl Opening<'_> {
             // Other programs probe too, and do not know the note.
             None => Ok(true),
             _ if self.options.protect_raw => Ok(true),
+            Some(Format::Raw) if self.options.raw_is_noted => Ok(false),
             Some(Format::Raw) => Ok(format_note::set_raw(fd).is_err()),
             Some(Format::Qcow2) => {
                 if format_note::is_raw(fd) && probe(&first_sector(fd, shown)?) == Probed::Qcow2 {

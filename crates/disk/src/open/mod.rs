@@ -426,7 +426,7 @@ impl<'a> Opening<'a> {
         let Some((held, parts)) = fallback.filter(|_| self.options.auto_read_only) else {
             return Err(error);
         };
-        let opened = held.open(self.access(true))?;
+        let opened = held.open(self.access(true), self.options.opener.as_deref())?;
         let storage = self.storage(opened, reached.name, true).await?;
         let layer = self.qcow2(storage, reached, false).await?;
         parts.policy.read_only = true;

@@ -72,13 +72,14 @@ impl Opening<'_> {
         read_only: &mut bool,
         parts: &mut Parts,
     ) -> Result<Opened, Error> {
-        match held.open(self.access(*read_only)) {
+        let opener = self.options.opener.as_deref();
+        match held.open(self.access(*read_only), opener) {
             Err(error)
                 if !*read_only
                     && self.options.auto_read_only
                     && error.kind() == ErrorKind::PermissionDenied =>
             {
-                let opened = held.open(self.access(true))?;
+                let opened = held.open(self.access(true), opener)?;
                 *read_only = true;
                 parts.read_only_reason = Some(error.to_string());
                 Ok(opened)

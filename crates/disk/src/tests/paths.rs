@@ -221,7 +221,7 @@ fn a_file_that_was_allowed_stays_that_file() {
     let held = Held::named(&path).expect("hold");
     fs::rename(tree.path().join("outside/base"), &path).expect("rename");
     let mut text = String::new();
-    File::from(held.open(READ).expect("open").fd).read_to_string(&mut text).expect("read");
+    File::from(held.open(READ, None).expect("open").fd).read_to_string(&mut text).expect("read");
     assert_eq!(text, "below");
 }
 

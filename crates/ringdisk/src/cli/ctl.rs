@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::builder::{OsStringValueParser, TypedValueParser};
+use clap::builder::{OsStringValueParser, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand, ValueHint};
 use ringdisk_daemon::size::{SizeChange, parse_size_change};
 use ringdisk_disk::Format;
@@ -26,6 +26,7 @@ Examples:
   ringdisk ctl /srv/disk commit --background --speed 50M    as a job: `ringdisk job list`
   ringdisk ctl /srv/disk stream                    the image on top needs no backing file any more
   ringdisk ctl /srv/disk backing -F qcow2 copy.qcow2    a copy of the image below takes its place
+  ringdisk ctl /srv/disk mirror --complete /mnt/new.qcow2    it moves there while it is in use
   ringdisk ctl /srv/a checkpoint c1 --with /srv/b --bitmap new --since old
                                                    both as they are now, for backup programs
   ringdisk ctl /srv/a checkpoint --end c1
@@ -135,6 +136,16 @@ pub(crate) enum CtlCommand {
         #[command(flatten)]
         show: ProgressArgs,
     },
+    /// Copy the disk to TARGET while clients work, and then switch over to it
+    ///
+    /// TARGET is a file, a block device, or an NBD export of another server (nbd://HOST/NAME,
+    /// nbd+unix:///NAME?socket=PATH). A file that is not there is made, as large as the disk and in
+    /// the format of its image on top (--format); one that is there is overwritten with --existing
+    /// only. When all is copied the target stays in step with the disk: the job is ready. Then
+    /// `ringdisk job complete` has the disk switch over to the target, and `ringdisk job cancel`
+    /// leaves the target as a copy of that moment. The command waits until the job is ready, with
+    /// --complete until the disk has switched over. Errors of the target are none of the disk's.
+    Mirror(MirrorArgs),
     /// Make the top image name another backing file of the same content
     ///
     /// The new file, which may be a chain, is compared with the old one wherever the top image, or
@@ -192,6 +203,36 @@ pub(crate) enum CtlCommand {
         #[arg(short, long)]
         force: bool,
     },
+}
+
+/// Where a disk is mirrored to, and how.
+#[derive(Args, Debug)]
+pub(crate) struct MirrorArgs {
+    /// A file, a block device, or the address of an NBD export
+    #[arg(value_name = "TARGET", value_hint = ValueHint::FilePath)]
+    pub(crate) to: PathBuf,
+    /// Format of TARGET [default: of a new file that of the image on top; else qcow2 where it is
+    /// one, and a raw one has to be named]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = format_parser())]
+    pub(crate) format: Option<Format>,
+    /// Overwrite a file or device that is there
+    #[arg(long)]
+    pub(crate) existing: bool,
+    /// What is copied at the beginning: full (all), top (what the image on top has: the target has
+    /// the images below that one as its backing file), none (the target has it all already)
+    #[arg(long, value_name = "WHAT", default_value = "full",
+          value_parser = PossibleValuesParser::new(["full", "top", "none"]))]
+    pub(crate) sync: String,
+    /// Answer a client's write when the target has it, too; so the rest never grows
+    #[arg(long)]
+    pub(crate) write_blocking: bool,
+    /// Switch over as soon as the target is in step
+    #[arg(long)]
+    pub(crate) complete: bool,
+    #[command(flatten)]
+    pub(crate) job: JobRunArgs,
+    #[command(flatten)]
+    pub(crate) show: ProgressArgs,
 }
 
 /// Where the state of the disk is kept.

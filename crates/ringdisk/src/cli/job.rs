@@ -13,15 +13,17 @@ Examples:
   ringdisk job pause /srv/disk nightly             of this disk, where several have one of that name
   ringdisk job resume nightly
   ringdisk job wait nightly                        until it has ended; its exit code
+  ringdisk job complete mirror-1                   the disk switches over to the copy
   ringdisk job cancel nightly                      the disk is as it was before";
 
-/// Show and control what disks copy while they are in use (`ringdisk ctl TARGET commit`, `stream`)
+/// Show and control what disks copy while they are in use (`ringdisk ctl TARGET commit`, `stream`,
+/// `mirror`)
 ///
 /// TARGET is a file that an image is served as, or a socket, as for `ringdisk ctl`; without it the
 /// disks of all serving processes of this user are meant, as root of all users. Jobs that have
 /// ended stay in the list until the disk is served no longer, the last 16 of each disk. States:
-/// created, running, paused (by `job pause`, or since the image that is written is full), aborting
-/// (it was cancelled), concluded (it has ended).
+/// created, running, paused (by `job pause`, or since the image that is written is full), ready (a
+/// mirror that is in step), aborting (it was cancelled), concluded (it has ended).
 #[derive(Args, Debug)]
 #[command(after_help = JOB_EXAMPLES)]
 pub(crate) struct JobArgs {
@@ -54,9 +56,15 @@ pub(crate) enum JobWork {
         speed: u64,
     },
     /// Give a job up: the disk is as it was before the job
+    ///
+    /// A mirror that is ready leaves its target as a copy of the disk of this moment; given a
+    /// second time, the command gives such a job up at once, and the copy may not be whole.
     Cancel(JobName),
+    /// Have the disk of a mirror switch over to the target as soon as that is in step
+    Complete(JobName),
     /// Wait until a job has ended; the exit code is that of the job
     ///
+    /// The wait for a mirror ends when it is ready, unless it was told to complete, or to end.
     /// Ctrl-C ends the waiting, not the job.
     Wait(JobName),
 }
@@ -97,8 +105,8 @@ pub(crate) struct JobRunArgs {
     speed: Option<u64>,
 
     /// What an error of the image that is written does: report (it ends the job), stop (the job
-    /// rests until `ringdisk job resume`), enospc (it rests where the image is full) [default:
-    /// enospc with --background, else report]
+    /// rests until `ringdisk job resume`), enospc (it rests where the image is full), ignore (a
+    /// mirror tries again and again) [default: enospc in the background, else report]
     #[arg(long, value_name = "WHAT", value_parser = on_error_parser())]
     on_error: Option<String>,
 }
@@ -121,5 +129,5 @@ fn parse_name(text: &str) -> Result<String, String> {
 }
 
 fn on_error_parser() -> impl TypedValueParser<Value = String> {
-    PossibleValuesParser::new(["report", "stop", "enospc"])
+    PossibleValuesParser::new(["report", "stop", "enospc", "ignore"])
 }

@@ -42,7 +42,7 @@ use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand, ValueHint};
 use clap_complete::Shell;
 pub(crate) use config::ConfigArgs;
 pub(crate) use copy::{CompareArgs, ConvertArgs, MeasureArgs};
-pub(crate) use ctl::{CtlArgs, CtlCommand};
+pub(crate) use ctl::{CtlArgs, CtlCommand, MirrorArgs};
 pub(crate) use disk_spec::DiskWords;
 pub(crate) use image::ImageArgs;
 pub(crate) use job::{JobArgs, JobRunArgs, JobWork};

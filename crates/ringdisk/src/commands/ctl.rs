@@ -19,7 +19,7 @@ use serde_json::Value;
 use crate::cli::{CtlArgs, CtlCommand, PREALLOCATION, ProgressArgs, word_of};
 use crate::commands::operation::Operation;
 use crate::commands::output::json_text;
-use crate::commands::{checkpoint, job, look, watch};
+use crate::commands::{checkpoint, job, look, mirror, watch};
 
 /// Notes what a file names that a server may write for a commit from now on.
 ///
@@ -49,6 +49,9 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
         return checkpoint::run(&args.target, limit, wanted);
     }
     let mut client = Client::connect(&args.target, limit)?;
+    if let CtlCommand::Mirror(wanted) = &args.command {
+        return mirror::run(args, &mut client, limit, wanted);
+    }
     match &args.command {
         CtlCommand::Events => return watch::events(args, &mut client),
         CtlCommand::Stats { every: Some(every), .. } => {
@@ -155,12 +158,12 @@ fn tell(command: &CtlCommand, client: &Client, value: &Value) {
                 _ => format!("{} ({waiting} requests wait)", visible(limits)),
             });
         }
-        CtlCommand::Stop { .. } | CtlCommand::Checkpoint(_) => {}
+        CtlCommand::Stop { .. } | CtlCommand::Checkpoint(_) | CtlCommand::Mirror(_) => {}
     }
 }
 
 /// Says that a job has ended, and what it has done.
-fn ended(said: &str, value: &Value) {
+pub(super) fn ended(said: &str, value: &Value) {
     terminal::say(said);
     if let Some(text) = value.get("text").and_then(Value::as_str) {
         terminal::note(visible_lines(text));
@@ -246,7 +249,8 @@ fn command_of(command: &CtlCommand) -> Result<Command, Failure> {
     };
     Ok(match command {
         CtlCommand::Stats { .. } => Command::Stats,
-        CtlCommand::Checkpoint(_) => Command::CheckpointList,
+        // These are asked for elsewhere.
+        CtlCommand::Checkpoint(_) | CtlCommand::Mirror(_) => Command::CheckpointList,
         CtlCommand::Limit { change, .. } => Command::Limit(Limit { change: change.clone() }),
         CtlCommand::Events => Command::Events,
         CtlCommand::Stop { force } => Command::Stop(Stop { force: *force }),

@@ -11,7 +11,8 @@ use ringdisk_daemon::control::registry::Found;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::job_text;
 use ringdisk_daemon::processes;
-use ringdisk_daemon::terminal::{self, visible};
+use ringdisk_daemon::terminal::{self, shell_word, visible, visible_lines};
+use ringdisk_disk::Progress;
 use serde_json::{Value, json};
 
 use crate::cli::{JobArgs, JobWork, ProgressArgs};
@@ -32,6 +33,7 @@ pub(crate) fn run(args: &JobArgs) -> Result<(), Failure> {
         JobWork::Pause(job) => (job, JobCommand::Pause(named(job.id()))),
         JobWork::Resume(job) => (job, JobCommand::Resume(named(job.id()))),
         JobWork::Cancel(job) => (job, JobCommand::Cancel(named(job.id()))),
+        JobWork::Complete(job) => (job, JobCommand::Complete(named(job.id()))),
         JobWork::Wait(job) => (job, JobCommand::Wait(named(job.id()))),
     };
     let mut client = match job.target() {
@@ -46,10 +48,36 @@ pub(crate) fn run(args: &JobArgs) -> Result<(), Failure> {
     let progress = Arc::clone(operation.progress());
     let told = client.call(&Command::Job(command), &progress, timeout);
     let told = operation.end(told, "the job goes on")?;
-    if !matches!(args.work, JobWork::Wait(_) | JobWork::Cancel(_)) {
-        terminal::say(job_text::line(&told));
+    match (&args.work, told["text"].as_str()) {
+        (JobWork::Cancel(_), Some(text)) => terminal::note(visible_lines(text)),
+        (JobWork::Cancel(_), None) => {}
+        (JobWork::Wait(_), _) => said_ready(&told, job.target()),
+        _ => terminal::say(job_text::line(&told)),
     }
     Ok(())
+}
+
+/// Waits for a job that this client has begun in the background: until it is ready, or has ended.
+///
+/// Errors: as [`run`].
+pub(crate) fn wait(client: &mut Client, id: &str, progress: &Progress) -> Result<Value, Failure> {
+    let command = Command::Job(JobCommand::Wait(named(id)));
+    client.call(&command, progress, Timeout::Work(ANSWER))
+}
+
+/// Says of a mirror that it is ready, and what comes next.
+///
+/// * `target`: the disk, if it was named.
+pub(crate) fn said_ready(told: &Value, target: Option<&str>) {
+    if told["state"] != "ready" {
+        return;
+    }
+    let id = told["id"].as_str().map(visible).unwrap_or_default();
+    let target = target.map(|target| format!("{} ", shell_word(target))).unwrap_or_default();
+    terminal::note(format_args!(
+        "the job '{id}' is ready: `ringdisk job complete {target}{id}` switches over to the copy, \
+         `ringdisk job cancel {target}{id}` leaves it"
+    ));
 }
 
 fn named(id: &str) -> Named {

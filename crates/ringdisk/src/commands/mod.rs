@@ -20,6 +20,7 @@ pub(crate) mod man;
 pub(crate) mod map;
 pub(crate) mod measure;
 pub(crate) mod metrics;
+pub(crate) mod mirror;
 pub(crate) mod mount;
 pub(crate) mod named;
 mod open;

@@ -7,7 +7,7 @@ use ringdisk_testkit::mount::text;
 use ringdisk_testkit::process::{run, until};
 use serde_json::Value;
 
-use crate::common::serving::{Place, ctl, judge, load, meanwhile, serve_command, stats};
+use crate::common::serving::{Daemon, Place, ctl, judge, load, meanwhile, serve_command, stats};
 use crate::common::tools::{Ran, ringdisk};
 
 const LIMIT: Duration = Duration::from_secs(30);
@@ -129,4 +129,40 @@ fn a_guest_writes_while_streams_run() {
         std::fs::remove_file(place.path(name)).expect("remove");
     }
     judge(&place.path("three.qcow2"), "qcow2", &mut load);
+}
+
+#[test]
+fn a_guest_writes_while_its_disk_moves_and_is_upgraded_there() {
+    let place = Place::new("qcow2");
+    let daemon = place.start(&[]);
+    let (mut vm, mut load) = (place.vm(true), load(14));
+    let socket = &place.socket;
+    let other = place.path("other");
+    std::fs::create_dir(&other).expect("a directory");
+    let [one, two] = ["one.raw", "two.qcow2"].map(|name| other.join(name));
+    let daemon = meanwhile(&mut vm, &mut load, || {
+        ctl(socket, &["mirror", "-f", "raw", "--name", "m", text(&one)]).ok();
+        std::thread::sleep(Duration::from_millis(200));
+        job(&place, "complete", &["m"]).ok();
+        job(&place, "wait", &["m"]).ok();
+        std::thread::sleep(Duration::from_millis(200));
+        let words = ["mirror", "--complete", "--write-blocking", "-f", "qcow2", text(&two)];
+        ctl(socket, &words).ok();
+        assert_eq!(stats(socket)["layers"][0]["filename"], text(&two));
+        // The old command line leads elsewhere; one that names the image takes the disk over.
+        let words = [&place.words()[..], &["--upgrade", "--vhost-user-blk", text(socket)]].concat();
+        let refused = run(&mut serve_command(&words));
+        assert_eq!(refused.code(), Some(6), "{}", refused.output());
+        assert!(refused.stderr.contains("--allow-path"), "{}", refused.output());
+        let new = ["--format", "qcow2", "--queues", "2", "--threads", "2", "--upgrade", text(&two)];
+        let new = Daemon::start(socket, &new);
+        daemon.ends(0);
+        assert_eq!(stats(socket)["layers"][0]["filename"], text(&two));
+        new
+    });
+    load.read_all(&mut vm);
+    daemon.stop(&[&place.socket]);
+    std::fs::remove_file(&place.image).expect("remove");
+    std::fs::remove_file(&one).expect("remove");
+    judge(&two, "qcow2", &mut load);
 }

@@ -15,37 +15,37 @@ use tempfile::TempDir;
 use crate::common::tools::{Ran, qemu_img, ringdisk};
 use crate::common::{MIB, open, program, serve};
 
-const LIMIT: Duration = Duration::from_secs(30);
+pub(super) const LIMIT: Duration = Duration::from_secs(30);
 /// Bytes of the disk; the overlay has the first quarter of them.
 const SIZE: u64 = 64 * MIB;
-const WRITTEN: u64 = 16 * MIB;
+pub(super) const WRITTEN: u64 = 16 * MIB;
 
-fn here(words: &[&str]) -> Ran {
+pub(super) fn here(words: &[&str]) -> Ran {
     ringdisk(Path::new("/"), words)
 }
 
-fn ctl(disk: &Mounted, words: &[&str]) -> Ran {
+pub(super) fn ctl(disk: &Mounted, words: &[&str]) -> Ran {
     here(&[&["ctl", disk.text()], words].concat())
 }
 
 /// `ringdisk job WORK TARGET WORDS…`.
-fn job(disk: &Mounted, work: &str, words: &[&str]) -> Ran {
+pub(super) fn job(disk: &Mounted, work: &str, words: &[&str]) -> Ran {
     here(&[&["job", work, disk.text()], words].concat())
 }
 
 /// What the list says of a job.
-fn seen(disk: &Mounted, id: &str) -> Value {
+pub(super) fn seen(disk: &Mounted, id: &str) -> Value {
     let list = job(disk, "list", &["--json"]).ok().json();
     let jobs = list.as_array().expect("a list").iter();
     jobs.into_iter().find(|job| job["id"] == id).cloned().unwrap_or(Value::Null)
 }
 
-fn until_state(disk: &Mounted, id: &str, state: &str) -> Value {
+pub(super) fn until_state(disk: &Mounted, id: &str, state: &str) -> Value {
     let found = until(LIMIT, || Some(seen(disk, id)).filter(|job| job["state"] == state));
     found.unwrap_or_else(|| panic!("not {state}: {}", seen(disk, id)))
 }
 
-fn layers(disk: &Mounted) -> Vec<String> {
+pub(super) fn layers(disk: &Mounted) -> Vec<String> {
     let value = ctl(disk, &["stats", "--json"]).ok().json();
     let layers = value["layers"].as_array().expect("layers").clone();
     let name = |layer: &Value| layer["filename"].as_str().expect("a name").to_owned();
@@ -53,7 +53,7 @@ fn layers(disk: &Mounted) -> Vec<String> {
 }
 
 /// A disk of two images; the upper one has [`WRITTEN`] bytes of pattern 2, the lower one of 1.
-fn overlaid(base: &Path, over: &Path, words: &[&str]) -> Mounted {
+pub(super) fn overlaid(base: &Path, over: &Path, words: &[&str]) -> Mounted {
     images::qcow2(base, "64M", "cluster_size=64k");
     let disk = serve(base, words);
     write(&disk, 1, 0, MIB);
@@ -62,7 +62,7 @@ fn overlaid(base: &Path, over: &Path, words: &[&str]) -> Mounted {
     disk
 }
 
-fn write(disk: &Mounted, seed: u64, offset: u64, len: u64) {
+pub(super) fn write(disk: &Mounted, seed: u64, offset: u64, len: u64) {
     let file = open(disk.path());
     file.write_all_at(&pattern(seed, offset, usize::try_from(len).expect("small")), offset)
         .expect("write");
@@ -70,13 +70,13 @@ fn write(disk: &Mounted, seed: u64, offset: u64, len: u64) {
 }
 
 #[track_caller]
-fn assert_pattern(path: &Path, seed: u64, offset: u64, len: u64) {
+pub(super) fn assert_pattern(path: &Path, seed: u64, offset: u64, len: u64) {
     let len = usize::try_from(len).expect("small");
     assert!(piece(path, offset, len) == pattern(seed, offset, len), "{len} bytes at {offset}");
 }
 
 /// Such a disk, in a sandbox: the images in one directory.
-fn sample() -> (Mounted, TempDir, PathBuf, PathBuf) {
+pub(super) fn sample() -> (Mounted, TempDir, PathBuf, PathBuf) {
     let directory = scratch();
     let [base, over] = ["base.qcow2", "over.qcow2"].map(|name| directory.path().join(name));
     (overlaid(&base, &over, &[]), directory, base, over)
@@ -306,7 +306,7 @@ fn assert_tower(path: &Path) {
 }
 
 /// Writes pieces of pattern 4 from 32 MiB on until `work` is done. Returns how many.
-fn beside_a_writer(disk: &Mounted, work: impl FnOnce()) -> u64 {
+pub(super) fn beside_a_writer(disk: &Mounted, work: impl FnOnce()) -> u64 {
     let is_over = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
         let writer = scope.spawn(|| {
@@ -327,7 +327,7 @@ fn beside_a_writer(disk: &Mounted, work: impl FnOnce()) -> u64 {
 }
 
 #[track_caller]
-fn assert_written(path: &Path, written: u64) {
+pub(super) fn assert_written(path: &Path, written: u64) {
     assert!(written > 0, "the client has written nothing");
     for piece in 0..written {
         assert_pattern(path, 4, 32 * MIB + piece * (MIB / 8), MIB / 32);

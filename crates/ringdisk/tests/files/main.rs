@@ -11,6 +11,7 @@ mod ctl;
 mod jobs;
 mod lifecycle;
 mod limits;
+mod mirrors;
 mod semantics;
 mod storage;
 mod user;

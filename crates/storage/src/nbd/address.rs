@@ -12,6 +12,8 @@ use std::path::PathBuf;
 
 use ringdisk_nbd_protocol::numbers::NAME_BYTES_MAX;
 
+use crate::endpoint::NbdEndpoint;
+
 /// Port of servers that name none.
 pub const NBD_PORT: u16 = 10809;
 /// Longest path of a Unix socket (`sun_path` less its final zero), bytes.
@@ -33,6 +35,13 @@ impl NbdServer {
             NbdServer::Unix(_) => None,
             NbdServer::Tcp(host, _) => Some(host),
         }
+    }
+
+    /// Where to connect, the endpoint to try first in front. Blocks for the look-up of a name.
+    ///
+    /// Errors: no such host.
+    pub fn look_up(&self) -> std::io::Result<Vec<NbdEndpoint>> {
+        super::connect::endpoints(self)
     }
 }
 

@@ -3,11 +3,12 @@
 //!
 //! Promises: nothing here waits for storage or for clients. Control thread.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use ringdisk_disk::{Disk, Format};
+use ringdisk_disk::name::is_export;
+use ringdisk_disk::{Disk, Format, Layer};
 use serde_json::{Value, json};
 
 use super::DiskControl;
@@ -139,7 +140,7 @@ impl DiskControl {
         Ok(json!({
             "version": env!("CARGO_PKG_VERSION"),
             "pid": std::process::id(),
-            "image": report.name,
+            "image": image_name(&disk, report.name),
             "format": top_format(&disk),
             "size": disk.size(),
             "read-only": disk.is_read_only(),
@@ -172,7 +173,7 @@ impl DiskControl {
             })
         });
         let facts = DiskFacts {
-            image: report.name.clone(),
+            image: image_name(&disk, report.name.clone()),
             target,
             kind,
             format: top_format(&disk),
@@ -243,6 +244,26 @@ fn job_facts(job: &Job) -> JobFacts {
         total: job.progress().total(),
         rate: job.rate(),
         speed: job.progress().speed(),
+    }
+}
+
+/// The image as the user named it; one that is used no longer, after a switch-over, say, is not
+/// told any more, but the one on top.
+///
+/// * `name`: absolute, or the address of an export; `null` without one.
+fn image_name(disk: &Disk, name: String) -> String {
+    let layers = disk.layers();
+    let is_it = |layer: &Arc<Layer>| {
+        let own = layer.name();
+        own == Path::new(&name) || std::path::absolute(own).is_ok_and(|own| own == Path::new(&name))
+    };
+    match layers.first().filter(|top| top.file().is_some()) {
+        Some(top) if !layers.iter().any(is_it) => {
+            let own = top.name();
+            let whole = if is_export(own) { None } else { std::path::absolute(own).ok() };
+            whole.unwrap_or_else(|| own.to_owned()).to_string_lossy().into_owned()
+        }
+        _ => name,
     }
 }
 

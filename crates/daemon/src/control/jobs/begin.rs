@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 
-use ringdisk_disk::{Disk, Error, Layer, OnError, Progress};
+use ringdisk_disk::{Disk, Error, Layer, MirrorControl, OnError, Progress};
 use ringdisk_ring::Ring;
 use ringdisk_storage::Storage;
 use serde_json::{Value, json};
@@ -31,8 +31,8 @@ pub(super) struct Asked {
     pub(super) holds: Vec<String>,
     /// How it is run.
     pub(super) terms: Terms,
-    /// What it has done at its end, for people.
-    pub(super) text: String,
+    /// Of a mirror.
+    pub(super) mirror: Option<Arc<MirrorControl>>,
 }
 
 impl DiskControl {
@@ -40,7 +40,7 @@ impl DiskControl {
     ///
     /// * `word`: what keeps the user's word while a job in the background runs.
     /// * `progress`: of the client that asks.
-    /// * `work`: the job itself.
+    /// * `work`: the job itself; gives what it has done, for people.
     ///
     /// Errors: words that have no meaning here; another change is under way; in the foreground
     /// those of the job.
@@ -53,17 +53,17 @@ impl DiskControl {
         work: impl FnOnce(Arc<Disk>, Ring, Arc<Progress>) -> W,
     ) -> Result<Value, Failure>
     where
-        W: Future<Output = Result<(), Error>> + 'static,
+        W: Future<Output = Result<String, Error>> + 'static,
     {
         let disk = self.disk()?;
-        let Asked { kind, what, holds, terms, text } = asked;
+        let Asked { kind, what, holds, terms, mirror } = asked;
         let progress = match terms.background {
             true => Arc::new(Progress::new()),
             false => Arc::clone(progress),
         };
         set(kind, &progress, &terms)?;
         let (name, for_job) = (terms.name, Arc::clone(&progress));
-        let job = self.begin_job(NewJob { name, kind, what, holds, progress: for_job })?;
+        let job = self.begin_job(NewJob { name, kind, what, holds, progress: for_job, mirror })?;
         self.settle();
         let (held, advice) = (self.held(), self.advice());
         let events = Arc::clone(disk.events());
@@ -71,7 +71,7 @@ impl DiskControl {
         let work = async move {
             let result = work.await;
             held.settle(&disk);
-            result.map_err(|error| advice.explain(Failure::from(error), None))?;
+            let text = result.map_err(|error| advice.explain(Failure::from(error), None))?;
             let mut value = chain(&disk);
             value["text"] = json!(text);
             Ok(value)
@@ -94,7 +94,7 @@ impl DiskControl {
 /// Errors: no such word; one that has no meaning here.
 fn set(kind: Kind, progress: &Progress, terms: &Terms) -> Result<(), Failure> {
     let on_error = terms.on_error().map_err(|why| Failure::new(Exit::Usage, why))?;
-    if on_error == OnError::Ignore {
+    if on_error == OnError::Ignore && kind != Kind::Mirror {
         let kind = kind.word();
         return Err(Failure::new(
             Exit::Usage,

@@ -52,11 +52,50 @@ impl Jobs {
                 job.progress().set_speed(wanted.speed);
                 job.mark();
             }
-            JobCommand::Cancel(_) => job.progress().cancel(),
+            JobCommand::Cancel(_) => return Ok(cancel(&job)),
+            JobCommand::Complete(_) => complete(&job)?,
             JobCommand::List | JobCommand::Wait(_) => {}
         }
         Ok(job.to_json())
     }
+}
+
+/// Gives a job up. A mirror whose target is in step leaves that as a copy; told so twice, or told
+/// to switch over before, it is given up, too.
+fn cancel(job: &Job) -> Value {
+    let mirror = job.mirror().filter(|it| it.is_ready() && !it.is_completing());
+    let is_left = job.progress().paused().is_none()
+        && mirror.is_some_and(|mirror| mirror.complete(false).is_ok());
+    if !is_left {
+        job.progress().cancel();
+    }
+    let mut value = job.to_json();
+    if is_left {
+        value["text"] = json!(format!(
+            "The target of '{}' is left as a copy of the disk; `ringdisk job wait` says when it is \
+             whole.",
+            job.id()
+        ));
+    }
+    value
+}
+
+/// Has a mirror switch over as soon as it is ready.
+///
+/// Errors: it is no mirror; the disk cannot switch over; it is left as a copy already.
+fn complete(job: &Job) -> Result<(), Failure> {
+    let id = job.id();
+    let Some(mirror) = job.mirror() else {
+        let text = format!("the job '{id}' (a {}) completes by itself", job.kind().word());
+        return Err(Failure::new(Exit::Usage, text)
+            .hint(format!("`ringdisk job wait {id}` waits for its end")));
+    };
+    if mirror.is_completing() {
+        return Err(Failure::new(Exit::Usage, format!("the job '{id}' was told to end already"))
+            .hint(format!("`ringdisk job wait {id}` waits for its end")));
+    }
+    mirror.complete(true)?;
+    Ok(())
 }
 
 /// Errors: the job has ended, or was cancelled.
@@ -73,7 +112,7 @@ fn check_goes_on(job: &Job) -> Result<(), Failure> {
     }
 }
 
-/// Waits for the end of a job.
+/// Waits for the end of a job; of a mirror that nobody has told to end: until it is ready.
 ///
 /// Errors: why it failed; the client has left.
 async fn wait(ring: &Ring, job: &Job, progress: &Progress) -> Result<Value, Failure> {
@@ -81,6 +120,9 @@ async fn wait(ring: &Ring, job: &Job, progress: &Progress) -> Result<Value, Fail
         progress.set_total(job.progress().total());
         progress.set_done(job.progress().done());
         let turn = progress.turn();
+        if job.state() == State::Ready && job.mirror().is_some_and(|it| !it.is_completing()) {
+            return Ok(job.to_json());
+        }
         if progress.is_cancelled() {
             return Err(Failure::new(Exit::General, "nobody waits any longer"));
         }

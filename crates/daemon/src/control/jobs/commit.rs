@@ -38,9 +38,9 @@ impl DiskControl {
         let what = format!("{} into {}", holds.join(" "), shown(base));
         holds.push(shown(base));
         let (text, terms) = (committed(merged, base), wanted.job.clone().unwrap_or_default());
-        let asked = Asked { kind: Kind::Commit, what, holds, terms, text };
+        let asked = Asked { kind: Kind::Commit, what, holds, terms, mirror: None };
         self.run_job(ring, asked, word, progress, |disk, ring, progress| async move {
-            disk.commit(&ring, options, &progress).await
+            disk.commit(&ring, options, &progress).await.map(|()| text)
         })
         .await
     }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use ringdisk_disk::{Pause, Progress};
+use ringdisk_disk::{MirrorControl, Pause, Progress};
 use serde_json::{Value, json};
 
 use super::words::ON_ERROR;
@@ -24,6 +24,8 @@ pub enum Kind {
     Commit,
     /// Fills the image on top from images below it.
     Stream,
+    /// Copies the disk to a target.
+    Mirror,
 }
 
 impl Kind {
@@ -32,6 +34,7 @@ impl Kind {
         match self {
             Kind::Commit => "commit",
             Kind::Stream => "stream",
+            Kind::Mirror => "mirror",
         }
     }
 }
@@ -45,6 +48,8 @@ pub enum State {
     Running,
     /// It rests.
     Paused,
+    /// A mirror whose target is in step.
+    Ready,
     /// It was cancelled, and puts things back.
     Aborting,
     /// It has ended.
@@ -58,6 +63,7 @@ impl State {
             State::Created => "created",
             State::Running => "running",
             State::Paused => "paused",
+            State::Ready => "ready",
             State::Aborting => "aborting",
             State::Concluded => "concluded",
         }
@@ -77,6 +83,8 @@ pub struct NewJob {
     pub holds: Vec<String>,
     /// What it counts in, and is controlled by.
     pub progress: Arc<Progress>,
+    /// Of a mirror.
+    pub mirror: Option<Arc<MirrorControl>>,
 }
 
 /// A job.
@@ -87,6 +95,7 @@ pub struct Job {
     what: String,
     holds: Vec<String>,
     progress: Arc<Progress>,
+    mirror: Option<Arc<MirrorControl>>,
     since: SystemTime,
     inner: Mutex<Inner>,
 }
@@ -111,9 +120,9 @@ impl Job {
     pub(super) fn new(id: String, new: NewJob) -> Job {
         let mark = (Instant::now(), new.progress.done());
         let inner = Inner { result: None, marks: [mark; 2], waiting: Vec::new() };
-        let NewJob { kind, what, holds, progress, .. } = new;
+        let NewJob { kind, what, holds, progress, mirror, .. } = new;
         let since = SystemTime::now();
-        Job { id, kind, what, holds, progress, since, inner: Mutex::new(inner) }
+        Job { id, kind, what, holds, progress, mirror, since, inner: Mutex::new(inner) }
     }
 
     /// Its name.
@@ -141,6 +150,22 @@ impl Job {
         &self.progress
     }
 
+    /// What a mirror is completed by.
+    pub fn mirror(&self) -> Option<&Arc<MirrorControl>> {
+        self.mirror.as_ref()
+    }
+
+    /// Waits until a mirror is ready. Other jobs never are.
+    pub(super) async fn ready(&self) {
+        let is_ready = match &self.mirror {
+            Some(mirror) => mirror.ready().await,
+            None => false,
+        };
+        if !is_ready {
+            std::future::pending::<()>().await;
+        }
+    }
+
     /// A panic elsewhere leaves it valid, so poison is ignored.
     fn inner(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
@@ -156,6 +181,7 @@ impl Job {
         }
         match (self.progress.paused(), self.progress.total()) {
             (Some(_), _) => State::Paused,
+            (None, _) if self.mirror.as_ref().is_some_and(|it| it.is_ready()) => State::Ready,
             (None, 0) => State::Created,
             (None, _) => State::Running,
         }

@@ -15,6 +15,7 @@ mod commands;
 mod commit;
 mod job;
 mod list;
+mod mirror;
 mod run;
 mod stream;
 pub mod words;

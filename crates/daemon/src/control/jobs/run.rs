@@ -34,11 +34,16 @@ pub(super) async fn run(
             tell(job, events, state);
         }
         let mut changed = pin!(job.progress().changed(turn));
+        let mut ready = pin!(job.ready());
         let ended = poll_fn(|context| {
             if let Poll::Ready(result) = work.as_mut().poll(context) {
                 return Poll::Ready(Some(result));
             }
             if told == State::Created && job.state() != told {
+                return Poll::Ready(None);
+            }
+            let may_get_ready = matches!(told, State::Created | State::Running);
+            if may_get_ready && ready.as_mut().poll(context).is_ready() {
                 return Poll::Ready(None);
             }
             changed.as_mut().poll(context).map(|()| None)

@@ -43,10 +43,11 @@ impl DiskControl {
             what,
             holds: all_shown(&layers[..(end + 1).min(layers.len())]),
             terms: wanted.job.clone().unwrap_or_default(),
-            text: streamed(top, dropped, layers.get(end).map(|base| &**base)),
+            mirror: None,
         };
+        let text = streamed(top, dropped, layers.get(end).map(|base| &**base));
         self.run_job(ring, asked, word, progress, move |disk, ring, progress| async move {
-            disk.stream(&ring, StreamOptions { base }, &progress).await
+            disk.stream(&ring, StreamOptions { base }, &progress).await.map(|()| text)
         })
         .await
     }

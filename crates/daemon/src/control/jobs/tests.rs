@@ -21,6 +21,7 @@ fn new(name: Option<&str>, holds: &[&str]) -> NewJob {
         what: String::from("a into b"),
         holds: holds.iter().map(|&name| name.to_owned()).collect(),
         progress: Arc::new(Progress::new()),
+        mirror: None,
     }
 }
 

@@ -113,15 +113,18 @@ pub enum JobCommand {
     Resume(Named),
     /// It may copy so much in a second.
     Limit(NewSpeed),
-    /// It is given up.
+    /// It is given up; a mirror that is ready leaves its target as a copy.
     Cancel(Named),
-    /// The answer comes when it has ended.
+    /// A mirror switches over to its target as soon as that is in step.
+    Complete(Named),
+    /// The answer comes when it has ended, or is a mirror that is ready and not told to end.
     Wait(Named),
 }
 
 impl JobCommand {
     /// All names.
-    pub const NAMES: &str = "job-list, job-pause, job-resume, job-limit, job-cancel, job-wait";
+    pub const NAMES: &str = "job-list, job-pause, job-resume, job-limit, job-cancel, \
+                             job-complete, job-wait";
 
     /// Its name and arguments.
     pub fn parts(&self) -> (&'static str, Value) {
@@ -131,6 +134,7 @@ impl JobCommand {
             JobCommand::Resume(named) => ("job-resume", json!(named)),
             JobCommand::Limit(speed) => ("job-limit", json!(speed)),
             JobCommand::Cancel(named) => ("job-cancel", json!(named)),
+            JobCommand::Complete(named) => ("job-complete", json!(named)),
             JobCommand::Wait(named) => ("job-wait", json!(named)),
         }
     }
@@ -156,6 +160,7 @@ impl JobCommand {
             "job-resume" => of(name, arguments).map(JobCommand::Resume),
             "job-limit" => of(name, arguments).map(JobCommand::Limit),
             "job-cancel" => of(name, arguments).map(JobCommand::Cancel),
+            "job-complete" => of(name, arguments).map(JobCommand::Complete),
             "job-wait" => of(name, arguments).map(JobCommand::Wait),
             _ => return None,
         })
@@ -169,6 +174,7 @@ impl JobCommand {
             JobCommand::Pause(named)
             | JobCommand::Resume(named)
             | JobCommand::Cancel(named)
+            | JobCommand::Complete(named)
             | JobCommand::Wait(named) => Some(&named.id),
         }
     }

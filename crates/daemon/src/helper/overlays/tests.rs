@@ -391,3 +391,40 @@ fn a_file_that_a_note_names_keeps_its_name() {
     assert_eq!(world.order(FORGET, over, b"").kind, DONE);
     refused(&world.order(REMOVE, base, b""), Errno::BUSY);
 }
+
+#[test]
+fn the_target_of_a_mirror_is_opened_and_never_removed_and_its_directory_goes_with_it() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = |name: &str| directory.path().join(name);
+    for name in ["images", "other"] {
+        std::fs::create_dir(path(name)).expect("mkdir");
+    }
+    std::fs::write(path("other/copy"), "bytes").expect("write");
+    let of = |name: &str| named(path(name)).expect("it is there").1;
+    let (id, beside) = (of("other/copy"), of("other"));
+    let told = named(path("images")).expect("it is there");
+    let mut overlays = Overlays::hold(&[told], &[], None, "", &[]);
+    assert_eq!(overlays.again(id, OFlags::RDWR).map(drop), Err(Errno::ACCESS));
+    // The name leads to another file than the user has seen.
+    assert_eq!(overlays.adopt(&path("other/copy"), of("images")), Err(Errno::NOENT));
+    assert_eq!(overlays.adopt(&path("other/gone"), id), Err(Errno::NOENT));
+    assert_eq!(overlays.make(beside, b"over").map(drop), Err(Errno::ACCESS));
+
+    assert_eq!(overlays.adopt(&path("other/copy"), id), Ok(()));
+    assert_eq!(overlays.again(id, OFlags::RDWR).map(drop), Ok(()));
+    assert_eq!(overlays.remove(id), Err(Errno::BUSY));
+    assert_eq!(overlays.make(beside, b"over").map(drop), Ok(()));
+    let over = of("other/over");
+    for gone in [over, id] {
+        let fields = format!("{}\0{}", gone.0, gone.1);
+        overlays.carry_out(FORGET, fields.as_bytes()).expect("an answer");
+    }
+    assert_eq!(overlays.again(id, OFlags::RDWR).map(drop), Err(Errno::ACCESS));
+    assert_eq!(overlays.make(beside, b"more").map(drop), Err(Errno::ACCESS));
+    assert_eq!(std::fs::read(path("other/copy")).expect("it stays"), b"bytes");
+
+    // A process that makes no overlays makes none there either.
+    let mut strict = Overlays::default();
+    assert_eq!(strict.adopt(&path("other/copy"), id), Ok(()));
+    assert_eq!(strict.make(beside, b"more").map(drop), Err(Errno::ACCESS));
+}

@@ -80,6 +80,12 @@ pub(super) fn pivot_refusal(disk: &Disk, target: &Disk) -> Option<String> {
                 .to_owned(),
         );
     }
+    if let Err(why) = disk.chain_watch().check(&target.graph().layers[0]) {
+        return Some(format!(
+            "the target would be the image on top, which the next process of a kept disk opens by \
+             its name, and {why}"
+        ));
+    }
     let (size, len) = (disk.graph().size(), target.graph().size());
     if size != len {
         return Some(format!(

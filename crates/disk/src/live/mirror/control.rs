@@ -72,6 +72,11 @@ impl MirrorControl {
         Ok(())
     }
 
+    /// Whether [`MirrorControl::complete`] was called.
+    pub fn is_completing(&self) -> bool {
+        self.state().wanted.is_some()
+    }
+
     /// What [`MirrorControl::complete`] was called with.
     pub(super) fn wanted(&self) -> Option<bool> {
         self.state().wanted
@@ -130,7 +135,7 @@ impl MirrorControl {
     }
 }
 
-fn cannot_switch(reason: &str) -> Error {
+pub(super) fn cannot_switch(reason: &str) -> Error {
     let text = format!("the disk cannot switch over to the target: {reason}");
     Error::new(ErrorKind::Unsupported, text)
 }

@@ -27,6 +27,7 @@ mod copy;
 mod finish;
 
 use std::cell::Cell;
+use std::path::Path;
 use std::sync::Arc;
 
 use ringdisk_qcow2::GuestOffset;
@@ -35,7 +36,8 @@ use ringdisk_ring::{Errno, Ring};
 use super::Busy;
 use crate::graph::{Content, Graph, Mirror, Target, Tracker};
 use crate::layer::Pending;
-use crate::{Disk, Error, ErrorKind, Progress};
+use crate::name::is_export;
+use crate::{Disk, Error, ErrorKind, Format, ImageOptions, Progress, Source};
 
 pub use control::MirrorControl;
 
@@ -124,6 +126,61 @@ struct Run<'a> {
 }
 
 impl Disk {
+    /// Opens an image to mirror this disk to: as the disk itself was opened, for writing, and
+    /// whole. Images of the disk may lie below it. Changes nothing: who asks for the mirror has the
+    /// rights to make notes at the file, and has made them.
+    ///
+    /// * `path`: of a file or device, or the address of an NBD export.
+    /// * `protect_raw`: as [`ImageOptions::protect_raw`].
+    ///
+    /// Errors: as [`Disk::open`].
+    pub async fn open_mirror(
+        &self,
+        ring: &Ring,
+        path: &Path,
+        format: Option<Format>,
+        protect_raw: bool,
+    ) -> Result<Arc<Disk>, Error> {
+        let layers = self.layers();
+        let names = layers.iter().filter_map(|layer| layer.file().map(|_| layer.name()));
+        let files = names.filter(|name| !is_export(name) && name.exists());
+        let options = ImageOptions {
+            format,
+            ask_for_raw: true,
+            protect_raw,
+            raw_is_noted: true,
+            note_names: false,
+            read_only: false,
+            auto_read_only: false,
+            window_offset: 0,
+            window_size: None,
+            partition: None,
+            known_paths: files.map(Path::to_owned).collect(),
+            overlay: None,
+            temporary: false,
+            inactive: false,
+            wait_for_locks: None,
+            without_backing: false,
+            internal_snapshot: None,
+            force_share: false,
+            ..self.options().clone()
+        };
+        Disk::open(ring, Source::Path(path.to_owned()), &options).await
+    }
+
+    /// Whether [`Disk::mirror`] to this target can begin, and end as asked.
+    ///
+    /// * `pivots`: it is to end with a switch-over.
+    ///
+    /// Errors: as there.
+    pub fn check_mirror(&self, target: &Arc<Disk>, pivots: bool) -> Result<(), Error> {
+        checks::check(self, target)?;
+        match checks::pivot_refusal(self, target).filter(|_| pivots) {
+            Some(why) => Err(control::cannot_switch(&why)),
+            None => Ok(()),
+        }
+    }
+
     /// Copies the disk to another one while clients work, and stays in step with it until
     /// [`MirrorControl::complete`] is called.
     ///
