@@ -21,6 +21,8 @@ use ratatui::{Frame, Terminal, TerminalOptions, Viewport};
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::metrics::Sample;
 use ringdisk_disk::Progress;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::termios::tcgetwinsize;
 
 use super::state::State;
@@ -68,7 +70,10 @@ fn live(args: &TopArgs, progress: &Progress, screen: &mut Screen) -> io::Result<
             Err(TryRecvError::Empty) => {}
             Err(TryRecvError::Disconnected) => return Err(io::Error::other("no samples")),
         }
-        while event::poll(if is_changed { Duration::ZERO } else { POLL_INTERVAL })? {
+        if !wait_for_keys(if is_changed { Duration::ZERO } else { POLL_INTERVAL })? {
+            return Ok(());
+        }
+        while event::poll(Duration::ZERO)? {
             is_changed = true;
             let key = match event::read()? {
                 Event::Key(key) if key.kind != KeyEventKind::Release => key,
@@ -84,6 +89,17 @@ fn live(args: &TopArgs, progress: &Progress, screen: &mut Screen) -> io::Result<
         }
     }
     Ok(())
+}
+
+/// Waits for keys. `false`: the terminal has gone; crossterm would read its end again and again.
+fn wait_for_keys(limit: Duration) -> io::Result<bool> {
+    let keyboard = rustix::stdio::stdin();
+    let mut waits = [PollFd::new(&keyboard, PollFlags::IN)];
+    match poll(&mut waits, Timespec::try_from(limit).ok().as_ref()) {
+        Ok(_) => Ok(!waits[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)),
+        Err(Errno::INTR) => Ok(true),
+        Err(errno) => Err(errno.into()),
+    }
 }
 
 fn millis(time: Duration) -> u64 {
