@@ -45,6 +45,10 @@ impl Below for Chain<'_> {
         }
         false
     }
+
+    fn is_there(&self) -> bool {
+        !self.0.is_empty()
+    }
 }
 
 impl<'a> Chain<'a> {

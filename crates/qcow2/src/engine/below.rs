@@ -25,6 +25,12 @@ pub trait Below {
     /// Whether the chain may have anything but zeroes in a range. False is a promise: there is no
     /// chain, or it ends before.
     fn has_data(&self, offset: GuestOffset, len: u64) -> bool;
+
+    /// Whether there is a chain. An image that names a backing file and has none here was opened
+    /// without it: what is cleared has to stay so when it is opened with it.
+    fn is_there(&self) -> bool {
+        true
+    }
 }
 
 /// No backing file.
@@ -38,6 +44,10 @@ impl Below for Nothing {
     }
 
     fn has_data(&self, _offset: GuestOffset, _len: u64) -> bool {
+        false
+    }
+
+    fn is_there(&self) -> bool {
         false
     }
 }

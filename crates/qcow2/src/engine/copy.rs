@@ -130,7 +130,15 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Whether a range certainly reads as zeroes, as far as the cache knows.
+    /// Whether what is not allocated in a range may read as anything but zeroes, now or when the
+    /// image is opened with the backing file that it names.
+    pub(super) fn may_show<B: Below>(&self, offset: GuestOffset, len: u64, below: &B) -> bool {
+        let is_hidden = self.info.backing_file.is_some() && !below.is_there();
+        is_hidden || below.has_data(offset, len)
+    }
+
+    /// Whether a range certainly reads as zeroes, as far as the cache knows, also with the backing
+    /// file that the image names.
     pub(super) fn reads_zero<B: Below>(&self, offset: GuestOffset, len: u64, below: &B) -> bool {
         let end = offset.saturating_add(len).min(self.geometry.end());
         let mut at = offset;
@@ -138,7 +146,7 @@ impl Qcow2 {
             let Ok(Some(extent)) = self.map_cached(at, end - at) else { return false };
             let zero = match extent.kind {
                 ExtentKind::Zero { .. } => true,
-                ExtentKind::Unallocated => !below.has_data(at, extent.len),
+                ExtentKind::Unallocated => !self.may_show(at, extent.len, below),
                 ExtentKind::Data { .. } | ExtentKind::Compressed(_) => false,
             };
             if !zero {

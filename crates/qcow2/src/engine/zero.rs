@@ -168,7 +168,7 @@ impl Qcow2 {
         let index = self.geometry.l1_index(at);
         if self.table_offset(index)?.is_none() {
             let end = self.geometry.table_end(index).min(last);
-            if !below.has_data(at, end - at) && !self.info.data_file_raw {
+            if !self.may_show(at, end - at, below) && !self.info.data_file_raw {
                 return Ok(end);
             }
         }
@@ -263,14 +263,15 @@ impl Qcow2 {
         let own = Rules::is_own(old);
         let empty = old.entry & !ZERO == 0 && host.is_none() && old.bitmap == 0;
         let covered = self.geometry.end().min(start + cluster_size) - start;
-        if empty && !self.rules.is_zero(old) && !below.has_data(start, covered) {
+        let may_show = || self.may_show(start, covered, below);
+        if empty && !self.rules.is_zero(old) && !may_show() {
             return;
         }
         let new = if self.geometry.extended {
             self.clear_subclusters(old, from, to, space)
         } else if self.info.version < 3 {
             // No flag says "zeroes": only nothing over nothing reads so.
-            (space != Space::Keep && !below.has_data(start, covered)).then(Words::default)
+            (space != Space::Keep && !may_show()).then(Words::default)
         } else {
             let keeps = own && host.is_some() && space != Space::Free;
             let pinned = own && host.is_some() && self.info.data_file_raw;
@@ -278,7 +279,7 @@ impl Qcow2 {
             Some(Words { entry, bitmap: 0 })
         };
         let Some(new) = new else {
-            if !empty || below.has_data(start, covered) {
+            if !empty || may_show() {
                 change.by_hand.push(index);
             }
             return;

@@ -229,3 +229,31 @@ fn what_is_no_device_of_the_kernel_is_refused_before_anything_is_served() {
         assert!(said.contains(wanted), "{words:?}: {said}");
     }
 }
+
+#[test]
+fn what_is_cleared_without_the_backing_file_stays_so_with_it() {
+    for version in ["compat=v3", "compat=v3,extended_l2=on", "compat=v2"] {
+        let place = Place::new("qcow2");
+        let (base, socket) = (text(&place.image), text(&place.socket));
+        ok_words(&["qemu-io", "-f", "qcow2", "-c", "write -P 5 0 2M", base]);
+        let top = place.path("top.qcow2");
+        let top = text(&top);
+        let words = ["qemu-img", "create", "-q", "-f", "qcow2", "-F", "qcow2", "-o", version];
+        ok_words(&[&words[..], &["-b", base, top]].concat());
+        let name = format!(
+            "json:{{'driver':'qcow2','file':{{'driver':'file','filename':'{top}'}},'backing':null}}"
+        );
+        let words = ["--fork", "-k", socket, "--discard=unmap", "--detect-zeroes=unmap", &name];
+        let started = output(&words);
+        assert!(started.status.success(), "{started:?}");
+        let clear =
+            ["-c", "write -z -u 0 64k", "-c", "write -z 128k 64k", "-c", "write -P 0 256k 64k"];
+        ok_words(&[&["qemu-io", "-f", "raw"], &clear[..], &[&uri(&place.socket)]].concat());
+        assert!(until(SOON, || (!place.socket.exists()).then_some(())).is_some());
+        let read = ["read -P 0 0 64k", "read -P 0 128k 64k", "read -P 0 256k 64k"];
+        for read in read.into_iter().chain(["read -P 5 512k 64k"]) {
+            ok_words(&["qemu-io", "-f", "qcow2", "-c", read, top]);
+        }
+        ringdisk_testkit::images::assert_clean(Path::new(top));
+    }
+}
