@@ -21,11 +21,6 @@ use crate::transport::Transport;
 /// While a client waits for room, a handshake may take so long: those who say nothing take no place
 /// from those who would. A handshake with TLS takes nine round trips at most.
 const HURRIED: Duration = Duration::from_secs(2);
-/// Replies that a Unix socket holds for its client, bytes; the kernel doubles that for what it keeps
-/// beside them, and allows less where net.core.wmem_max says so. With its own default it takes less
-/// than one reply of 256 KiB, so client and server wait for each other all the time. A socket of
-/// TCP finds its size by itself.
-pub(crate) const SEND_BYTES: usize = 512 << 10;
 /// At the end of an encrypted connection its client may take so long to read that.
 const CLOSE_LIMIT: Duration = Duration::from_secs(1);
 
@@ -90,7 +85,7 @@ async fn speak(
     let export = Arc::clone(&agreed.export);
     if sockopt::socket_domain(socket) == Ok(AddressFamily::UNIX) {
         // Refused, it is slower and nothing else.
-        let _ = sockopt::set_socket_send_buffer_size(socket, SEND_BYTES);
+        let _ = sockopt::set_socket_send_buffer_size(socket, session::SEND_BYTES);
     }
     let served = match queue.begin_session(&export, socket) {
         true => session::run(queue, transport, agreed, input).await,

@@ -4,9 +4,9 @@
 //! sleeps pays a wake-up; one that polls takes a CPU that its client may need. Which
 //! is cheaper depends on the client, so the policy tries and learns: a poll that found work pays,
 //! one that did not costs. After misses it pauses, each time for longer; after a long sleep (an
-//! idle export) it does not poll at all. Where threads that need the CPU all the time take it from a
-//! poll, the thread sleeps: the scheduler lets a thread that wakes up go before those, and one that
-//! polls wait for all of them.
+//! idle export) it does not poll at all. Where threads that need the CPU all the time take it from
+//! a poll, the thread sleeps: the scheduler lets a thread that wakes up go before those, and one
+//! that polls wait for all of them.
 
 use std::time::{Duration, Instant};
 

@@ -397,8 +397,8 @@ fn a_poll_that_loses_its_cpu_is_not_tried_again_for_a_while() {
     assert!(!spin.budget().is_zero(), "the next trial");
 }
 
-/// The scheduler makes a thread that polls wait for every other one that wants the CPU, and lets one
-/// that wakes up go first.
+/// The scheduler makes a thread that polls wait for every other one that wants the CPU, and lets
+/// one that wakes up go first.
 #[test]
 fn a_ring_whose_cpu_others_want_sleeps_and_does_not_poll() {
     let config =

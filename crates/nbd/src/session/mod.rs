@@ -21,7 +21,6 @@ use std::sync::Arc;
 use ringdisk_nbd_protocol::request::Style;
 use ringdisk_ring::{IoBuf, Parker, Ring};
 
-use crate::connection::SEND_BYTES;
 use crate::end::End;
 use crate::exported::Exported;
 use crate::handshake::Agreed;
@@ -42,12 +41,18 @@ pub(crate) const HEAD_BYTES: usize = 4096;
 /// Larger requests of a connection in flight, bytes together: one of the largest, or several.
 pub(crate) const LARGE_BYTES_MAX: usize = 32 << 20;
 
+/// Replies that a Unix socket holds for its client, bytes; the kernel doubles that for what it
+/// keeps beside them, and allows less where `net.core.wmem_max` says so. With its own default it
+/// takes less than one reply of 256 KiB, so client and server wait for each other all the time. A
+/// socket of TCP finds its size by itself.
+pub(crate) const SEND_BYTES: usize = 512 << 10;
+
 /// Pieces of memory of larger requests that are kept.
 const SPARES_MAX: usize = 16;
 
 /// Memory for data of a connection at most, bytes: 128 slots of 256 KiB and a page, requests that
-/// are larger (32 MiB together and a page each), the input, and what the kernel holds in the socket.
-/// About 66 MiB; pages that no request has used are not there.
+/// are larger (32 MiB together and a page each), the input, and what the kernel holds in the
+/// socket. About 66 MiB; pages that no request has used are not there.
 pub const CONNECTION_BYTES_MAX: usize =
     REQUESTS_MAX * (SMALL_BYTES + 2 * HEAD_BYTES) + LARGE_BYTES_MAX + INPUT_BYTES + 2 * SEND_BYTES;
 

@@ -80,9 +80,9 @@ impl Ring {
         self.0.polling_held.set(held);
     }
 
-    /// Another request is served from now on. Whether polling pays is learned apart for a thread that
-    /// waits for the storage, i.e. with requests that are served, and for one that waits for more
-    /// requests.
+    /// Another request is served from now on. Whether polling pays is learned apart for a thread
+    /// that waits for the storage, i.e. with requests that are served, and for one that waits for
+    /// more requests.
     #[inline]
     pub fn begin_request(&self) {
         self.0.requests.set(self.0.requests.get() + 1);
