@@ -36,10 +36,15 @@ impl Run<'_> {
     pub(super) async fn until_complete(&self) -> Result<MirrorEnd, Error> {
         self.control.check()?;
         self.first_copy().await.map_err(refusal)?;
+        // Clients who write faster than the target takes it wait for it until it is in step:
+        // otherwise it never would be.
+        let mut is_behind = false;
         loop {
             let wanted = self.control.wanted();
-            self.mirror.set_in_step(self.options.write_blocking || wanted.is_some());
+            let blocks = self.options.write_blocking || wanted.is_some() || is_behind;
+            self.mirror.set_in_step(blocks);
             let is_small = self.catch_up().await.map_err(refusal)?;
+            is_behind = !is_small;
             if is_small {
                 self.control.set_ready();
             }

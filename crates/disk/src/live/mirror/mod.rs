@@ -60,7 +60,8 @@ pub struct MirrorOptions {
     /// What is copied at the beginning.
     pub sync: MirrorSync,
     /// After the first copy each write of a client goes to the target before it is answered.
-    /// Otherwise that is so only while the mirror completes.
+    /// Otherwise that is so only while the mirror completes, and while clients write faster than
+    /// the target takes it.
     pub write_blocking: bool,
 }
 
