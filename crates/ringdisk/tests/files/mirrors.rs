@@ -272,7 +272,8 @@ fn a_disk_switches_over_to_an_export_and_finds_its_server_again() {
     assert_pattern(disk.path(), 8, 62 * MIB, MIB);
     assert_eq!(disk.stop().code(), Some(0));
     daemon.stop(&[]);
-    assert!(piece(&image, 0, MIB as usize) == pattern(2, 0, MIB as usize));
+    let expected = pattern(2, 0, 1 << 20);
+    assert!(piece(&image, 0, expected.len()) == expected);
     assert_pattern(&image, 8, 62 * MIB, MIB);
     assert_written(&image, written);
 }
