@@ -183,6 +183,15 @@ fn top_follows_the_size_of_its_terminal_and_gives_it_back_after_sigterm() {
     });
     terminal.signal(Signal::TERM);
     assert_eq!(terminal.ends(), "0");
+    // A terminal that has gone: nobody is left to end it.
+    let mut terminal = Terminal::start(80, &format!("--filter {}", disk.text()));
+    terminal.shows_words("q quit");
+    let pid = terminal.file("pid");
+    terminal.script.kill().expect("kill");
+    terminal.script.wait().expect("it ends");
+    let state = || fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let gone = until(LIMIT, || (state().is_empty() || state().contains(") Z ")).then_some(()));
+    gone.unwrap_or_else(|| panic!("it goes on: {}", state()));
     // As often as was asked for.
     let terminal = Terminal::start(80, "--every 100ms -n 2");
     assert_eq!(terminal.ends(), "0");

@@ -152,8 +152,15 @@ fn held_by(job: &Job, images: &[String]) -> Failure {
         Some(image) => format!("holds the image {image}"),
         None => String::from("is changing the chain of the disk"),
     };
-    Failure::new(Exit::Locked, format!("the job '{id}' ({kind}, {}) {why}", job.state().word()))
-        .hint(format!(
+    let hint = match job.state() {
+        State::Ready => format!(
+            "`ringdisk job complete {id}` switches over to the copy, `ringdisk job cancel {id}` \
+             leaves it"
+        ),
+        _ => format!(
             "`ringdisk job wait {id}` waits for its end, `ringdisk job cancel {id}` gives it up"
-        ))
+        ),
+    };
+    Failure::new(Exit::Locked, format!("the job '{id}' ({kind}, {}) {why}", job.state().word()))
+        .hint(hint)
 }
