@@ -34,7 +34,8 @@ impl Qcow2 {
     /// * `below`: the backing chain, [`Nothing`](crate::Nothing) without one.
     ///
     /// Errors: `InvalidRequest` for a size or options that do not fit the image (smaller without
-    /// `shrink`, version 2 with snapshots, inconsistent bitmaps, …), `TooLarge`, `Corrupt`, `Io`.
+    /// `shrink`, version 2 with snapshots, inconsistent bitmaps, larger without the backing file
+    /// that it names, …), `TooLarge`, `Corrupt`, `Io`.
     pub async fn resize<B: Below>(
         &mut self,
         ring: &Ring,
@@ -64,6 +65,14 @@ impl Qcow2 {
             return Ok(());
         }
         if size > self.virtual_size() {
+            if self.info.backing_file.is_some() && !below.is_there() {
+                return Err(self.refused(
+                    "it names a backing file and is open without it, so nobody knows what of that \
+                     would show in the part that is added",
+                    "open it with its backing file, or remove the name first (ringdisk rebase -u \
+                     -b '')",
+                ));
+            }
             // Damage there is found while the image is still in use, and goes on to be readable.
             self.meet_tail(ring).await?;
         }

@@ -136,6 +136,30 @@ impl Below for Sevens {
     }
 }
 
+/// An image that names a backing file but is opened without it.
+#[test]
+fn a_disk_does_not_grow_without_the_backing_file_that_it_names() {
+    let images = Images::new();
+    std::fs::write(images.path("base"), vec![7; 3 * MIB as usize]).expect("a file");
+    let words = ["create", "-q", "-f", "qcow2", "-b", "base", "-F", "raw", NAME];
+    images.qemu_img(&[&words[..], &[&MIB.to_string()]].concat());
+    let mut runtime = runtime();
+    let ring = runtime.ring().clone();
+    runtime.block_on(async {
+        let options = OpenOptions { writable: true, ..OpenOptions::default() };
+        let file = storage(&images.path(NAME));
+        let mut image = Qcow2::open(&ring, file, &options).await.expect("an image");
+        let resize = ResizeOptions { shrink: true, preallocation: Preallocation::Off };
+        let refused = image.resize(&ring, 4 * MIB, &resize, &Nothing).await.expect_err("larger");
+        assert!(refused.to_string().contains("open without it"), "{refused}");
+        // What becomes smaller shows nothing new.
+        image.resize(&ring, MIB / 2, &resize, &Nothing).await.expect("a smaller disk");
+        image.close(&ring).await.expect("a clean close");
+    });
+    assert_same("smaller", &images.converted(NAME), &vec![7; MIB as usize / 2]);
+    images.qemu_img(&["check", "-q", NAME]);
+}
+
 #[test]
 fn a_longer_backing_file_does_not_show_in_the_new_part() {
     let shapes = ["", "compat=0.10", "cluster_size=512", "cluster_size=16384,extended_l2=on"];
