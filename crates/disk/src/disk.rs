@@ -17,6 +17,7 @@ use crate::graph::{Drained, Gateway, Graph, Pass, State, Window};
 use crate::layer::{Layer, Node, Raw, SectorGuard};
 use crate::notices::Notices;
 use crate::options::{DetectZeroes, Discard};
+use crate::request::CopyOnRead;
 use crate::task_mutex::TaskMutex;
 use crate::watch::{ChainWatch, SizeWatch, Watchers};
 use crate::{Cache, ImageOptions, NullOptions};
@@ -53,6 +54,7 @@ pub struct Disk {
     /// The limits of its clients, once there were any.
     pub(crate) limit: OnceLock<Arc<Member>>,
     pub(crate) notices: Notices,
+    pub(crate) copy_on_read: CopyOnRead,
     /// A write-back was asked for, and the ring of its task was closed: the next request starts
     /// another one.
     pub(crate) is_write_back_orphaned: AtomicBool,
@@ -129,6 +131,7 @@ impl Disk {
         let mut graph = Graph::new(layers.into_iter().map(Arc::new).collect());
         graph.state = parts.state;
         graph.window = parts.window;
+        let copies_on_read = parts.options.copy_on_read;
         Arc::new_cyclic(|this| Disk {
             size: AtomicU64::new(graph.visible_size()),
             gateway: Gateway::new(graph),
@@ -146,6 +149,7 @@ impl Disk {
             chain_watch: ChainWatch::default(),
             limit: OnceLock::new(),
             notices: Notices::default(),
+            copy_on_read: CopyOnRead::new(copies_on_read),
             is_write_back_orphaned: AtomicBool::new(false),
             this: Weak::clone(this),
         })

@@ -280,6 +280,9 @@ pub struct ImageOptions {
     pub discard_no_unref: bool,
     /// Writes of zeroes.
     pub detect_zeroes: DetectZeroes,
+    /// What is read of the layers below is kept in the top image, too (QEMU's filter
+    /// `copy-on-read`); [`Disk::set_copy_on_read`](crate::Disk::set_copy_on_read) changes it.
+    pub copy_on_read: bool,
     /// Refcounts of the top image are written lazily; `None`: as the image says.
     pub lazy_refcounts: Option<bool>,
     /// Writes go to a temporary overlay that vanishes with the disk; the image and its chain are

@@ -56,7 +56,8 @@ fn serve(mut stream: UnixStream) -> Result<(), Failure> {
         let mut at = 0;
         out.clear();
         while len - at >= COMPACT_BYTES {
-            let request = Request::parse(Style::Compact, &input[at..]).map_err(|_| "no request")?;
+            let request =
+                Request::parse(Style::Structured, &input[at..]).map_err(|_| "no request")?;
             let bytes = usize::try_from(request.len)?;
             let payload = if request.command == command::WRITE { bytes } else { 0 };
             if len - at < COMPACT_BYTES + payload {

@@ -21,6 +21,8 @@ use crate::transport::Transport;
 /// While a client waits for room, a handshake may take so long: those who say nothing take no place
 /// from those who would. A handshake with TLS takes nine round trips at most.
 const HURRIED: Duration = Duration::from_secs(2);
+/// Or so long, when it has not sent a byte: clients speak one round trip after the greeting.
+const SILENT: Duration = Duration::from_millis(200);
 /// At the end of an encrypted connection its client may take so long to read that.
 const CLOSE_LIMIT: Duration = Duration::from_secs(1);
 
@@ -71,7 +73,7 @@ async fn speak(
     let agreed = {
         let handshake = handshake(queue, transport, &mut input);
         match queue.shared.handshake_limit {
-            Some(limit) => in_time(queue, limit, handshake).await?,
+            Some(limit) => in_time(queue, transport, limit, handshake).await?,
             None => handshake.await?,
         }
     };
@@ -101,6 +103,7 @@ async fn speak(
 /// Awaits a handshake for so long, and less while a client waits for room.
 async fn in_time<T>(
     queue: &Queue,
+    transport: &Transport,
     limit: Duration,
     handshake: impl Future<Output = Result<T, End>>,
 ) -> Result<T, End> {
@@ -108,10 +111,12 @@ async fn in_time<T>(
     let begun = Instant::now();
     loop {
         let left = limit.saturating_sub(begun.elapsed());
-        let ended = queue.ring.within(left.min(HURRIED), handshake.as_mut()).await;
+        let ended = queue.ring.within(left.min(SILENT), handshake.as_mut()).await;
+        let has_to_hurry = || begun.elapsed() >= HURRIED || !transport.has_heard();
         match ended {
             Ok(result) => return result,
-            Err(_) if left <= HURRIED || queue.shared.is_crowded() => return Err(End::TooSlow),
+            Err(_) if left <= SILENT => return Err(End::TooSlow),
+            Err(_) if queue.shared.is_crowded() && has_to_hurry() => return Err(End::TooSlow),
             Err(_) => {}
         }
     }

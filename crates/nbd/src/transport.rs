@@ -4,7 +4,7 @@
 //! one branch for each system call; once it is encrypted it never is plain again, so what a third
 //! party put into the stream before that is not taken for the client's.
 
-use std::cell::OnceCell;
+use std::cell::{Cell, OnceCell};
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 
@@ -19,12 +19,13 @@ pub(crate) struct Transport {
     ring: Ring,
     socket: Rc<OwnedFd>,
     tls: OnceCell<TlsStream>,
+    has_heard: Cell<bool>,
 }
 
 impl Transport {
     pub(crate) fn new(ring: &Ring, socket: &Rc<OwnedFd>) -> Rc<Transport> {
         let (ring, socket) = (ring.clone(), Rc::clone(socket));
-        Rc::new(Transport { ring, socket, tls: OnceCell::new() })
+        Rc::new(Transport { ring, socket, tls: OnceCell::new(), has_heard: Cell::new(false) })
     }
 
     fn fd(&self) -> Fd {
@@ -33,6 +34,11 @@ impl Transport {
 
     pub(crate) fn is_encrypted(&self) -> bool {
         self.tls.get().is_some()
+    }
+
+    /// Whether the client has sent anything.
+    pub(crate) fn has_heard(&self) -> bool {
+        self.has_heard.get()
     }
 
     /// Encrypts all from now on. Panics when it is encrypted already.
@@ -53,7 +59,10 @@ impl Transport {
         }
         loop {
             match self.ring.read(self.fd(), 0, to).await {
-                Ok(count) => return Ok(count as usize),
+                Ok(count) => {
+                    self.has_heard.set(count > 0 || self.has_heard.get());
+                    return Ok(count as usize);
+                }
                 Err(Errno::INTR) => {}
                 Err(errno) => return Err(errno.into()),
             }

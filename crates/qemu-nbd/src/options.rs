@@ -324,7 +324,7 @@ impl Reading {
             Id::Persistent => self.persistent = true,
             Id::Verbose => self.verbose = true,
             Id::ExportName => self.name = Some(values::name(value, "export name")?),
-            Id::Description => self.description = Some(values::name(value, "description")?),
+            Id::Description => self.description = Some(values::name(value, "export description")?),
             Id::HandshakeLimit => self.handshake_limit_s = Some(values::handshake_limit(&value)?),
             Id::AllocationDepth => self.allocation_depth = true,
             Id::Bitmap => self.bitmaps.push(values::text(&value)),

@@ -23,6 +23,7 @@ use serde_json::Value;
 pub(crate) struct Served {
     export: Export,
     name: String,
+    requires_tls: bool,
     since: Instant,
 }
 
@@ -33,6 +34,7 @@ pub(crate) struct Handle {
     stats: Arc<dyn Fn() -> Stats + Send + Sync>,
     peers: Arc<dyn Fn() -> Vec<Peer> + Send + Sync>,
     name: String,
+    requires_tls: bool,
     since: Instant,
 }
 
@@ -46,8 +48,9 @@ impl Served {
         options: NbdOptions,
     ) -> Result<Served, Failure> {
         let name = options.common.name.clone();
+        let requires_tls = options.tls.as_ref().is_some_and(|tls| tls.required);
         let export = Export::start(disks, listeners, options)?;
-        Ok(Served { export, name, since: Instant::now() })
+        Ok(Served { export, name, requires_tls, since: Instant::now() })
     }
 
     /// Takes clients from now on.
@@ -72,6 +75,7 @@ impl Served {
             stats: Arc::from(self.export.stats_reader()),
             peers: Arc::from(self.export.peers_reader()),
             name: self.name.clone(),
+            requires_tls: self.requires_tls,
             since: self.since,
         }
     }
@@ -114,6 +118,10 @@ impl Serving for Handle {
         let client =
             |Peer { export, address, pid }| SocketClient { pid, address, export: Some(export) };
         (self.peers)().into_iter().map(client).collect()
+    }
+
+    fn requires_tls(&self) -> bool {
+        self.requires_tls
     }
 
     fn topology(&self) -> Value {

@@ -489,6 +489,8 @@ impl Commands for DiskControl {
         if !matches!(command, Command::CheckpointBegin(_))
             && let Some(word) = given.pop()
         {
+            // Before, nobody is there who would take it.
+            self.entered(ring, progress).await?;
             confine::pass_on(&word);
         }
         match command {
@@ -504,6 +506,10 @@ impl Commands for DiskControl {
             Command::Metrics => Ok(metrics::to_json(&self.samples())),
             Command::Events => Ok(json!({})),
             Command::Accel(wanted) => Ok(self.accel(ring, wanted.on).await?),
+            Command::CopyOnRead(wanted) => {
+                self.disk()?.set_copy_on_read(wanted.on).map_err(Failure::from)?;
+                Ok(json!({}))
+            }
             Command::CheckpointBegin(wanted) => {
                 let _changing = self.change(ring, progress).await?;
                 let disk = self.disk()?;

@@ -168,6 +168,14 @@ pub struct Accel {
     pub on: bool,
 }
 
+/// Arguments of `copy-on-read`.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct CopyOnRead {
+    /// Whether what is read of images below is kept in the one on top.
+    pub on: bool,
+}
+
 /// Arguments of `stop`.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
@@ -216,6 +224,8 @@ pub enum Command {
     Job(JobCommand),
     /// The host kernel serves, or does not.
     Accel(Accel),
+    /// What is read of images below is kept, or not.
+    CopyOnRead(CopyOnRead),
     /// The state of the disk is kept for readers. With descriptors.
     CheckpointBegin(Box<Begin>),
     /// It is kept no longer.
@@ -247,6 +257,7 @@ impl Command {
             Command::Backing(arguments) => ("backing", json!(arguments)),
             Command::Job(command) => command.parts(),
             Command::Accel(arguments) => ("accel", json!(arguments)),
+            Command::CopyOnRead(arguments) => ("copy-on-read", json!(arguments)),
             Command::CheckpointBegin(arguments) => ("checkpoint-begin", json!(arguments)),
             Command::CheckpointEnd(arguments) => ("checkpoint-end", json!(arguments)),
             Command::CheckpointList => ("checkpoint-list", json!({})),
@@ -317,6 +328,7 @@ impl Command {
             "mirror" => of(request).map(Command::Mirror),
             "backing" => of(request).map(Command::Backing),
             "accel" => of(request).map(Command::Accel),
+            "copy-on-read" => of(request).map(Command::CopyOnRead),
             "checkpoint-begin" => of(request).map(Command::CheckpointBegin),
             "checkpoint-end" => of(request).map(Command::CheckpointEnd),
             "checkpoint-list" => of::<Nothing>(request).map(|_| Command::CheckpointList),
@@ -327,7 +339,7 @@ impl Command {
                 class: "CommandNotFound",
                 ..Refusal::usage(format!(
                     "no such command: '{}'; known: stats, topology, describe, metrics, events, \
-                     resize, snapshot, commit, stream, mirror, backing, accel, limit, \
+                     resize, snapshot, commit, stream, mirror, backing, accel, copy-on-read, limit, \
                      checkpoint-begin, checkpoint-end, checkpoint-list, checkpoint-dirty, {}, stop",
                     other.escape_debug(),
                     JobCommand::NAMES

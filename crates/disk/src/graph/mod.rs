@@ -6,6 +6,7 @@
 //! the graph that the change put in place. A graph is never changed in place.
 
 mod drain;
+pub(crate) mod fill;
 mod fleece;
 mod mirror;
 #[cfg(test)]

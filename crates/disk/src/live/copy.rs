@@ -12,16 +12,11 @@ use ringdisk_qcow2::GuestOffset;
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::chain::Chain;
+pub(crate) use crate::graph::fill::{COPY_BYTES, buffer, pieces};
 use crate::layer::{Layer, Node};
 
-/// Bytes of one copy: large enough for sequential I/O, small enough that a change of the disk does
-/// not wait long for it.
-pub(crate) const COPY_BYTES: u64 = 1 << 20;
 /// Ranges that are under way at once.
 pub(crate) const COPIES: usize = 4;
-/// Alignment of the buffers: a page suits every device.
-const ALIGN: usize = 4096;
-
 /// Source and target of a copy.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Copier<'a> {
@@ -128,12 +123,6 @@ pub(crate) async fn copy_range(
     Ok(copied)
 }
 
-/// A buffer of at least one byte and at most [`COPY_BYTES`].
-pub(crate) fn buffer(len: u64) -> IoBuf {
-    let len = usize::try_from(len.clamp(1, COPY_BYTES)).unwrap_or(ALIGN);
-    IoBuf::new(len, ALIGN)
-}
-
 /// Runs the futures that `next` gives, [`COPIES`] at once, until it gives none or one fails.
 ///
 /// Errors: the first one.
@@ -169,22 +158,6 @@ pub(crate) async fn all_of<F: Future<Output = Result<(), Errno>>>(
         }
     })
     .await
-}
-
-/// The pieces of a range, each at most [`COPY_BYTES`] long and ending at a multiple of it.
-pub(crate) fn pieces(
-    start: GuestOffset,
-    end: GuestOffset,
-) -> impl Iterator<Item = (GuestOffset, u64)> {
-    let mut at = start;
-    std::iter::from_fn(move || {
-        (at < end).then(|| {
-            let stop = (at.align_down(COPY_BYTES) + COPY_BYTES).min(end);
-            let piece = (at, stop - at);
-            at = stop;
-            piece
-        })
-    })
 }
 
 /// Whether two buffers of one length hold the same bytes.

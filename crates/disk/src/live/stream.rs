@@ -13,15 +13,16 @@
 
 use std::sync::Arc;
 
-use ringdisk_qcow2::{Below, GuestOffset};
-use ringdisk_ring::{Errno, IoBuf, Ring};
+use ringdisk_qcow2::GuestOffset;
+use ringdisk_ring::{Errno, Ring};
 
 use super::backing::{NextBacking, snapshots_show_the_same, start_recording, stop_recording};
-use super::copy::{all_of, buffer, pieces};
+use super::copy::all_of;
 use super::pivot::name_of_base;
 use super::{Busy, CommitOptions, check_lasting, reopen};
 use crate::chain::Chain;
 use crate::graph::Graph;
+use crate::graph::fill::{FillFailure, Filler, pieces};
 use crate::{Disk, Error, ErrorKind, Progress, lost_names};
 
 /// The last pass begins when no more than this was changed by clients, bytes. It reads tables, and
@@ -36,22 +37,6 @@ pub struct StreamOptions {
     /// Index in [`Disk::layers`] of the layer that becomes the backing file; the layers between the
     /// top and it are brought up. `None`: all of them, and the top has no backing file afterwards.
     pub base: Option<usize>,
-}
-
-/// The storage at fault when a piece was not copied.
-enum Failure {
-    /// A layer below, or the disk as a whole.
-    Source(Errno),
-    /// The top.
-    Target(Errno),
-}
-
-impl Failure {
-    fn errno(self) -> Errno {
-        match self {
-            Failure::Source(errno) | Failure::Target(errno) => errno,
-        }
-    }
 }
 
 impl Disk {
@@ -200,8 +185,8 @@ impl Disk {
                 Ok(0) => return Ok(()),
                 // Counted afterwards, when it is known; the next piece waits for it.
                 Ok(copied) => return progress.pace(ring, copied).await,
-                Err(Failure::Source(errno)) => return Err(errno),
-                Err(Failure::Target(errno)) => progress.failed(ring, errno).await?,
+                Err(FillFailure::Source(errno)) => return Err(errno),
+                Err(FillFailure::Target(errno)) => progress.failed(ring, errno).await?,
             }
         }
     }
@@ -221,92 +206,11 @@ async fn fill_recorded(
         progress.check()?;
         for (offset, len) in pieces(offset, offset + len) {
             let filled = Filler::new(graph, base).piece(ring, offset, len).await;
-            filled.map_err(Failure::errno)?;
+            filled.map_err(FillFailure::errno)?;
         }
         at = offset + len;
     }
     progress.check()
-}
-
-/// Fills the top from the layers between it and the base.
-struct Filler<'a> {
-    graph: &'a Graph,
-    between: Chain<'a>,
-    /// The base, and what is below it.
-    rest: Chain<'a>,
-}
-
-impl<'a> Filler<'a> {
-    fn new(graph: &'a Graph, base: usize) -> Filler<'a> {
-        let (above, rest) = graph.layers.split_at(base.min(graph.layers.len()));
-        Filler { graph, between: Chain(above.get(1..).unwrap_or_default()), rest: Chain(rest) }
-    }
-
-    /// Fills a piece. Returns how many bytes were copied.
-    ///
-    /// * `len`: at most a piece. Bytes past the end of the disk are left out.
-    async fn piece(&self, ring: &Ring, offset: GuestOffset, len: u64) -> Result<u64, Failure> {
-        let graph = self.graph;
-        graph.check().map_err(Failure::Source)?;
-        if self.between.0.is_empty() {
-            // The base is the backing file already.
-            return Ok(0);
-        }
-        let end = GuestOffset((offset + len).0.min(graph.size()));
-        let top = Chain(&graph.layers[..1]);
-        let mut at = offset;
-        let mut copied = 0;
-        while at < end {
-            // A hint: whether it is so is decided when it is written.
-            let (own, _) = top.status(ring, at, end - at).await.map_err(Failure::Target)?;
-            if own.len == 0 {
-                break;
-            }
-            if !own.present {
-                copied += self.run(ring, at, own.len).await?;
-            }
-            at += own.len;
-        }
-        Ok(copied)
-    }
-
-    /// Fills a run of which the top has nothing.
-    async fn run(&self, ring: &Ring, offset: GuestOffset, len: u64) -> Result<u64, Failure> {
-        let Some(image) = self.graph.top_image() else { return Err(Failure::Source(Errno::IO)) };
-        let (end, below) = (offset + len, self.graph.below(0));
-        let mut at = offset;
-        let mut copied = 0;
-        let mut buf: Option<IoBuf> = None;
-        while at < end {
-            let inside = self.between.end().saturating_sub(at).min(end - at);
-            // What is past the end of the layers reads as zeroes, whatever the base has there.
-            let (mut run, mut is_data, mut is_zero) = (end - at, false, true);
-            if inside > 0 {
-                let status = self.between.status(ring, at, inside).await;
-                let (status, is_cut) = status.map_err(Failure::Source)?;
-                if status.len == 0 {
-                    return Err(Failure::Source(Errno::IO));
-                }
-                run = status.len;
-                is_data = status.present && !status.zero;
-                is_zero = status.zero && (status.present || is_cut);
-            }
-            if is_data {
-                let buf = buf.get_or_insert_with(|| buffer(len));
-                let part = usize::try_from(run).map_or(buf.len(), |run| run.min(buf.len()));
-                let part = buf.slice(0..part);
-                self.between.fill(ring, at, &part).await.map_err(Failure::Source)?;
-                let written = image.write_unallocated(ring, at, &part, &below).await;
-                copied += written.map_err(Failure::Target)?;
-                run = part.len() as u64;
-            } else if is_zero && self.rest.has_data(at, run) {
-                let zeroed = image.zero_unallocated(ring, at, run, &below).await;
-                zeroed.map_err(Failure::Target)?;
-            }
-            at += run;
-        }
-        Ok(copied)
-    }
 }
 
 /// Index of the first layer that stays below the top; the number of layers: none does.

@@ -16,7 +16,10 @@ use crate::layer::{Kind, Node};
 /// A request in flight. Changes of the disk wait until it is dropped, so hold it for the time of
 /// one request only, and do not start another request of the disk on the same task meanwhile.
 #[derive(Debug)]
-pub struct View<'a>(Pass<'a>);
+pub struct View<'a> {
+    graph: Pass<'a>,
+    disk: &'a Disk,
+}
 
 /// A mapping, with the guards that keep it valid.
 #[derive(Debug)]
@@ -57,7 +60,7 @@ impl Disk {
     /// Begins a request whose caller reads or writes the storage itself. Waits while the disk is
     /// being changed.
     pub async fn view(&self) -> View<'_> {
-        View(self.enter().await)
+        View { graph: self.enter().await, disk: self }
     }
 }
 
@@ -68,8 +71,11 @@ impl View<'_> {
     ///
     /// Errors: EIO for a damaged image, and those of the storage.
     pub async fn map(&self, ring: &Ring, offset: u64, len: u64) -> Result<Mapped<'_>, Errno> {
-        let graph = &self.0;
+        let graph = &self.graph;
         graph.check()?;
+        if self.disk.copies_on_read() {
+            Box::pin(self.disk.keep_what_is_read(ring, graph, offset, len)).await;
+        }
         let graces = graph.graces();
         let mapped = |mapping| Ok(Mapped { mapping, _graces: graces });
         let (offset, len) = graph.place(offset, len);

@@ -4,6 +4,7 @@
 //! stays inside the window of the disk. A request whose mapping is cached takes no lock that it
 //! could wait for, and allocates nothing. Called by queue threads.
 
+mod copy_on_read;
 mod map;
 mod read;
 mod status;
@@ -11,5 +12,6 @@ mod throttled;
 mod write;
 mod write_back;
 
+pub(crate) use copy_on_read::CopyOnRead;
 pub use map::{Mapped, Mapping, View};
 pub use status::MapEntry;

@@ -29,6 +29,10 @@ impl Disk {
     pub async fn read_part(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
         let graph = self.enter().await;
         graph.check()?;
+        if self.copies_on_read() {
+            let kept = self.keep_what_is_read(ring, &graph, offset, buf.len() as u64);
+            Box::pin(kept).await;
+        }
         graph.read(ring, offset, buf).await
     }
 }

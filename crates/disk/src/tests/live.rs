@@ -2,6 +2,7 @@
 //! check` finds nothing, and QEMU reads the same.
 
 mod commits;
+mod copy_on_read;
 mod mirrors;
 mod streams;
 

@@ -194,7 +194,7 @@ fn tcp_and_several_listeners_serve_the_same_disk() {
 }
 
 #[test]
-fn a_thousand_clients_at_once_are_served_one_after_the_other() {
+fn a_thousand_clients_of_which_fifty_come_at_once_are_served() {
     let limited = NbdOptions { max_connections: 8, ..options(2) };
     let server = Server::start(vec![NamedDisk::new("", null(Duration::ZERO))], limited);
     let (begun, socket) = (Instant::now(), &server.socket);
@@ -254,26 +254,42 @@ fn clients_that_say_nothing_take_no_place_from_those_that_wait() {
     assert_eq!(first.call(Style::Simple, request(command::FLUSH, 0, 0), &[]).error, 0);
 }
 
+/// So many connections that say nothing; none is refused.
+fn silent(server: &Server, count: usize) -> Vec<UnixStream> {
+    let connect = |_| {
+        let socket = rustix::net::socket_with(
+            rustix::net::AddressFamily::UNIX,
+            rustix::net::SocketType::STREAM,
+            rustix::net::SocketFlags::NONBLOCK | rustix::net::SocketFlags::CLOEXEC,
+            None,
+        );
+        let socket = socket.unwrap();
+        let address = rustix::net::SocketAddrUnix::new(&server.socket).unwrap();
+        rustix::net::connect(&socket, &address).unwrap();
+        UnixStream::from(socket)
+    };
+    (0..count).map(connect).collect()
+}
+
+/// Those who say nothing at all are sent away ten times as fast as those who are slow.
+#[test]
+fn behind_a_thousand_that_say_nothing_a_client_comes_to_its_turn() {
+    let limited = NbdOptions { max_connections: 32, ..options(2) };
+    let server = Server::start(vec![NamedDisk::new("", null(Duration::ZERO))], limited);
+    let begun = Instant::now();
+    let silent = silent(&server, 1000);
+    let mut client = server.client(Style::Simple);
+    assert_eq!(client.call(Style::Simple, request(command::FLUSH, 0, 0), &[]).error, 0);
+    assert!(begun.elapsed() < patient(LIMIT));
+    drop(silent);
+}
+
 #[test]
 fn many_clients_that_connect_at_once_are_not_refused() {
     let limited = NbdOptions { max_connections: 8, ..options(1) };
     let server = Server::start(vec![NamedDisk::new("", null(Duration::ZERO))], limited);
     // More than a socket of the standard library lets wait.
-    let held: Vec<UnixStream> = (0..1000)
-        .map(|_| {
-            let socket = rustix::net::socket_with(
-                rustix::net::AddressFamily::UNIX,
-                rustix::net::SocketType::STREAM,
-                rustix::net::SocketFlags::NONBLOCK | rustix::net::SocketFlags::CLOEXEC,
-                None,
-            );
-            let socket = socket.unwrap();
-            let address = rustix::net::SocketAddrUnix::new(&server.socket).unwrap();
-            rustix::net::connect(&socket, &address).unwrap();
-            UnixStream::from(socket)
-        })
-        .collect();
-    drop(held);
+    drop(silent(&server, 1000));
     let mut client = server.client(Style::Simple);
     assert_eq!(client.call(Style::Simple, request(command::FLUSH, 0, 0), &[]).error, 0);
 }

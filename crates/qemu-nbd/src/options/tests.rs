@@ -161,7 +161,7 @@ fn of_several_mistakes_the_first_is_told() {
 fn names_and_paths_have_limits() {
     let long = "n".repeat(4097);
     assert!(error(&["-x", &long, "d"]).ends_with("' too long"));
-    assert!(error(&["-D", &long, "d"]).starts_with("qemu-nbd: description '"));
+    assert!(error(&["-D", &long, "d"]).starts_with("qemu-nbd: export description '"));
     assert_eq!(serve(&["-x", &long[1..], "d"]).name.len(), 4096);
     let path = format!("/{}", "p".repeat(107));
     let text = error(&["-k", &path, "d"]);

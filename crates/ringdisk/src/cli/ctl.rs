@@ -175,6 +175,13 @@ pub(crate) enum CtlCommand {
         #[arg(value_name = "on|off", value_parser = parse_switch, action = clap::ArgAction::Set)]
         on: bool,
     },
+    /// Keep what clients read of backing files in the image on top, or do so no longer (as
+    /// `--copy-on-read` of mount and serve)
+    CopyOnRead {
+        /// on or off
+        #[arg(value_name = "on|off", value_parser = parse_switch, action = clap::ArgAction::Set)]
+        on: bool,
+    },
     /// Keep the state of one or several disks at one instant, for readers over NBD (backups)
     ///
     /// All disks stand still for a moment, then their clients go on; what they overwrite is copied

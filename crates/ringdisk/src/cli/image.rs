@@ -46,8 +46,8 @@ pub(crate) struct ImageArgs {
     /// An image that is taken for raw only because of its first bytes refuses writes that would
     /// make it look like another format the next time; `--format raw` allows them. A file that is
     /// opened with `raw` and written keeps a note of that (the extended attribute
-    /// user.ringdisk.format), and where it can keep none the writes stay refused. `serve` asks for
-    /// the format of what is not qcow2 and has no such note. An image with the note that begins
+    /// user.ringdisk.format), and where it can keep none the writes stay refused. `serve
+    /// --vhost-user-blk` asks for the format of what is not qcow2 and has no such note. An image with the note that begins
     /// like another format, and a block device that does, are not guessed: say what they are.
     #[arg(short, long, value_parser = format_parser())]
     pub(crate) format: Option<Format>,
@@ -164,6 +164,13 @@ pub(crate) struct ImageArgs {
           help_heading = "Image options")]
     pub(crate) detect_zeroes: DetectZeroes,
 
+    /// Keep what is read of backing files in IMAGE, too, so that it is read there the next time
+    ///
+    /// For a qcow2 over images that are far away or slow: whole clusters are read and kept.
+    /// `ringdisk ctl TARGET copy-on-read` switches it.
+    #[arg(long, conflicts_with = "read_only", help_heading = "Image options")]
+    pub(crate) copy_on_read: bool,
+
     /// Limit requests and bytes per second: iops=1000,bps-write=50M,iops-max=5000
     ///
     /// {iops,bps}, for all requests, or {iops,bps}-{read,write}; each with -max, the rate of a
@@ -193,7 +200,7 @@ pub(crate) struct ImageArgs {
                                 "direct", "allow_path", "allow_host", "reconnect", "force_share",
                                 "offset", "size",
                                 "partition", "snapshot", "overlay", "discard", "discard_no_unref",
-                                "detect_zeroes", "lazy_refcounts",
+                                "detect_zeroes", "copy_on_read", "lazy_refcounts",
                                 "metadata_cache"])]
     pub(crate) null: Option<u64>,
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use ringdisk_daemon::control::client::{ANSWER, Client, Timeout};
 use ringdisk_daemon::control::protocol::{
-    Accel, Command, Commit, Limit, NewBacking, NewSize, Resize, Snapshot, Stop, Stream,
+    Accel, Command, Commit, CopyOnRead, Limit, NewBacking, NewSize, Resize, Snapshot, Stop, Stream,
 };
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::mount_lock;
@@ -148,6 +148,12 @@ fn tell(command: &CtlCommand, client: &Client, value: &Value) {
             });
         }
         CtlCommand::Accel { on: false } => terminal::say("The queue threads serve the disk now."),
+        CtlCommand::CopyOnRead { on: true } => {
+            terminal::say("What is read of backing files is kept in the image on top now.");
+        }
+        CtlCommand::CopyOnRead { on: false } => {
+            terminal::say("What is read of backing files is kept no longer.");
+        }
         CtlCommand::Limit { json: true, .. } => terminal::say(json_text(value)),
         CtlCommand::Limit { .. } => {
             let limits = value.get("limits").and_then(Value::as_str).unwrap_or_default();
@@ -255,6 +261,7 @@ fn command_of(command: &CtlCommand) -> Result<Command, Failure> {
         CtlCommand::Events => Command::Events,
         CtlCommand::Stop { force } => Command::Stop(Stop { force: *force }),
         CtlCommand::Accel { on } => Command::Accel(Accel { on: *on }),
+        CtlCommand::CopyOnRead { on } => Command::CopyOnRead(CopyOnRead { on: *on }),
         CtlCommand::Resize { size, shrink, preallocation } => Command::Resize(Resize {
             size: match *size {
                 SizeChange::To(size) => NewSize::To(size),

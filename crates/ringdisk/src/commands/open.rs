@@ -98,6 +98,7 @@ impl<'a> ImagePlan<'a> {
             discard: args.discard,
             discard_no_unref: args.discard_no_unref,
             detect_zeroes: args.detect_zeroes,
+            copy_on_read: args.copy_on_read,
             lazy_refcounts: args.lazy_refcounts,
             temporary: args.snapshot,
             overlay: args.overlay.as_deref().map(|path| self.lasting(path)),

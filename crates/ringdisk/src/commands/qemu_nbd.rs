@@ -11,6 +11,7 @@ mod server;
 mod words;
 
 use std::ffi::OsString;
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use clap::Parser;
@@ -19,6 +20,7 @@ use ringdisk_daemon::helper::start::Role;
 use ringdisk_daemon::{limits, terminal};
 use ringdisk_nbd::TlsSource;
 use ringdisk_qemu_nbd::{Endpoint, Invocation, Listen, Serve, help, parse, tls, version};
+use ringdisk_storage::NbdAddress;
 
 use crate::cli::{Cli, Command, NbdAccessArgs, VerifyWord};
 use crate::log;
@@ -95,6 +97,7 @@ fn serve(asked: &Serve) -> Result<u8, String> {
     let mut disks = args.disks().map_err(|error| usage(&error))?;
     for disk in &mut disks {
         disk.args.nbd.allocation_depth = asked.allocation_depth;
+        disk.args.nbd.shows_recording = true;
     }
     super::serve::run(&args, disks).map_err(|failure| text(asked, &failure))
 }
@@ -159,6 +162,12 @@ fn text(asked: &Serve, failure: &Failure) -> String {
             let (text, _) = message.split_once(" in '").unwrap_or((message, ""));
             text.to_owned()
         }
+        _ if message.contains(": not a qcow2 image") => {
+            opened(String::from("Image is not in qcow2 format"))
+        }
+        _ if message.starts_with("cannot create PID file: ") => {
+            message.replacen("cannot create PID file: ", "Could not create ", 1)
+        }
         _ if message.contains("Failed to load snapshot:") => {
             String::from("Failed to load snapshot: Can't find snapshot")
         }
@@ -171,6 +180,12 @@ fn text(asked: &Serve, failure: &Failure) -> String {
             Listen::Tcp(_) if failure.exit == Exit::Locked => {
                 String::from("Failed to find an available port: Address already in use")
             }
+            Listen::Tcp(_) if message.contains("lookup address") => {
+                let (place, why) = message.split_once(": ").unwrap_or((message, ""));
+                let place = place.trim_start_matches("cannot listen at ");
+                let why = why.rsplit(": ").next().unwrap_or(why);
+                format!("address resolution failed for {place}: {why}")
+            }
             _ => message.to_owned(),
         },
         Exit::Locked if !names_socket(&asked.listen, message) => {
@@ -178,7 +193,10 @@ fn text(asked: &Serve, failure: &Failure) -> String {
             let lock = format!("Failed to get {kind} lock");
             opened(format!("{lock}\nIs another process using the image [{file}]?"))
         }
-        Exit::Image if !Path::new(&asked.images.file).exists() => {
+        Exit::Image
+            if !Path::new(&asked.images.file).exists()
+                && !NbdAddress::is_meant(asked.images.file.as_bytes()) =>
+        {
             opened(format!("Could not open '{file}': No such file or directory"))
         }
         Exit::Image => opened(message.to_owned()),

@@ -40,6 +40,13 @@ fn libnbd_and_qemu_use_an_encrypted_disk_and_plain_clients_are_refused() {
     let (image, socket, port) = (text(&place.image), text(&place.socket), port().to_string());
     let words = ["--nbd", socket, "--nbd", &port, "--tls-creds", text(directory)];
     let daemon = Daemon::of(&mut serve_command(&[&[image][..], &words].concat()));
+    // Readers of a checkpoint would not be encrypted.
+    let target = text(&place.socket);
+    let at = format!("127.0.0.1:{}", self::port());
+    ringdisk(directory, &["ctl", target, "checkpoint", "c", "--nbd", &at])
+        .ends(2)
+        .says("served with TLS only")
+        .says("ssh -L");
     let source = directory.join("source");
     let bytes: Vec<u8> = (0..8u32 << 20).map(|at| (at / 777).to_le_bytes()[0]).collect();
     fs::write(&source, &bytes).unwrap();

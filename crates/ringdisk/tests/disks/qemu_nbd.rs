@@ -85,6 +85,9 @@ fn the_first_client_ends_it_and_one_that_only_asks_does_not() {
 fn what_is_wrong_has_the_texts_of_qemu_nbd() {
     let place = Place::new("qcow2");
     let (image, socket) = (text(&place.image), text(&place.socket));
+    let raw = place.path("raw.img");
+    ringdisk_testkit::images::sparse(&raw, 1 << 20);
+    let raw = text(&raw);
     for (words, wanted) in [
         (
             &["-k", socket, "none"][..],
@@ -116,6 +119,18 @@ fn what_is_wrong_has_the_texts_of_qemu_nbd() {
                 image,
             ],
             "Unable to access credentials /nowhere/server-cert.pem: No such file or directory\n",
+        ),
+        (
+            &["-f", "qcow2", "-k", socket, raw],
+            &format!("Failed to blk_new_open '{raw}': Image is not in qcow2 format\n"),
+        ),
+        (
+            &["--fork", "-f", "qcow2", "-k", socket, "--pid-file=/nonexistent/p", image],
+            "Could not create '/nonexistent/p': No such file or directory\n",
+        ),
+        (
+            &["-f", "qcow2", "-b", "nohost.invalid", "-p", "7", image],
+            "address resolution failed for nohost.invalid:7: ",
         ),
         (&["-e", "x", image], "Invalid shared device number 'x'\n"),
         (&["-L", "-k", socket], "Failed to connect to '"),
@@ -228,6 +243,23 @@ fn what_is_no_device_of_the_kernel_is_refused_before_anything_is_served() {
         let said = error(words);
         assert!(said.contains(wanted), "{words:?}: {said}");
     }
+}
+
+/// The command line of Incus, for a disk that is written.
+#[test]
+fn a_bitmap_that_records_is_offered_as_it_is_at_the_start() {
+    let place = Place::new("qcow2");
+    let (image, socket) = (text(&place.image), text(&place.socket));
+    ok_words(&["qemu-img", "bitmap", "--add", "-f", "qcow2", image, "b0"]);
+    ok_words(&["qemu-io", "-f", "qcow2", "-c", "write -P 5 1M 64k", image]);
+    let words = ["--fork", &format!("--socket={socket}"), "--bitmap=b0", "--format=qcow2", image];
+    let started = output(&words);
+    assert!(started.status.success(), "{started:?}");
+    let map = ["nbdinfo", "--map=qemu:dirty-bitmap:b0", &uri(&place.socket)];
+    let map = ok_words(&map);
+    let map: Vec<&str> = map.split_whitespace().collect();
+    assert!(map.windows(2).any(|pair| pair == ["1048576", "65536"]), "{map:?}");
+    assert!(until(SOON, || (!place.socket.exists()).then_some(())).is_some());
 }
 
 #[test]

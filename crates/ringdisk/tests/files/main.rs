@@ -6,6 +6,7 @@ mod bytes;
 mod coherence;
 #[path = "../common/mod.rs"]
 mod common;
+mod copy_on_read;
 mod crash;
 mod ctl;
 mod jobs;

@@ -19,6 +19,7 @@ use ringdisk_nbd::{CommonOptions, DirtyBitmap, NamedDisk, NbdOptions, RingExport
 use ringdisk_qcow2::Bitmap;
 use ringdisk_ring::Ring;
 use ringdisk_storage::{Lock, OpenOptions, Storage};
+use rustix::net::{AddressFamily, sockopt};
 use serde_json::{Value, json};
 
 use super::accel::Accel;
@@ -113,6 +114,12 @@ impl Checkpoints {
     ) -> Result<Value, Failure> {
         check_name(&begin.name).map_err(|text| Failure::new(Exit::Usage, text))?;
         let (steps, fleece, listeners) = sort(given, begin.listeners, progress)?;
+        if serving.requires_tls() && listeners.iter().any(is_of_network) {
+            let text = "the disk is served with TLS only, and readers of a checkpoint have none";
+            return Err(Failure::new(Exit::Usage, text).hint(
+                "let them come to a Unix socket (--nbd unix:PATH), which `ssh -L` can forward",
+            ));
+        }
         let mut name = self.take(&begin.name)?;
         let accel = Accel::take_back(ring, &disk, serving, &self.is_accel_off).await?;
         let (checkpoint, paused) = freeze(ring, &disk, &begin, fleece, &steps).await?;
@@ -178,12 +185,14 @@ impl Checkpoints {
     /// Errors: there is none; the bitmaps could not be changed.
     pub(crate) async fn end(&self, ring: &Ring, wanted: &End) -> Result<Value, Failure> {
         let running = self.find(&wanted.name, wanted.id.as_deref())?;
+        let failed = failed(&running.checkpoint.state());
         let end = match wanted.bitmaps {
+            // No reader has got all of it, so the old bitmap is still needed.
+            Bitmaps::Drop if failed.is_some() => CheckpointEnd::Merge,
             Bitmaps::Drop => CheckpointEnd::Drop,
             Bitmaps::Keep => CheckpointEnd::Keep,
             Bitmaps::Merge => CheckpointEnd::Merge,
         };
-        let failed = failed(&running.checkpoint.state());
         self.finish(ring, &running, end).await?;
         Ok(json!({ "targets": running.begin.targets, "failed": failed }))
     }
@@ -275,6 +284,11 @@ fn sort(
         }
         _ => Err(wrong()),
     }
+}
+
+/// Whether a socket is none of this machine alone.
+fn is_of_network(listener: &OwnedFd) -> bool {
+    !sockopt::socket_domain(listener).is_ok_and(|domain| domain == AddressFamily::UNIX)
 }
 
 /// Keeps the state of the disk, in step with those of other disks.

@@ -20,6 +20,11 @@ pub trait Serving: Send + Sync {
         Vec::new()
     }
 
+    /// Whether clients over a network get in with TLS only.
+    fn requires_tls(&self) -> bool {
+        false
+    }
+
     /// Whether the host kernel moves the data now.
     fn is_accelerated(&self) -> bool {
         false

@@ -62,3 +62,34 @@ fn commands_that_change_the_disk_wait_until_the_process_is_confined() {
     let refused = runtime.block_on(control.execute(&ring, &request, Vec::new(), &progress));
     assert!(refused.is_err(), "a null disk has no overlay, and says so");
 }
+
+/// The helper process, which gets it, is there only when the process is about to be confined.
+#[test]
+fn the_word_of_a_user_waits_until_the_process_is_confined() {
+    let mut runtime = Runtime::new(Config::default()).expect("a ring");
+    let ring = runtime.ring().clone();
+    let disk = Disk::null(&NullOptions { size: 1 << 20, ..NullOptions::default() });
+    let control = Rc::new(DiskControl::new(disk, Nothing, |_| ()).confined_later(true));
+    let (kept, word) = std::os::unix::net::UnixStream::pair().expect("sockets");
+    kept.set_nonblocking(true).expect("a socket");
+    // It is closed when it was passed on; nobody is there who would keep it.
+    let is_passed_on = || matches!(std::io::Read::read(&mut &kept, &mut [0]), Ok(0));
+    let (told, inner, is_over) = (Rc::clone(&control), ring.clone(), Rc::new(Cell::new(false)));
+    let over = Rc::clone(&is_over);
+    ring.spawn(async move {
+        let request = Request { execute: String::from("commit"), arguments: Map::new(), id: None };
+        let progress = Arc::new(Progress::default());
+        let refused = told.execute(&inner, &request, vec![word.into()], &progress).await;
+        assert!(refused.is_err(), "a null disk has nothing to commit");
+        over.set(true);
+    });
+    runtime.block_on(ring.sleep(Duration::from_millis(50)));
+    assert!(!is_passed_on(), "the word went nowhere");
+    control.confined(String::from("all of it"));
+    runtime.block_on(async {
+        while !is_over.get() {
+            ring.sleep(Duration::from_millis(1)).await;
+        }
+    });
+    assert!(is_passed_on());
+}

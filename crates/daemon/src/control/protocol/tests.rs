@@ -50,6 +50,7 @@ fn commands_survive_the_way() {
         }),
         Command::Job(JobCommand::List),
         Command::Accel(Accel { on: false }),
+        Command::CopyOnRead(CopyOnRead { on: true }),
         Command::CheckpointBegin(Box::new(begin())),
         Command::CheckpointEnd(End { name: text("c"), id: None, bitmaps: Bitmaps::Merge }),
         Command::CheckpointList,

@@ -88,6 +88,10 @@ pub(crate) struct NbdDiskArgs {
     /// Offer `qemu:allocation-depth`: `qemu-nbd` does with a word only.
     #[arg(skip = true)]
     pub(crate) allocation_depth: bool,
+
+    /// Offer a bitmap that records, as it is at the start: callers of `qemu-nbd` name all there are.
+    #[arg(skip)]
+    pub(crate) shows_recording: bool,
 }
 
 /// What only virtual machines see of a disk, or have to do with.

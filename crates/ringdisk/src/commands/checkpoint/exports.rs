@@ -178,7 +178,8 @@ fn not_its_own() -> Failure {
 
 /// Listens on all addresses of a host that there are here.
 fn listen_on(address: &Address) -> Result<Vec<OwnedFd>, Failure> {
-    crate::commands::serve::listen_on(address, false)
+    let way_out = "a Unix socket (--nbd unix:PATH), which `ssh -L` can forward, changes that";
+    crate::commands::serve::listen_on(address, Some(way_out))
 }
 
 /// Removes a socket that a checkpoint has left: one that nobody listens on any more.

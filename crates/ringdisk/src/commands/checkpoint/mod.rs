@@ -258,7 +258,11 @@ fn end(path: &Path, limit: Duration, name: &str, bitmaps: Bitmaps) -> Result<(),
     let mut sockets: Vec<String> = first.socket.clone().into_iter().collect();
     let tell = |target: &str, failed: Option<String>| {
         if let Some(why) = failed {
-            terminal::warn(format_args!("{target}: the checkpoint could not be read: {why}"));
+            let kept = match bitmaps {
+                Bitmaps::Drop => "; its bitmaps were merged, as by --merge",
+                Bitmaps::Keep | Bitmaps::Merge => "",
+            };
+            terminal::warn(format_args!("{target}: the checkpoint could not be read: {why}{kept}"));
         }
     };
     let ended = end_one(&mut client, name, Some(first.id.clone()), bitmaps);

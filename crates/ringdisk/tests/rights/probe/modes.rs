@@ -446,6 +446,25 @@ fn a_disk_for_a_machine_and_its_successor_can_do_what_they_need_and_nothing_else
 }
 
 #[test]
+fn a_server_of_nbd_clients_can_do_what_it_needs_and_nothing_else() {
+    if !needs_root() {
+        return;
+    }
+    for way in WAYS {
+        let place = Place::new("qcow2");
+        give(way, &place.image);
+        let at = format!("unix:{}", text(&place.path("nbd")));
+        let words = [text(&place.image), "--format", "qcow2", "--nbd", &at];
+        let words = [&words[..], way].concat();
+        let mut daemon = Daemon::of(&mut serve_command(&words));
+        assert_is_of(way, daemon.process.pid());
+        assert_walled(daemon.process.pid(), &Calls::default(), &place.image);
+        daemon.process.signal(Signal::TERM);
+        assert!(daemon.process.wait(NEXT).is_some());
+    }
+}
+
+#[test]
 fn one_that_connects_to_a_front_end_can_do_what_it_needs_and_nothing_else() {
     if !needs_root() {
         return;

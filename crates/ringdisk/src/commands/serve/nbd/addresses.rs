@@ -68,6 +68,7 @@ pub(in crate::commands::serve) fn listen(
     places: Vec<Where>,
     is_encrypted: bool,
 ) -> Result<Listening, Failure> {
+    let way_out = Some("--tls-creds changes that").filter(|_| !is_encrypted);
     let mut listening = Listening {
         listeners: Vec::new(),
         made: Vec::new(),
@@ -88,7 +89,7 @@ pub(in crate::commands::serve) fn listen(
                 listening.path = listening.path.or(path);
             }
             Where::Tcp(at) => {
-                listening.listeners.extend(listen_on(&at, is_encrypted)?);
+                listening.listeners.extend(listen_on(&at, way_out)?);
                 let name = || address::name_of(Path::new(&at.to_string()));
                 listening.address = listening.address.or_else(name);
                 listening.shown.push(format!("at {at}"));
@@ -106,9 +107,11 @@ pub(in crate::commands::serve) fn listen(
 }
 
 /// Listens on all addresses of a host that there are here.
+///
+/// * `way_out`: what to do about connections that are not encrypted; `None`: all are.
 pub(in crate::commands) fn listen_on(
     address: &Address,
-    is_encrypted: bool,
+    way_out: Option<&str>,
 ) -> Result<Vec<OwnedFd>, Failure> {
     let Address::Tcp { host, port } = address else { return Ok(Vec::new()) };
     let cannot = |error: &std::io::Error| {
@@ -124,10 +127,10 @@ pub(in crate::commands) fn listen_on(
     for found in found {
         match TcpListener::bind(found) {
             Ok(listener) => {
-                if !found.ip().is_loopback() && !is_encrypted {
+                if let Some(way_out) = way_out.filter(|_| !found.ip().is_loopback()) {
                     terminal::warn(format_args!(
                         "{found} is no loopback address: anybody who reaches it can use the disk, \
-                         without encryption and without a password; --tls-creds changes that"
+                         without encryption and without a password; {way_out}"
                     ));
                 }
                 listeners.push(OwnedFd::from(listener));

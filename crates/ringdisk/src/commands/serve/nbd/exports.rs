@@ -46,7 +46,7 @@ pub(in crate::commands::serve) fn named(
         let mut runtime = look::runtime()?;
         let ring = runtime.ring().clone();
         for name in &words.bitmap {
-            bitmaps.push(runtime.block_on(bitmap(&ring, &opened, name))?);
+            bitmaps.push(runtime.block_on(bitmap(&ring, &opened, name, words.shows_recording))?);
         }
     }
     let name = words.export_name.clone().unwrap_or_default();
@@ -64,7 +64,14 @@ pub(in crate::commands::serve) fn as_name(name: &str) -> String {
 }
 
 /// A bitmap of the topmost image that has it.
-async fn bitmap(ring: &Ring, disk: &Disk, name: &str) -> Result<DirtyBitmap, Failure> {
+///
+/// * `as_at_start`: one that records is shown as it is now.
+async fn bitmap(
+    ring: &Ring,
+    disk: &Disk,
+    name: &str,
+    as_at_start: bool,
+) -> Result<DirtyBitmap, Failure> {
     for layer in disk.layers() {
         let Some(image) = layer.qcow2() else { continue };
         let Some(bitmap) = image.info().bitmaps.iter().find(|bitmap| bitmap.name == name) else {
@@ -74,7 +81,7 @@ async fn bitmap(ring: &Ring, disk: &Disk, name: &str) -> Result<DirtyBitmap, Fai
             let text = format!("Bitmap '{name}' is inconsistent and cannot be used");
             return Err(Failure::new(Exit::Image, text));
         }
-        if bitmap.auto && layer.is_writable() {
+        if bitmap.auto && layer.is_writable() && !as_at_start {
             let text = format!("the bitmap '{name}' records, so it changes while it is read");
             let hint = "serve the disk with --read-only, or end the recording first: `ringdisk \
                         bitmap --disable`";
