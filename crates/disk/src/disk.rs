@@ -20,7 +20,7 @@ use crate::options::{DetectZeroes, Discard};
 use crate::request::CopyOnRead;
 use crate::task_mutex::TaskMutex;
 use crate::watch::{ChainWatch, SizeWatch, Watchers};
-use crate::{Cache, ImageOptions, NullOptions};
+use crate::{Cache, ImageOptions, NullOptions, Progress};
 
 /// Transfer size that a null disk reports, bytes.
 const NULL_TRANSFER: u32 = 4096;
@@ -40,6 +40,8 @@ pub struct Disk {
     /// A long change (a commit, the comparison of backing files) is under way; other changes are
     /// refused.
     pub(crate) is_busy: AtomicBool,
+    /// Long changes that stop when the disk is handed over.
+    pub(crate) suspends: std::sync::Mutex<Vec<Arc<Progress>>>,
     /// The kernel has a descriptor of the image.
     pub(crate) is_lent: AtomicBool,
     /// A duplicate of the descriptor that the kernel has; it holds the locks.
@@ -140,6 +142,7 @@ impl Disk {
             options: parts.options,
             changes: TaskMutex::default(),
             is_busy: AtomicBool::new(false),
+            suspends: std::sync::Mutex::default(),
             is_lent: AtomicBool::new(false),
             lent: std::sync::Mutex::default(),
             shown_on: AtomicU64::new(0),

@@ -94,8 +94,8 @@ pub use events::{Batch, Event, Events, QUEUE_MAX as EVENTS_MAX};
 pub use layer::Layer;
 pub use limits::BlockLimits;
 pub use live::{
-    Backing, CommitOptions, MirrorControl, MirrorEnd, MirrorOptions, MirrorSync, NewSize,
-    OverlayOptions, ResizeOptions, Resized, SnapshotChange, StreamOptions,
+    Backing, CommitOptions, MirrorControl, MirrorEnd, MirrorLeft, MirrorOptions, MirrorSync,
+    NewSize, OverlayOptions, ResizeOptions, Resized, SnapshotChange, StreamOptions,
 };
 pub use open::{guess, note_file};
 pub use options::{

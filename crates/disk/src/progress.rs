@@ -26,6 +26,8 @@ pub struct Progress {
     done: AtomicU64,
     total: AtomicU64,
     cancelled: AtomicBool,
+    /// It stops for a hand-over of the disk.
+    suspended: AtomicBool,
     gate: Mutex<Gate>,
 }
 
@@ -65,9 +67,30 @@ impl Progress {
         self.cancelled.load(Ordering::Relaxed)
     }
 
-    /// Called between two steps of the operation. Errors: `ECANCELED` when it was cancelled.
+    /// Stops the operation, also a paused one, as [`Progress::cancel`] does: another one, here or in
+    /// another process, does the rest. Any thread.
+    pub fn suspend(&self) {
+        self.suspended.store(true, Ordering::Release);
+        self.gate().wake();
+    }
+
+    /// Whether it is to stop, or has stopped, for another one to do the rest.
+    pub fn is_suspended(&self) -> bool {
+        self.suspended.load(Ordering::Acquire)
+    }
+
+    /// The operation begins again here: pause, limit and a cancellation stay.
+    pub fn begin_again(&self) {
+        self.suspended.store(false, Ordering::Release);
+        self.set_done(0);
+        self.set_total(0);
+        self.gate().wake();
+    }
+
+    /// Called between two steps of the operation. Errors: `ECANCELED` when it was cancelled, or is
+    /// suspended.
     pub fn check(&self) -> Result<(), Errno> {
-        if self.is_cancelled() { Err(Errno::CANCELED) } else { Ok(()) }
+        if self.is_cancelled() || self.is_suspended() { Err(Errno::CANCELED) } else { Ok(()) }
     }
 
     /// Sets the total work, bytes.

@@ -303,6 +303,14 @@ fn image_of(
     is_had.then_some(Image { named, format, names: names.line(), directory })
 }
 
+/// Whether the helper process has a file that was made for a disk, or that a user has named. Where
+/// there is none nothing is confined.
+///
+/// * `id`: device and inode number.
+pub fn is_held(id: Id) -> bool {
+    helper::ours::get().is_none() || FromInside::ask(READ, id, b"").is_ok()
+}
+
 /// Passes a user's word on to the helper process. Inside.
 pub fn pass_on(word: &OwnedFd) {
     let Some(ours) = helper::ours::get() else { return };

@@ -9,6 +9,7 @@
 
 mod failures;
 mod find;
+mod moved;
 
 use std::io::{self, IoSlice, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -44,6 +45,9 @@ const POLL_INTERVAL: Duration = Duration::from_millis(100);
 pub const ANSWER: Duration = Duration::from_secs(5);
 /// Pause before a server is tried again to which too many others want to talk.
 const FULL: Duration = Duration::from_millis(20);
+
+/// How long the next process of a disk may take to answer, and to go on with its jobs.
+const NEXT: Duration = Duration::from_secs(60);
 
 /// How long a server may take to be gone after its last word.
 const GONE: Duration = Duration::from_secs(60);
@@ -244,7 +248,11 @@ impl Client {
         // Kept until the answer is here.
         let lasts = command.outlasts_client();
         let _word = self.send(&line, command.allows(), lasts).map_err(|error| gone(&error))?;
-        self.answer(progress, timeout)
+        let told = self.answer(progress, timeout)?;
+        match told["id"].as_str().filter(|_| told["state"] == "moved") {
+            Some(id) => self.follow_job(id, command, progress, timeout),
+            None => Ok(told),
+        }
     }
 
     /// Asks for one thing, with descriptors; [`Client::answer`] waits for the answer.

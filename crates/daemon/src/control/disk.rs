@@ -26,7 +26,8 @@ use serde_json::{Value, json};
 use crate::confine::{self, HeldForDisk};
 use crate::control::checkpoint::Checkpoints;
 use crate::control::follow::Follower;
-use crate::control::jobs::{Job, Jobs, NewJob, chain};
+use crate::control::jobs::keeper::JobKeeper;
+use crate::control::jobs::{HandedJob, Job, Jobs, NewJob, UserWord, chain};
 use crate::control::protocol::{
     self, Command, Limit, NewBacking, NewSize, Refusal, Request, Resize, Snapshot,
 };
@@ -40,7 +41,7 @@ use crate::stats::layer_json;
 use crate::stopping::{Stage, Stopping};
 use crate::terminal::visible;
 
-use advice::Advice;
+pub(in crate::control) use advice::Advice;
 pub use describe::{NbdPlace, ServedAs, SocketClient};
 pub use serving::Serving;
 
@@ -62,7 +63,9 @@ pub struct DiskControl {
     /// Asks for a clean stop, as signals do, or for the end now; returns at once.
     stop: Box<dyn Fn(bool) + Send + Sync>,
     /// Long changes of its images.
-    jobs: Jobs,
+    jobs: Arc<Jobs>,
+    /// Jobs that another process has begun.
+    handed_jobs: Mutex<Vec<HandedJob>>,
     /// Kept states of the disk.
     checkpoints: Arc<Checkpoints>,
     /// How far a stop has come, where it may have to wait for users.
@@ -105,7 +108,8 @@ impl DiskControl {
             user: OnceLock::new(),
             is_confined_later: false,
             held: Arc::default(),
-            jobs: Jobs::default(),
+            jobs: Arc::default(),
+            handed_jobs: Mutex::default(),
             stop: Box::new(stop),
             checkpoints: Arc::default(),
             stopping: None,
@@ -113,6 +117,34 @@ impl DiskControl {
             served_as: ServedAs::default(),
             since: describe::now(),
         }
+    }
+
+    /// Its jobs.
+    pub fn jobs(&self) -> &Arc<Jobs> {
+        &self.jobs
+    }
+
+    /// Goes on with jobs that another process has begun, when the control socket is there.
+    pub fn takes_up(self, jobs: Vec<HandedJob>) -> DiskControl {
+        DiskControl { handed_jobs: Mutex::new(jobs), ..self }
+    }
+
+    /// Its jobs are kept there, for the next process.
+    pub fn keeps_jobs_at(self, keeper: impl JobKeeper + 'static) -> DiskControl {
+        self.jobs.keep_at(Box::new(keeper));
+        self
+    }
+
+    /// There is no control socket, so no thread goes on with them.
+    pub fn lose_jobs(&self) {
+        for job in self.take_handed_jobs() {
+            tracing::warn!("job {} does not go on: there is no control socket", job.id());
+        }
+    }
+
+    /// The jobs that another process has begun, once.
+    pub fn take_handed_jobs(&self) -> Vec<HandedJob> {
+        std::mem::take(&mut self.handed_jobs.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Says how serving has ended, for those who wait for that.
@@ -485,13 +517,13 @@ impl Commands for DiskControl {
     ) -> Result<Value, Refusal> {
         let command = Command::read(request)?;
         // The user's end of the word, which lasts as long as it is open.
-        let lasting = (command.outlasts_client() && given.len() > 1).then(|| given.pop()).flatten();
-        if !matches!(command, Command::CheckpointBegin(_))
-            && let Some(word) = given.pop()
-        {
+        let kept = (command.outlasts_client() && given.len() > 1).then(|| given.pop()).flatten();
+        let is_word = !matches!(command, Command::CheckpointBegin(_));
+        let word = UserWord { given: is_word.then(|| given.pop()).flatten(), kept };
+        if let Some(given) = &word.given {
             // Before, nobody is there who would take it.
             self.entered(ring, progress).await?;
-            confine::pass_on(&word);
+            confine::pass_on(given);
         }
         match command {
             Command::Stats => {
@@ -548,17 +580,21 @@ impl Commands for DiskControl {
                     .await
                     .map_err(|failure| self.explain(failure, wanted.file.as_deref()))?)
             }
-            Command::Commit(wanted) => Ok(self.commit(ring, &wanted, lasting, progress).await?),
-            Command::Stream(wanted) => Ok(self.stream(ring, &wanted, lasting, progress).await?),
+            Command::Commit(wanted) => Ok(self.commit(ring, &wanted, word, progress).await?),
+            Command::Stream(wanted) => Ok(self.stream(ring, &wanted, word, progress).await?),
             // On the heap: with all that it waits for it is large.
             Command::Mirror(wanted) => {
-                Ok(Box::pin(self.mirror(ring, &wanted, lasting, progress)).await?)
+                Ok(Box::pin(self.mirror(ring, &wanted, word, progress)).await?)
             }
             Command::Job(wanted) => {
                 let (_, target) = self.served_as.parts();
                 Ok(self.jobs.execute(ring, &wanted, &target, progress).await?)
             }
         }
+    }
+
+    async fn begin(&self, ring: &Ring) {
+        self.go_on_with_jobs(ring).await;
     }
 
     async fn end(&self, ring: &Ring) {

@@ -67,6 +67,11 @@ pub trait Commands: Send + Sync + 'static {
         None
     }
 
+    /// Begins what goes on without a client; a task of its own.
+    fn begin(&self, _ring: &Ring) -> impl Future<Output = ()> {
+        ready(())
+    }
+
     /// Ends what goes on without a client, and waits for that; asked at the end.
     fn end(&self, _ring: &Ring) -> impl Future<Output = ()> {
         ready(())
@@ -210,6 +215,8 @@ pub(in crate::control) async fn first<A: Future + Unpin, B: Future + Unpin>(
 /// Accepts clients until the end, and then waits until all have gone.
 async fn serve<C: Commands>(ring: &Ring, listening: &Listening, hub: &Rc<Hub<C>>) {
     let fd = Fd::of(&listening.listener);
+    let (commands, own) = (Arc::clone(&hub.commands), ring.clone());
+    ring.spawn(async move { commands.begin(&own).await });
     while !hub.ending.has_begun() {
         let ending = pin!(hub.ending.wait());
         let poll = pin!(ring.poll(fd, POLL_IN));

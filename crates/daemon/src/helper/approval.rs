@@ -133,7 +133,9 @@ pub fn given(word: &OwnedFd, server: u32) -> Option<Allows> {
         return None;
     }
     let mut said = [MaybeUninit::uninit(); TEXT_BYTES_MAX];
-    let ((said, _), _) = recv(word.as_fd(), &mut said, RecvFlags::DONTWAIT).ok()?;
+    // It stays there for the helper process of a successor, which goes on with the job.
+    let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
+    let ((said, _), _) = recv(word.as_fd(), &mut said, flags).ok()?;
     Allows::read(said)
 }
 

@@ -20,6 +20,7 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::process::{Resource, getrlimit};
 
 use super::holder::{Held, LATE};
+use super::jobs::{KeptJobs, is_of_job};
 use super::link::{self, Named};
 use super::slots::FRONT_END;
 use super::state::{State, StateFile};
@@ -105,6 +106,8 @@ pub struct FoundDisk {
     pub export: Option<KeptState>,
     /// Takes what is kept from now on.
     pub keeper: Box<dyn Keeper>,
+    /// Descriptors of its jobs, by their numbers.
+    pub late: Vec<(u64, OwnedFd)>,
 }
 
 /// Keeps the state of one export.
@@ -221,6 +224,13 @@ impl KeptDisks {
         Ok(images)
     }
 
+    /// What keeps the jobs of a disk.
+    ///
+    /// * `images`: its state.
+    pub fn keep_jobs(&self, disk: usize, images: &StateFile) -> KeptJobs {
+        KeptJobs::new(&self.notify, disk, images.clone())
+    }
+
     /// Everything of the start is kept. When this returns, the process may be killed.
     ///
     /// Errors: the holder does not answer.
@@ -325,18 +335,20 @@ impl Parts {
         let memory = File::from(self.export.ok_or_else(missing)?);
         let (number, words) = FRONT_END.newest(&memory).ok_or_else(missing)?;
         let words = String::from_utf8(words).map_err(|_| missing())?;
+        let (of_jobs, late): (Vec<_>, Vec<_>) =
+            self.late.into_iter().partition(|(number, _)| is_of_job(*number));
         let keeper = DiskKeeper {
             notify: Arc::clone(notify),
             disk,
             memory,
             number,
-            parked: self.late.iter().map(|(number, _)| *number).collect(),
+            parked: late.iter().map(|(number, _)| *number).collect(),
             parked_max,
             is_ended: words.is_empty(),
         };
-        let export = KeptState { words, descriptors: self.late };
+        let export = KeptState { words, descriptors: late };
         let export = Some(export).filter(|export| !export.words.is_empty());
-        Ok(FoundDisk { first, images, export, keeper: Box::new(keeper) })
+        Ok(FoundDisk { first, images, export, keeper: Box::new(keeper), late: of_jobs })
     }
 }
 

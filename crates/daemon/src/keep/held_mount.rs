@@ -17,6 +17,10 @@ use crate::mount_lock;
 use crate::mountpoint::MountpointState;
 use crate::new_file::NewFile;
 
+/// Descriptors of jobs at most: a mount has one job at a time, with two, and the next process gives
+/// them anew before it takes the old ones back.
+const LATE_MAX: usize = 16;
+
 /// A mount that is held.
 #[derive(Debug)]
 pub struct HeldMount {
@@ -46,11 +50,11 @@ impl Held for HeldMount {
     }
 
     fn disks(&self) -> usize {
-        0
+        1
     }
 
     fn late_max(&self) -> usize {
-        0
+        LATE_MAX
     }
 
     fn loss(&self) -> &'static str {

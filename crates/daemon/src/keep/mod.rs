@@ -16,6 +16,7 @@ mod closer;
 pub mod disks;
 mod held_mount;
 pub mod holder;
+pub mod jobs;
 mod link;
 pub mod sealed;
 pub mod slots;
@@ -26,11 +27,14 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 pub use held_mount::HeldMount;
+use holder::LATE;
+use jobs::KeptJobs;
 pub use link::is_managed;
 use ringdisk_fuse::kept::{Ended, Keep, Parked, ended};
 use ringdisk_fuse::mount::inherited;
 pub use state::{State, StateFile};
 
+use crate::control::jobs::HandedJob;
 use crate::failure::{Exit, Failure};
 use crate::helper::start::Role as Started;
 use crate::mount_lock;
@@ -59,6 +63,7 @@ pub struct Found {
     state: StateFile,
     alive: Option<File>,
     devices: Vec<OwnedFd>,
+    late: Vec<(u64, OwnedFd)>,
 }
 
 /// The serving side of a kept mount.
@@ -70,6 +75,8 @@ pub struct Kept {
     holder: Option<OwnedFd>,
     state: StateFile,
     found: Option<Box<Resumed>>,
+    /// Descriptors of the jobs of the process before, by their numbers.
+    late: Vec<(u64, OwnedFd)>,
     /// Names of what was parked, to be forgotten at the end.
     names: Vec<String>,
 }
@@ -135,7 +142,13 @@ fn manager_keeps(queues: usize) -> bool {
 /// Errors: their state is of another version, or cannot be read.
 fn found(parked: link::Named) -> Result<Option<Found>, Failure> {
     let (mut origin, mut state, mut alive, mut devices) = (None, None, None, Vec::new());
+    let mut late = Vec::new();
     for (name, descriptor) in parked {
+        let number = name.strip_prefix(LATE).and_then(|name| name.strip_prefix("0-"));
+        if let Some(Ok(number)) = number.map(str::parse) {
+            late.push((number, descriptor));
+            continue;
+        }
         match name.strip_prefix(DEVICE).map(str::parse::<usize>) {
             Some(Ok(number)) => devices.push((number, descriptor)),
             _ if name == ORIGIN => origin = Some(descriptor),
@@ -151,7 +164,7 @@ fn found(parked: link::Named) -> Result<Option<Found>, Failure> {
     let first = State::sealed(&origin)?;
     let is_whole = first.devices() == devices.len();
     let state = StateFile::open(state, first.clone())?;
-    Ok(is_whole.then_some(Found { first, state, alive, devices }))
+    Ok(is_whole.then_some(Found { first, state, alive, devices, late }))
 }
 
 /// A mount to go on with.
@@ -164,9 +177,9 @@ struct Resumed {
 
 impl Found {
     /// What the export wants to know.
-    fn parked(self) -> (StateFile, Resumed) {
-        let parked = Parked { terms: self.first.terms(), devices: self.devices };
-        (self.state, Resumed { first: self.first, alive: self.alive, parked: Arc::new(parked) })
+    fn parked(self) -> (StateFile, Resumed, Vec<(u64, OwnedFd)>) {
+        let parked = Arc::new(Parked { terms: self.first.terms(), devices: self.devices });
+        (self.state, Resumed { first: self.first, alive: self.alive, parked }, self.late)
     }
 }
 
@@ -174,11 +187,11 @@ impl Kept {
     fn new(notify: Notify, holder: Option<OwnedFd>, found: Option<Found>) -> Result<Kept, Failure> {
         let cannot =
             |error| Failure::system("no memory for the state of the mount", &error, Exit::Limit);
-        let (state, found) = match found.map(Found::parked) {
-            Some((state, found)) => (state, Some(Box::new(found))),
-            None => (StateFile::make().map_err(cannot)?, None),
+        let (state, found, late) = match found.map(Found::parked) {
+            Some((state, found, late)) => (state, Some(Box::new(found)), late),
+            None => (StateFile::make().map_err(cannot)?, None, Vec::new()),
         };
-        Ok(Kept { notify: Arc::new(notify), holder, state, found, names: Vec::new() })
+        Ok(Kept { notify: Arc::new(notify), holder, state, found, late, names: Vec::new() })
     }
 
     /// The mount to go on with, if there is one.
@@ -190,6 +203,13 @@ impl Kept {
     /// What the mount to go on with was made with, as was said before anybody was confined.
     pub fn first(&self) -> Option<&State> {
         self.found.as_ref().map(|found| &found.first)
+    }
+
+    /// What keeps its jobs, and those of the process before.
+    pub fn jobs(&mut self) -> (KeptJobs, Vec<HandedJob>) {
+        let keeper = KeptJobs::new(&self.notify, 0, self.state.clone());
+        let found = keeper.found(std::mem::take(&mut self.late));
+        (keeper, found)
     }
 
     /// Signals are taken from now on.

@@ -25,6 +25,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{sealed, slots};
 use crate::confine::{self, Reach};
+use crate::control::jobs::keeper::KeptJob;
 use crate::failure::{Exit, Failure, words};
 use crate::helper::mark;
 
@@ -63,6 +64,9 @@ pub struct State {
     /// What the overlays of this mount are marked with ([`super::mark`]). Empty: they are not.
     #[serde(default)]
     pub mark: String,
+    /// Its jobs. Another process goes on with them; what this says of them counts little.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub jobs: Vec<KeptJob>,
 }
 
 /// What a mount was made with.
@@ -140,6 +144,7 @@ impl State {
             window: None,
             protect_raw: false,
             mark: String::new(),
+            jobs: Vec::new(),
         }
     }
 
@@ -148,9 +153,10 @@ impl State {
         State { tops: files_of(chain.get(..1).unwrap_or_default()), ..self.on(chain) }
     }
 
-    /// What was sealed at the start, with the images that a state names which was written later.
+    /// What was sealed at the start, with the images and jobs that a state names which was written
+    /// later.
     fn with_images_of(self, later: State) -> State {
-        State { top: later.top, files: later.files, ..self }
+        State { top: later.top, files: later.files, jobs: later.jobs, ..self }
     }
 
     /// The text to be sealed.

@@ -69,7 +69,7 @@ pub fn summary(stats: &Value, before: Option<&Value>, users: &[String]) -> Strin
     let clients = if clients.is_empty() { String::from("nobody") } else { clients.join(", ") };
     let _ = write!(text, "\n  used by    {clients}");
     for job in stats["jobs"].as_array().map(Vec::as_slice).unwrap_or_default() {
-        if job["state"] != "concluded" {
+        if job["state"] != "concluded" && job["state"] != "moved" {
             let _ = write!(text, "\n  job        {}", job_text::line(job));
         }
     }

@@ -27,6 +27,8 @@ pub struct Shown {
     image: Option<Image>,
     /// Option and value as they are written; an empty value: the option is not there.
     options: BTreeMap<String, String>,
+    /// The process that says this goes on with jobs; an older version does not.
+    takes_jobs: bool,
 }
 
 /// An image as it was named.
@@ -56,7 +58,12 @@ impl Shown {
     /// * `image`: the one that is written to; `None` for a null disk.
     /// * `options`: option and value as they are written; an empty value: the option is not there.
     pub fn new(image: Option<&Path>, options: BTreeMap<String, String>) -> Shown {
-        Shown { image: image.map(Image::named), options }
+        Shown { image: image.map(Image::named), options, takes_jobs: true }
+    }
+
+    /// Whether the process that says this goes on with jobs.
+    pub(super) fn takes_jobs(&self) -> bool {
+        self.takes_jobs
     }
 
     /// What a guest would see change if a process that was given `new` took over from the one that

@@ -13,11 +13,13 @@ use std::time::Duration;
 
 use super::link::{self, Refusal};
 use super::{ASK, FORCE, GO, HandsOver, READY, STEP, STOP, Shown, is_trusted};
+use crate::control::jobs::{Jobs, handed};
 use crate::control::registry::{self, Listening};
 use crate::helper;
 use crate::stopping::Stop;
 use ringdisk_disk::Disk;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::sockopt::socket_peercred;
 
 /// After a connection that could not be accepted.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
@@ -37,6 +39,7 @@ impl SuccessorSocket {
     /// * `name`: of the socket, as [`registry::name_for_successor`] and
     ///   [`registry::name_for_successor_of_mount`] give it.
     /// * `shown`: what clients have been shown of the disk.
+    /// * `jobs`: of the disk; they go along.
     ///
     /// Errors: no socket, no thread.
     pub fn start(
@@ -44,13 +47,15 @@ impl SuccessorSocket {
         export: impl HandsOver,
         shown: Shown,
         disk: &Arc<Disk>,
+        jobs: &Arc<Jobs>,
     ) -> io::Result<SuccessorSocket> {
         let listening = registry::listen(name)?;
         let listener = listening.listener.try_clone()?;
         listener.set_nonblocking(false)?;
         let was_given = Arc::new(AtomicBool::new(false));
         let given = Arc::clone(&was_given);
-        let ours = Ours { export: Box::new(export), shown, disk: Arc::downgrade(disk) };
+        let (disk, jobs) = (Arc::downgrade(disk), Arc::clone(jobs));
+        let ours = Ours { export: Box::new(export), shown, disk, jobs };
         let thread = std::thread::Builder::new()
             .name(String::from("upgrade"))
             .spawn(move || wait(&listener, &ours, &given))?;
@@ -107,6 +112,8 @@ struct Ours {
     shown: Shown,
     /// Weak: its image is let go of as soon as it is served no longer.
     disk: Weak<Disk>,
+    /// Its jobs, which go along.
+    jobs: Arc<Jobs>,
 }
 
 /// Waits for a successor that takes the disk. Gives the stream to it; `None`: the waiting was
@@ -162,8 +169,28 @@ fn give(mut stream: &UnixStream, ours: &Ours, given: &AtomicBool) -> io::Result<
         link::send_refusal(stream, &Refusal::Unlike(why))?;
         return Ok(false);
     }
+    // They go on here when this is dropped.
+    let moving = ours.jobs.begin_move();
+    let jobs = moving.progresses();
+    if !jobs.is_empty() && !wanted.takes_jobs() {
+        let why = "a job is under way, and the other version does not go on with it; wait until it \
+                   is done, or cancel it";
+        link::send_refusal(stream, &Refusal::Now(String::from(why)))?;
+        return Ok(false);
+    }
+    if let Some(disk) = ours.disk.upgrade() {
+        disk.suspend_for_hand_over(jobs);
+    }
     let (state, still) = match ours.export.hand_over() {
-        Ok(packed) => packed,
+        Ok((mut state, still)) => {
+            let packed = moving.stand_still().and_then(|jobs| handed::pack(&mut state, jobs));
+            if let Err(why) = packed {
+                tracing::warn!("the {noun} is not handed over: {why}");
+                link::send_refusal(stream, &Refusal::Now(why))?;
+                return Ok(false);
+            }
+            (state, still)
+        }
         Err(error) => {
             tracing::warn!("the {noun} is not handed over: {error}");
             link::send_refusal(stream, &Refusal::of(&error))?;
@@ -185,9 +212,15 @@ fn give(mut stream: &UnixStream, ours: &Ours, given: &AtomicBool) -> io::Result<
         given.store(false, Ordering::Release);
         return Err(io::Error::other("it took too long"));
     }
+    moving.have_moved(peer(stream));
     // From here on the other process serves, whether it hears this or not.
     let _ = stream.write_all(&[GO]);
     Ok(true)
+}
+
+/// The pid of the other process; 0: the system does not tell.
+fn peer(stream: &UnixStream) -> i32 {
+    socket_peercred(stream).map_or(0, |peer| peer.pid.as_raw_nonzero().get())
 }
 
 /// Whether the other process sends no more.

@@ -20,6 +20,7 @@ use rustix::process::{PidfdFlags, pidfd_open};
 
 use super::link::Refusal;
 use super::{ASK, FORCE, GO, Kind, READY, STEP, STOP, Shown, is_trusted, link};
+use crate::control::jobs::{HandedJob, handed};
 use crate::control::registry::{candidates, connect_now, user};
 use crate::failure::{Exit, Failure};
 use crate::stopping::Stop;
@@ -42,6 +43,7 @@ const LAST_WORD: Duration = Duration::from_millis(500);
 #[derive(Debug)]
 pub struct Offer {
     kind: Kind,
+    jobs: Vec<HandedJob>,
     stream: UnixStream,
     process: Old,
 }
@@ -50,6 +52,7 @@ pub struct Offer {
 #[derive(Debug)]
 pub struct Predecessor {
     stream: UnixStream,
+    jobs: Vec<HandedJob>,
     /// `None`: the system does not tell.
     pid: Option<u32>,
     stop: Option<Stop>,
@@ -113,9 +116,14 @@ pub fn ask(
     process.since = still_serves(&stream, end);
     let left = end.saturating_duration_since(Instant::now());
     match link::receive(&stream, left).map_err(failed)? {
-        Ok(state) => {
+        Ok(mut state) => {
             stream.set_read_timeout(Some(STEP)).map_err(failed)?;
-            Ok((state, Offer { kind, stream, process }))
+            let jobs = handed::unpack(&mut state).map_err(|why| {
+                let text = format!("its jobs cannot be taken over: {why}");
+                Failure::new(Exit::Unsupported, text)
+                    .hint("it goes on as before; wait for its jobs, or cancel them")
+            })?;
+            Ok((state, Offer { kind, jobs, stream, process }))
         }
         Err(Refusal::Now(why)) => Err(Failure::new(Exit::General, format!("{}: {why}", doing()))
             .hint("it goes on as before; try again later")),
@@ -165,6 +173,11 @@ fn connect(places: &[PathBuf], is_trusted: fn(&UnixStream) -> bool) -> Option<Un
 }
 
 impl Offer {
+    /// The jobs of the export.
+    pub fn jobs(&self) -> &[HandedJob] {
+        &self.jobs
+    }
+
     /// Everything is prepared: the old process ends, and its successor goes on.
     ///
     /// An old process that is killed instead of answering goes on as little as one that has
@@ -198,7 +211,7 @@ impl Offer {
             );
         }
         let (stream, pid) = (self.stream, self.process.pid);
-        Ok(Predecessor { stream, pid, stop: None })
+        Ok(Predecessor { stream, jobs: self.jobs, pid, stop: None })
     }
 }
 
@@ -245,6 +258,11 @@ impl Old {
 }
 
 impl Predecessor {
+    /// The jobs of the export, which go on here; once.
+    pub fn take_jobs(&mut self) -> Vec<HandedJob> {
+        std::mem::take(&mut self.jobs)
+    }
+
     /// The stop that it was told to make while it handed the export over, as far as it has said so
     /// ([`Predecessor::wait`]).
     pub fn stop(&self) -> Option<Stop> {

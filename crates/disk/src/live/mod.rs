@@ -45,7 +45,7 @@ pub(crate) use backing::snapshots_show_the_same;
 pub(crate) use bitmaps::bitmap_result;
 pub use commit::CommitOptions;
 pub(crate) use copy::{all_of, buffer, equal, pieces};
-pub use mirror::{MirrorControl, MirrorEnd, MirrorOptions, MirrorSync};
+pub use mirror::{MirrorControl, MirrorEnd, MirrorLeft, MirrorOptions, MirrorSync};
 pub use overlay::OverlayOptions;
 pub(crate) use reopen::{again, for_reading, in_mode, named_as};
 pub use resize::{NewSize, ResizeOptions, Resized};

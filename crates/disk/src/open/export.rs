@@ -1,8 +1,9 @@
 //! Opens NBD exports as images: the one that the user named, and those that images name.
 //!
 //! Promises: an image leads to a server only where the user allows that server; the format of an
-//! export is never taken from its bytes, except that they are raw. Blocks for as long as connecting
-//! takes, at most 10 s and the look-up of a host's name.
+//! export is never taken from its bytes, except that they are raw. Connecting takes at most 10 s and
+//! the look-up of a host's name: to the export that the user named (the target of a mirror, say) it
+//! keeps no other task waiting; to one that an image names it blocks.
 
 use std::sync::Arc;
 
@@ -20,16 +21,30 @@ use crate::{Cache, Error, ErrorKind, Format};
 const SECTOR_ALIGN: usize = 4096;
 
 impl Opening<'_> {
-    /// Connects to an export.
+    /// Connects to the export that the user named, on a helper thread.
+    async fn connect_top(
+        &self,
+        address: &NbdAddress,
+        read_only: bool,
+    ) -> Result<Arc<Storage>, Error> {
+        let (address, options) = (address.clone(), self.nbd_options(read_only));
+        let opened = self.ring.offload(move || Storage::open_nbd(&address, &options)).await;
+        opened.map(Arc::new).map_err(|error| of_storage(&error))
+    }
+
+    /// Connects to an export that an image names.
     fn connect(&self, address: &NbdAddress, read_only: bool) -> Result<Arc<Storage>, Error> {
-        let options = NbdOptions {
+        let opened = Storage::open_nbd(address, &self.nbd_options(read_only));
+        opened.map(Arc::new).map_err(|error| of_storage(&error))
+    }
+
+    fn nbd_options(&self, read_only: bool) -> NbdOptions {
+        NbdOptions {
             read_only,
             no_flush: self.options.cache == Cache::Unsafe,
             reconnect: self.options.reconnect.unwrap_or(NBD_RECONNECT_DEFAULT),
             opener: self.options.opener.clone(),
-        };
-        let opened = Storage::open_nbd(address, &options);
-        opened.map(Arc::new).map_err(|error| of_storage(&error))
+        }
     }
 
     /// Opens the export that the user named, for writing, or for reading where the options ask for
@@ -50,13 +65,13 @@ impl Opening<'_> {
             ));
         }
         let mut read_only = self.options.read_only;
-        let storage = match self.connect(address, read_only) {
+        let storage = match self.connect_top(address, read_only).await {
             Err(error)
                 if !read_only
                     && self.options.auto_read_only
                     && error.kind() == ErrorKind::PermissionDenied =>
             {
-                let storage = self.connect(address, true)?;
+                let storage = self.connect_top(address, true).await?;
                 read_only = true;
                 parts.read_only_reason = Some(error.to_string());
                 storage

@@ -19,6 +19,7 @@ mod activate;
 mod hand_over;
 mod state;
 mod successor;
+mod suspend;
 
 use std::sync::Arc;
 

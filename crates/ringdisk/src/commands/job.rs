@@ -114,7 +114,9 @@ fn find(id: &str) -> Result<Client, Failure> {
     let has = |(_, value): &(Found, Value)| jobs(value).iter().any(|job| job["id"] == id);
     let mut with: Vec<(Found, Value)> = all().into_iter().filter(has).collect();
     let is_under_way = |(_, value): &(Found, Value)| {
-        jobs(value).iter().any(|job| job["id"] == id && job["state"] != "concluded")
+        let goes_on =
+            |job: &&Value| !["concluded", "moved"].iter().any(|state| job["state"] == *state);
+        jobs(value).iter().filter(goes_on).any(|job| job["id"] == id)
     };
     // Of jobs that have ended one that has not is meant.
     if with.len() > 1 && with.iter().any(is_under_way) {

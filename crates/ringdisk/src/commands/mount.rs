@@ -131,7 +131,7 @@ fn upgrade(
     background: Option<Background>,
     user: Wanted,
 ) -> Result<u8, Failure> {
-    let Taken { serving, user, predecessor } = take::take_over(args, paths, user)?;
+    let Taken { mut serving, user, predecessor } = take::take_over(args, paths, user)?;
     // Names, the pid file and the control socket are free when the process before lets go of them.
     serving.succeed(predecessor);
     let metrics = MetricsSockets::make_for(&args.log.metrics, true)?;

@@ -7,8 +7,9 @@ use ringdisk_testkit::mount::text;
 use ringdisk_testkit::process::{run, until};
 use serde_json::Value;
 
+use super::keep::kill;
 use crate::common::serving::{Daemon, Place, ctl, judge, load, meanwhile, serve_command, stats};
-use crate::common::tools::{Ran, ringdisk};
+use crate::common::tools::{Ran, child_of, ringdisk};
 
 const LIMIT: Duration = Duration::from_secs(30);
 
@@ -16,10 +17,12 @@ fn job(place: &Place, work: &str, words: &[&str]) -> Ran {
     ringdisk(Path::new("/"), &[&["job", work, text(&place.socket)], words].concat())
 }
 
+/// What the list says of a job; nothing while no process answers.
 fn seen(place: &Place, id: &str) -> Value {
-    let list = job(place, "list", &["--json"]).ok().json();
-    let jobs = list.as_array().expect("a list").iter();
-    jobs.into_iter().find(|job| job["id"] == id).cloned().unwrap_or(Value::Null)
+    let told = job(place, "list", &["--json"]);
+    let list: Value = serde_json::from_str(&told.out).unwrap_or_default();
+    let jobs = list.as_array().cloned().unwrap_or_default();
+    jobs.into_iter().find(|job| job["id"] == id).unwrap_or(Value::Null)
 }
 
 fn layers(place: &Place) -> usize {
@@ -57,35 +60,78 @@ fn a_guest_writes_while_jobs_run_are_cancelled_and_end() {
     place.judge(&mut load);
 }
 
-#[test]
-fn an_upgrade_waits_for_no_job_and_is_refused_while_one_runs() {
-    let place = Place::new("qcow2");
-    let old = place.start(&[]);
-    let (mut vm, mut load) = (place.vm(true), load(12));
+/// Begins each kind of job on an overlay, has `next` change the process twice in the middle of it,
+/// and ends it.
+fn jobs_go_on(place: &Place, mut next: impl FnMut()) {
     let socket = &place.socket;
-    let new = meanwhile(&mut vm, &mut load, || {
-        ctl(socket, &["snapshot", text(&place.path("over.qcow2"))]).ok();
+    let copy = place.path("copy.qcow2");
+    for (round, kind) in ["commit", "stream", "mirror"].into_iter().enumerate() {
+        ctl(socket, &["snapshot", text(&place.path(&format!("over{round}.qcow2")))]).ok();
         std::thread::sleep(Duration::from_millis(200));
-        ctl(socket, &["commit", "--background", "--name", "slow", "--speed", "4k"]).ok();
-        until(LIMIT, || (seen(&place, "slow")["state"] == "running").then_some(()))
-            .expect("it runs");
-        let words = [&place.words()[..], &["--upgrade", "--vhost-user-blk", text(socket)]].concat();
-        let refused = run(&mut serve_command(&words));
-        assert_ne!(refused.code(), Some(0), "{}", refused.output());
-        assert!(refused.stderr.contains("a commit"), "{}", refused.output());
-        assert_eq!(seen(&place, "slow")["state"], "running", "the job goes on");
-        job(&place, "cancel", &["slow"]).ok();
-        job(&place, "wait", &["slow"]).ends(1);
-        let new = place.start(&["--upgrade"]);
-        old.ends(0);
-        new
+        let target = (kind == "mirror").then_some(text(&copy));
+        let words = ["--background", "--name", kind, "--speed", "16k"];
+        let begun: Vec<&str> = [kind].into_iter().chain(target).chain(words).collect();
+        ctl(socket, &begun).ok();
+        let is = |state: &str| {
+            let is_it = || (seen(place, kind)["state"] == state).then_some(());
+            until(LIMIT, is_it).unwrap_or_else(|| panic!("not {state}: {}", seen(place, kind)));
+        };
+        is("running");
+        next();
+        is("running");
+        job(place, "pause", &[kind]).ok();
+        next();
+        is("paused");
+        assert_eq!(seen(place, kind)["speed"], 16 << 10);
+        job(place, "resume", &[kind]).ok();
+        job(place, "limit", &[kind, "0"]).ok();
+        if kind == "mirror" {
+            is("ready");
+            next();
+            is("ready");
+            job(place, "complete", &[kind]).ok();
+        }
+        job(place, "wait", &[kind]).ok();
+        assert_eq!(layers(place), 1, "{kind}");
+    }
+}
+
+#[test]
+fn jobs_of_a_guests_disk_go_on_in_the_next_process() {
+    let place = Place::new("qcow2");
+    let mut daemon = Some(place.start(&[]));
+    let (mut vm, mut load) = (place.vm(true), load(12));
+    meanwhile(&mut vm, &mut load, || {
+        jobs_go_on(&place, || {
+            let all = ["--upgrade", "--allow-path", text(place.directory.path())];
+            let new = place.start(&all);
+            daemon.replace(new).expect("one serves").ends(0);
+        });
     });
-    assert_eq!(layers(&place), 2);
-    assert!(seen(&place, "slow").is_null(), "the list is that of the process");
-    ctl(socket, &["commit", "--quiet"]).ok();
     load.read_all(&mut vm);
-    new.stop(&[&place.socket]);
-    place.judge(&mut load);
+    daemon.expect("one serves").stop(&[&place.socket]);
+    judge(&place.path("copy.qcow2"), "qcow2", &mut load);
+}
+
+#[test]
+fn jobs_of_a_kept_disk_begin_again_when_its_server_was_killed() {
+    let place = Place::new("qcow2");
+    let daemon = place.start(&["--keep"]);
+    let (mut vm, mut load) = (place.vm(false), load(15));
+    let holder = daemon.process.pid();
+    meanwhile(&mut vm, &mut load, || {
+        jobs_go_on(&place, || {
+            // A new process is allowed 5 times in 10 s.
+            std::thread::sleep(Duration::from_millis(2100));
+            let server = child_of(holder).expect("a process serves");
+            kill(server);
+            let next = || child_of(holder).filter(|new| *new != server);
+            until(LIMIT, next).unwrap_or_else(|| panic!("{}", daemon.process.output()));
+        });
+    });
+    load.read_all(&mut vm);
+    daemon.stop(&[&place.socket]);
+    judge(&place.path("copy.qcow2"), "qcow2", &mut load);
 }
 
 #[test]

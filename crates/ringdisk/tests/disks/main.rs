@@ -13,6 +13,7 @@ mod limits;
 mod migrate;
 mod nbd;
 mod nbd_tls;
+mod other_host;
 mod qemu_nbd;
 mod serve;
 mod serve_cli;

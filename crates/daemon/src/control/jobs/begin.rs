@@ -4,22 +4,29 @@
 //! at the end of the job; in the foreground the job is given up when its client leaves. Control
 //! thread.
 
-use std::future::Future;
 use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
-use ringdisk_disk::{Disk, Error, Layer, MirrorControl, OnError, Progress};
+use ringdisk_disk::{Disk, Layer, MirrorControl, OnError, Progress};
 use ringdisk_ring::Ring;
 use ringdisk_storage::Storage;
 use serde_json::{Value, json};
 
-use super::job::{Kind, NewJob};
-use super::run::run;
+use super::handed::{HandedJob, Role, chain_of};
+use super::job::{Job, Kind, NewJob};
+use super::run::{Steps, run};
 use super::words::Terms;
-use crate::control::disk::DiskControl;
+use super::work::Work;
+use crate::confine::HeldForDisk;
+use crate::control::disk::{Advice, DiskControl};
 use crate::failure::{Exit, Failure};
 use crate::terminal::{shell_word, visible};
+
+/// How often it is looked whether the disk is active again.
+const ACTIVE_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// A job that a command asks for.
 pub(super) struct Asked {
@@ -33,60 +40,117 @@ pub(super) struct Asked {
     pub(super) terms: Terms,
     /// Of a mirror.
     pub(super) mirror: Option<Arc<MirrorControl>>,
+    /// The job itself.
+    pub(super) work: Work,
+}
+
+/// The word of the user who asks for a job ([`crate::helper::approval`]).
+#[derive(Debug, Default)]
+pub struct UserWord {
+    /// What the helper process has heard, and that of the next server will hear.
+    pub given: Option<OwnedFd>,
+    /// What the user keeps; of a job in the background this process does, as long as it runs.
+    pub kept: Option<OwnedFd>,
 }
 
 impl DiskControl {
     /// Runs a job; in the background the answer comes at once.
     ///
-    /// * `word`: what keeps the user's word while a job in the background runs.
-    /// * `progress`: of the client that asks.
-    /// * `work`: the job itself; gives what it has done, for people.
+    /// * `word`: of the user.
+    /// * `progress`: of the client that asks; of a job in the background, what it is controlled by.
     ///
     /// Errors: words that have no meaning here; another change is under way; in the foreground
     /// those of the job.
-    pub(super) async fn run_job<W>(
+    pub(super) async fn run_job(
         &self,
         ring: &Ring,
         asked: Asked,
-        word: Option<OwnedFd>,
+        word: UserWord,
         progress: &Arc<Progress>,
-        work: impl FnOnce(Arc<Disk>, Ring, Arc<Progress>) -> W,
-    ) -> Result<Value, Failure>
-    where
-        W: Future<Output = Result<String, Error>> + 'static,
-    {
+    ) -> Result<Value, Failure> {
         let disk = self.disk()?;
-        let Asked { kind, what, holds, terms, mirror } = asked;
-        let progress = match terms.background {
-            true => Arc::new(Progress::new()),
-            false => Arc::clone(progress),
-        };
-        set(kind, &progress, &terms)?;
-        let (name, for_job) = (terms.name, Arc::clone(&progress));
+        let Asked { kind, what, holds, terms, mirror, work } = asked;
+        set(kind, progress, &terms)?;
+        let (name, for_job) = (terms.name, Arc::clone(progress));
         let job = self.begin_job(NewJob { name, kind, what, holds, progress: for_job, mirror })?;
         self.settle();
-        let (held, advice) = (self.held(), self.advice());
-        let events = Arc::clone(disk.events());
-        let work = work(Arc::clone(&disk), ring.clone(), progress);
-        let work = async move {
-            let result = work.await;
-            held.settle(&disk);
-            let text = result.map_err(|error| advice.explain(Failure::from(error), None))?;
-            let mut value = chain(&disk);
-            value["text"] = json!(text);
-            Ok(value)
-        };
-        if !terms.background {
-            return run(&job, &events, work).await;
+        let jobs = Arc::clone(self.jobs());
+        if terms.background {
+            jobs.keep(&job, job.words(work.words(), chain_of(&disk)), &word);
         }
+        let (held, advice, ring) = (self.held(), self.advice(), ring.clone());
+        let steps =
+            Running { job: Arc::clone(&job), disk, ring: ring.clone(), work, word, held, advice };
         let id = job.id().to_owned();
+        let own = ring.clone();
+        let run = async move {
+            let events = Arc::clone(steps.disk.events());
+            // What keeps the word goes at its end.
+            run(&job, &events, &own, steps).await
+        };
+        let run: Pin<Box<dyn Future<Output = Result<Value, Failure>>>> = Box::pin(run);
+        if !terms.background {
+            return run.await;
+        }
         ring.spawn(async move {
             // Those who wait for the job get the result.
-            let _ = run(&job, &events, work).await;
-            drop(word);
+            let _ = run.await;
+            jobs.keep_changes();
         });
         Ok(json!({ "id": id }))
     }
+}
+
+/// A job of a disk that runs.
+struct Running {
+    job: Arc<Job>,
+    disk: Arc<Disk>,
+    ring: Ring,
+    work: Work,
+    word: UserWord,
+    held: Arc<HeldForDisk>,
+    advice: Advice,
+}
+
+impl Steps for Running {
+    async fn run(&mut self) -> Result<Value, Failure> {
+        let result = self.work.run(&self.disk, &self.ring, self.job.progress()).await;
+        if result.is_err() && self.job.progress().is_suspended() {
+            // What is held for it is needed yet.
+            return Err(Failure::new(Exit::General, "the job was suspended"));
+        }
+        self.held.settle(&self.disk);
+        let text = result.map_err(|error| self.advice.explain(Failure::from(error), None))?;
+        let mut value = chain(&self.disk);
+        value["text"] = json!(text);
+        Ok(value)
+    }
+
+    async fn describe(&mut self) -> Result<HandedJob, String> {
+        let mut words = self.job.words(self.work.words(), chain_of(&self.disk));
+        let mut descriptors = Vec::new();
+        for (role, of) in [(Role::Word, &self.word.given), (Role::Kept, &self.word.kept)] {
+            let Some(descriptor) = of else { continue };
+            descriptors.push(descriptor.try_clone().map_err(|error| error.to_string())?);
+            words.roles.push(role);
+        }
+        let handed = self.work.hand_over(&self.ring, &mut words, &mut descriptors).await;
+        handed.map_err(|error| error.to_string())?;
+        Ok(HandedJob { words, descriptors })
+    }
+
+    async fn take_back(&mut self) -> Result<(), Failure> {
+        // The disk is taken back by another thread, in a moment.
+        while !self.disk.is_active() && !self.job.progress().is_cancelled() {
+            self.ring.sleep(ACTIVE_POLL_INTERVAL).await;
+        }
+        Ok(self.work.take_back(&self.ring).await?)
+    }
+}
+
+/// What a job is controlled by: in the foreground, what the client is.
+pub(super) fn own(terms: &Terms, client: &Arc<Progress>) -> Arc<Progress> {
+    if terms.background { Arc::new(Progress::new()) } else { Arc::clone(client) }
 }
 
 /// Takes over what the user says of speed and errors.

@@ -42,6 +42,7 @@ impl Jobs {
             return wait(ring, &job, progress).await;
         }
         check_goes_on(&job)?;
+        self.check_stays()?;
         match command {
             JobCommand::Pause(_) => job.progress().pause(),
             JobCommand::Resume(_) if job.progress().paused().is_none() => {
@@ -52,10 +53,15 @@ impl Jobs {
                 job.progress().set_speed(wanted.speed);
                 job.mark();
             }
-            JobCommand::Cancel(_) => return Ok(cancel(&job)),
+            JobCommand::Cancel(_) => {
+                let told = cancel(&job);
+                self.keep_changes();
+                return Ok(told);
+            }
             JobCommand::Complete(_) => complete(&job)?,
             JobCommand::List | JobCommand::Wait(_) => {}
         }
+        self.keep_changes();
         Ok(job.to_json())
     }
 }
@@ -102,6 +108,11 @@ fn complete(job: &Job) -> Result<(), Failure> {
 fn check_goes_on(job: &Job) -> Result<(), Failure> {
     let id = job.id();
     match job.state() {
+        State::Moved => {
+            let why = job.why().unwrap_or_default();
+            Err(Failure::new(Exit::Locked, format!("the job '{id}' has moved: {why}"))
+                .hint("try it again in a moment"))
+        }
         State::Concluded => {
             Err(Failure::new(Exit::Usage, format!("the job '{id}' has ended already")))
         }
@@ -123,7 +134,7 @@ async fn wait(ring: &Ring, job: &Job, progress: &Progress) -> Result<Value, Fail
         if job.state() == State::Ready && job.mirror().is_some_and(|it| !it.is_completing()) {
             return Ok(job.to_json());
         }
-        if progress.is_cancelled() {
+        if progress.is_cancelled() && !job.has_ended() {
             return Err(Failure::new(Exit::General, "nobody waits any longer"));
         }
         let pause = pin!(async {

@@ -2,7 +2,6 @@
 //!
 //! Promises: as [`ringdisk_disk::Disk::commit`]: a cancelled one leaves the chain as it was.
 
-use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -10,8 +9,10 @@ use ringdisk_disk::{CommitOptions, Layer, Progress};
 use ringdisk_ring::Ring;
 use serde_json::Value;
 
-use super::begin::{Asked, all_shown, find, shown};
+use super::begin::{Asked, UserWord, all_shown, find, own, shown};
 use super::job::Kind;
+use super::words::Terms;
+use super::work::Work;
 use crate::control::disk::DiskControl;
 use crate::control::protocol::Commit;
 use crate::failure::{Exit, Failure};
@@ -19,7 +20,7 @@ use crate::failure::{Exit, Failure};
 impl DiskControl {
     /// Commits; in the background the answer comes at once.
     ///
-    /// * `word`: what keeps the user's word while a job in the background runs.
+    /// * `word`: of the user.
     /// * `progress`: of the client that asks.
     ///
     /// Errors: no such images; another change is under way; in the foreground those of the job.
@@ -27,23 +28,34 @@ impl DiskControl {
         &self,
         ring: &Ring,
         wanted: &Commit,
-        word: Option<OwnedFd>,
+        word: UserWord,
         progress: &Arc<Progress>,
     ) -> Result<Value, Failure> {
         self.entered(ring, progress).await?;
         let layers = self.disk()?.layers();
         let options = options(&layers, wanted)?;
-        let (merged, base) = (&layers[options.top..options.base], &layers[options.base]);
-        let mut holds = all_shown(merged);
-        let what = format!("{} into {}", holds.join(" "), shown(base));
-        holds.push(shown(base));
-        let (text, terms) = (committed(merged, base), wanted.job.clone().unwrap_or_default());
-        let asked = Asked { kind: Kind::Commit, what, holds, terms, mirror: None };
-        self.run_job(ring, asked, word, progress, |disk, ring, progress| async move {
-            disk.commit(&ring, options, &progress).await.map(|()| text)
-        })
-        .await
+        let asked = asked(&layers, options, wanted.job.clone().unwrap_or_default())?;
+        let progress = own(&asked.terms, progress);
+        self.run_job(ring, asked, word, &progress).await
     }
+}
+
+/// The job.
+///
+/// Errors: there are no such images.
+pub(super) fn asked(
+    layers: &[Arc<Layer>],
+    options: CommitOptions,
+    terms: Terms,
+) -> Result<Asked, Failure> {
+    let CommitOptions { top, base, .. } = options;
+    let none = || Failure::new(Exit::Usage, "the disk has no such images");
+    let (merged, base) = layers.get(top..base).zip(layers.get(base)).ok_or_else(none)?;
+    let mut holds = all_shown(merged);
+    let what = format!("{} into {}", holds.join(" "), shown(base));
+    holds.push(shown(base));
+    let work = Work::Commit(options, committed(merged, base));
+    Ok(Asked { kind: Kind::Commit, what, holds, terms, mirror: None, work })
 }
 
 /// Which images are merged.

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use ringdisk_disk::{MirrorControl, Pause, Progress};
 use serde_json::{Value, json};
 
+use super::handed::{HandedJob, Id, JobWords, WorkWords};
 use super::words::ON_ERROR;
 use crate::failure::{Exit, Failure};
 
@@ -52,8 +53,19 @@ pub enum State {
     Ready,
     /// It was cancelled, and puts things back.
     Aborting,
+    /// Another process goes on with it.
+    Moved,
     /// It has ended.
     Concluded,
+}
+
+/// How a hand-over has ended for a job that stands still.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// Another process goes on with it.
+    Moved,
+    /// It goes on here.
+    GoesOn,
 }
 
 impl State {
@@ -65,6 +77,7 @@ impl State {
             State::Paused => "paused",
             State::Ready => "ready",
             State::Aborting => "aborting",
+            State::Moved => "moved",
             State::Concluded => "concluded",
         }
     }
@@ -103,6 +116,11 @@ pub struct Job {
 #[derive(Debug)]
 struct Inner {
     result: Option<Ended>,
+    /// It stands still, with what another process needs, or why it cannot be handed over.
+    still: Option<Result<HandedJob, String>>,
+    verdict: Option<Verdict>,
+    /// The process that goes on with it.
+    moved_to: Option<i32>,
     /// Moments and what was done by then; the older one first.
     marks: [(Instant, u64); 2],
     waiting: Vec<Waker>,
@@ -119,7 +137,9 @@ struct Ended {
 impl Job {
     pub(super) fn new(id: String, new: NewJob) -> Job {
         let mark = (Instant::now(), new.progress.done());
-        let inner = Inner { result: None, marks: [mark; 2], waiting: Vec::new() };
+        let (still, verdict, moved_to) = (None, None, None);
+        let (result, marks, waiting) = (None, [mark; 2], Vec::new());
+        let inner = Inner { result, still, verdict, moved_to, marks, waiting };
         let NewJob { kind, what, holds, progress, mirror, .. } = new;
         let since = SystemTime::now();
         Job { id, kind, what, holds, progress, mirror, since, inner: Mutex::new(inner) }
@@ -173,9 +193,11 @@ impl Job {
 
     /// How it is.
     pub fn state(&self) -> State {
-        if self.inner().result.is_some() {
-            return State::Concluded;
+        let inner = self.inner();
+        if inner.result.is_some() {
+            return if inner.moved_to.is_some() { State::Moved } else { State::Concluded };
         }
+        drop(inner);
         if self.progress.is_cancelled() {
             return State::Aborting;
         }
@@ -187,11 +209,21 @@ impl Job {
         }
     }
 
-    /// Why it rests or has failed, for people.
+    /// Whether it has ended here.
+    pub fn has_ended(&self) -> bool {
+        self.inner().result.is_some()
+    }
+
+    /// Why it rests or has failed, or where it goes on, for people.
     pub fn why(&self) -> Option<String> {
-        if let Some(ended) = &self.inner().result {
+        let inner = self.inner();
+        if let Some(process) = inner.moved_to {
+            return Some(format!("it goes on in process {process}"));
+        }
+        if let Some(ended) = &inner.result {
             return ended.result.as_ref().err().map(|(_, text, _)| text.clone());
         }
+        drop(inner);
         match self.progress.paused()? {
             Pause::Asked => None,
             Pause::Error(errno) => {
@@ -238,6 +270,67 @@ impl Job {
                 None => failure,
             }
         })
+    }
+
+    /// What another process has to know of it.
+    ///
+    /// * `chain`: the images of the disk.
+    pub(super) fn words(&self, work: WorkWords, chain: Vec<Id>) -> JobWords {
+        let on_error = self.progress.on_error();
+        let on_error = ON_ERROR.iter().find(|(_, known)| *known == on_error);
+        let mut words = JobWords::new(&self.id, work, chain);
+        words.speed = self.progress.speed();
+        words.on_error = on_error.map_or_else(String::new, |(word, _)| (*word).to_owned());
+        words.paused = self.progress.paused() == Some(Pause::Asked);
+        words.pivot = self.mirror.as_ref().and_then(|mirror| mirror.wanted());
+        words
+    }
+
+    /// It has stopped for a hand-over.
+    pub(super) fn stand_still(&self, handed: Result<HandedJob, String>) {
+        self.inner().still = Some(handed);
+    }
+
+    /// What another process needs to go on with it; `None`: it does not stand still yet.
+    ///
+    /// Errors (inside): why it cannot be handed over.
+    pub(super) fn take_handed(&self) -> Option<Result<HandedJob, String>> {
+        self.inner().still.take()
+    }
+
+    /// A hand-over begins: what came of an earlier one does not count.
+    pub(super) fn await_verdict(&self) {
+        let mut inner = self.inner();
+        (inner.still, inner.verdict) = (None, None);
+    }
+
+    /// It goes on here.
+    pub(super) fn goes_on(&self) {
+        let mut inner = self.inner();
+        (inner.still, inner.verdict) = (None, Some(Verdict::GoesOn));
+    }
+
+    /// Another process goes on with it. Wakes those who wait.
+    ///
+    /// * `process`: its pid; 0: the system does not tell.
+    pub(super) fn move_to(&self, process: i32) {
+        let told = json!({ "id": self.id, "state": State::Moved.word(), "process": process });
+        {
+            let mut inner = self.inner();
+            (inner.still, inner.verdict) = (None, Some(Verdict::Moved));
+            inner.moved_to.get_or_insert(process);
+        }
+        self.conclude(&Ok(told));
+    }
+
+    /// How the hand-over has ended for which it stands still.
+    pub(super) fn verdict(&self) -> Option<Verdict> {
+        self.inner().verdict
+    }
+
+    /// Whether another process goes on with it.
+    pub fn has_moved(&self) -> bool {
+        self.inner().moved_to.is_some()
     }
 
     /// Forgets the rate: the job was paused, resumed or limited.

@@ -4,19 +4,29 @@
 //! begun while another one holds that image. Any thread; takes a lock for a moment.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
+use ringdisk_disk::Progress;
+
+use super::handed::HandedJob;
 use super::job::{Job, NewJob, State};
+use super::keeper::{JobKeeper, KeptJobs};
 use super::words::check_name;
 use crate::failure::{Exit, Failure};
 use crate::terminal::visible;
+
+/// How long jobs may take to stand still; the disk does so already.
+const STANDING: Duration = Duration::from_secs(5);
+/// How often it is looked whether they do.
+const STANDING_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Jobs that have ended and are listed still.
 pub const KEPT_MAX: usize = 16;
 
 /// The jobs of one disk.
 #[derive(Debug, Default)]
-pub struct Jobs(Mutex<List>);
+pub struct Jobs(Mutex<List>, OnceLock<KeptJobs>);
 
 #[derive(Debug, Default)]
 struct List {
@@ -26,9 +36,79 @@ struct List {
     begun: u64,
     /// The disk ends: none is begun any more.
     is_over: bool,
+    /// The disk is being handed over: none is begun or changed.
+    is_moving: bool,
+}
+
+/// The jobs of a disk that is being handed over; they go on here when this is dropped.
+#[derive(Debug)]
+pub struct Moving<'a> {
+    all: &'a Jobs,
+    jobs: Vec<Arc<Job>>,
+    has_moved: bool,
+}
+
+impl Moving<'_> {
+    /// What they are controlled by, for [`ringdisk_disk::Disk::suspend_for_hand_over`].
+    pub fn progresses(&self) -> Vec<Arc<Progress>> {
+        self.jobs.iter().map(|job| Arc::clone(job.progress())).collect()
+    }
+
+    /// Has all stop, and waits for that. Gives those that have not ended. Blocks.
+    ///
+    /// Errors: one does not stop in time, or cannot be handed over.
+    pub fn stand_still(&self) -> Result<Vec<HandedJob>, String> {
+        let end = Instant::now() + STANDING;
+        self.jobs.iter().for_each(|job| job.progress().suspend());
+        let mut handed = Vec::new();
+        for job in &self.jobs {
+            loop {
+                if job.state() == State::Concluded {
+                    break;
+                }
+                if let Some(still) = job.take_handed() {
+                    let what = |why| format!("its job '{}' cannot be handed over: {why}", job.id());
+                    handed.push(still.map_err(what)?);
+                    break;
+                }
+                if Instant::now() >= end {
+                    return Err(format!("its job '{}' does not stop", job.id()));
+                }
+                std::thread::sleep(STANDING_POLL_INTERVAL);
+            }
+        }
+        Ok(handed)
+    }
+
+    /// The other process goes on with them.
+    ///
+    /// * `process`: its pid; 0: the system does not tell.
+    pub fn have_moved(mut self, process: i32) {
+        self.has_moved = true;
+        let under_way = self.jobs.iter().filter(|job| job.state() != State::Concluded);
+        under_way.for_each(|job| job.move_to(process));
+    }
+}
+
+impl Drop for Moving<'_> {
+    fn drop(&mut self) {
+        if !self.has_moved {
+            self.all.list().is_moving = false;
+            self.jobs.iter().for_each(|job| job.goes_on());
+        }
+    }
 }
 
 impl Jobs {
+    /// Keeps jobs there from now on; once.
+    pub fn keep_at(&self, keeper: Box<dyn JobKeeper>) {
+        let _ = self.1.set(KeptJobs::new(keeper));
+    }
+
+    pub(super) fn kept(&self) -> Option<&KeptJobs> {
+        self.1.get()
+    }
+
     /// A panic elsewhere leaves it valid, so poison is ignored.
     fn list(&self) -> MutexGuard<'_, List> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
@@ -41,6 +121,9 @@ impl Jobs {
         let mut list = self.list();
         if list.is_over {
             return Err(Failure::new(Exit::Halted, "the disk ends, so no job is begun"));
+        }
+        if list.is_moving {
+            return Err(moving());
         }
         if let Some(job) = list.holder(&new.holds) {
             return Err(held_by(&job, &new.holds));
@@ -106,6 +189,29 @@ impl Jobs {
         }
     }
 
+    /// The disk is about to be handed over, and its jobs with it. Blocks for a moment.
+    pub fn begin_move(&self) -> Moving<'_> {
+        let jobs: Vec<_> = {
+            let mut list = self.list();
+            list.is_moving = true;
+            list.running().cloned().collect()
+        };
+        // They may have to go on first after a hand-over that was given up.
+        let end = Instant::now() + STANDING;
+        for job in &jobs {
+            while job.progress().is_suspended() && !job.has_ended() && Instant::now() < end {
+                std::thread::sleep(STANDING_POLL_INTERVAL);
+            }
+            job.await_verdict();
+        }
+        Moving { all: self, jobs, has_moved: false }
+    }
+
+    /// Errors: the disk is being handed over, or was.
+    pub fn check_stays(&self) -> Result<(), Failure> {
+        if self.list().is_moving { Err(moving()) } else { Ok(()) }
+    }
+
     /// Cancels all. Any thread.
     pub fn cancel(&self) {
         for job in self.running() {
@@ -122,7 +228,7 @@ impl Jobs {
 
 impl List {
     fn running(&self) -> impl Iterator<Item = &Arc<Job>> {
-        self.jobs.iter().filter(|job| job.state() != State::Concluded)
+        self.jobs.iter().filter(|job| !job.has_ended())
     }
 
     /// The job that holds one of these images.
@@ -133,7 +239,7 @@ impl List {
 
     /// Drops the oldest of those that have ended, down to [`KEPT_MAX`].
     fn forget(&mut self) {
-        let ended = |job: &Arc<Job>| job.state() == State::Concluded;
+        let ended = |job: &Arc<Job>| job.has_ended();
         let mut surplus = self.jobs.iter().filter(|job| ended(job)).count();
         self.jobs.retain(|job| {
             let goes = surplus > KEPT_MAX && ended(job);
@@ -141,6 +247,12 @@ impl List {
             !goes
         });
     }
+}
+
+/// The disk is on its way to another process.
+fn moving() -> Failure {
+    Failure::new(Exit::Locked, "another process takes the disk over at this moment")
+        .hint("try it again in a moment")
 }
 
 /// A job is in the way.

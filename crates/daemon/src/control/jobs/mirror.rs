@@ -4,33 +4,29 @@
 //! Promises: as [`ringdisk_disk::Disk::mirror`]: until the switch-over has succeeded the disk is
 //! what it was; errors of the target are no errors of its clients.
 
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::pin::Pin;
 use std::sync::Arc;
 
 use ringdisk_disk::name::is_export;
-use ringdisk_disk::{
-    Disk, Error, Format, Layer, MirrorControl, MirrorEnd, MirrorOptions, MirrorSync, Progress,
-};
+use ringdisk_disk::{Disk, Layer, MirrorControl, MirrorEnd, MirrorOptions, MirrorSync, Progress};
 use ringdisk_ring::Ring;
 use ringdisk_storage::Storage;
 use serde_json::Value;
 
-use super::begin::{Asked, all_shown, shown};
+use super::begin::{Asked, UserWord, all_shown, own, shown};
 use super::job::Kind;
+use super::work::{MirrorWork, Work, open};
+use crate::confine::{self, HeldForDisk};
 use crate::control::disk::DiskControl;
 use crate::control::protocol::Mirror;
 use crate::failure::{Exit, Failure};
 use crate::terminal::visible;
 
-type Boxed<'a, T> = Pin<Box<dyn Future<Output = Result<T, Error>> + 'a>>;
-
 impl DiskControl {
     /// Mirrors; in the background the answer comes at once.
     ///
-    /// * `word`: what keeps the user's word while a job in the background runs.
+    /// * `word`: of the user.
     /// * `progress`: of the client that asks.
     ///
     /// Errors: the target cannot be opened, or is none for this disk; another change is under way;
@@ -39,7 +35,7 @@ impl DiskControl {
         &self,
         ring: &Ring,
         wanted: &Mirror,
-        word: Option<OwnedFd>,
+        word: UserWord,
         progress: &Arc<Progress>,
     ) -> Result<Value, Failure> {
         self.entered(ring, progress).await?;
@@ -55,44 +51,28 @@ impl DiskControl {
         check_is_other(&layers, path)?;
         self.check_no_change()?;
         let target = self.open_target(ring, &disk, wanted).await?;
-        let what = format!("{} to {}", shown(&layers[0]), shown(&target.layers()[0]));
-        let mut holds = all_shown(&layers);
-        holds.extend(all_shown(&target.layers()));
         let control = Arc::new(MirrorControl::new());
         if wanted.complete {
             // It has not begun, so nothing refuses this yet; `check_mirror` has.
             control.complete(true)?;
         }
-        let mirror = Some(Arc::clone(&control));
-        let asked = Asked { kind: Kind::Mirror, what, holds, terms, mirror };
-        let held = self.held();
-        self.run_job(ring, asked, word, progress, |disk, ring, progress| async move {
-            if let Some(id) = file_of(&target) {
-                held.has_file(id);
-            }
-            let new = shown(&target.layers()[0]);
-            // On the heap, as what opens the target: with all that they wait for they are large.
-            let mirror: Boxed<'_, MirrorEnd> =
-                Box::pin(disk.mirror(&ring, target, options, &progress, &control));
-            let end = mirror.await?;
-            Ok(told(end, &new, &layers))
-        })
-        .await
+        let mut wanted = wanted.clone();
+        wanted.job = Some(terms);
+        let asked = asked(&disk, wanted, options, target, control, self.held());
+        let progress = own(&asked.terms, progress);
+        self.run_job(ring, asked, word, &progress).await
     }
 
     /// Opens the target as the disk would be, and looks whether it can be one.
-    async fn open_target(
+    pub(super) async fn open_target(
         &self,
         ring: &Ring,
         disk: &Arc<Disk>,
         wanted: &Mirror,
     ) -> Result<Arc<Disk>, Failure> {
         let explain = |failure| self.advice().explain(failure, Some(&wanted.target));
-        let format = wanted.format.as_deref().map(str::parse::<Format>).transpose()?;
-        let path = Path::new(&wanted.target);
-        let opening: Boxed<'_, Arc<Disk>> =
-            Box::pin(disk.open_mirror(ring, path, format, wanted.protect_raw));
-        let target = opening.await.map_err(|error| {
+        let opened = open(disk, ring, wanted).await;
+        let target = opened.map_err(|error| {
             explain(Failure::from(error).context("the target of the mirror cannot be opened"))
         })?;
         disk.check_mirror(&target, wanted.complete)?;
@@ -100,10 +80,44 @@ impl DiskControl {
     }
 }
 
+/// The job.
+pub(super) fn asked(
+    disk: &Disk,
+    mut wanted: Mirror,
+    options: MirrorOptions,
+    target: Arc<Disk>,
+    control: Arc<MirrorControl>,
+    held: Arc<HeldForDisk>,
+) -> Asked {
+    let layers = disk.layers();
+    let what = format!("{} to {}", shown(&layers[0]), shown(&target.layers()[0]));
+    let old = all_shown(&layers);
+    let mut holds = old.clone();
+    holds.extend(all_shown(&target.layers()));
+    let terms = wanted.job.take().unwrap_or_default();
+    let mirror = Some(Arc::clone(&control));
+    let target = Some(target);
+    let work = MirrorWork { wanted, options, target, control, held, old };
+    Asked { kind: Kind::Mirror, what, holds, terms, mirror, work: Work::Mirror(Box::new(work)) }
+}
+
+/// Whether a target that another process has handed over is one that a user has named: the helper
+/// process has it then.
+///
+/// Errors: it is none.
+pub(super) fn check_named(target: &Disk) -> Result<(), Failure> {
+    let is_named = file_of(target).is_none_or(|id| confine::is_held(id));
+    if is_named {
+        return Ok(());
+    }
+    let text = "no user of this process has named the target";
+    Err(Failure::new(Exit::Permission, text).hint("begin the mirror again"))
+}
+
 /// What the words of a client mean.
 ///
 /// Errors: no such word.
-fn options(wanted: &Mirror) -> Result<MirrorOptions, Failure> {
+pub(super) fn options(wanted: &Mirror) -> Result<MirrorOptions, Failure> {
     let sync = match wanted.sync.as_deref() {
         None | Some("full") => MirrorSync::Full,
         Some("top") => MirrorSync::Top,
@@ -113,7 +127,7 @@ fn options(wanted: &Mirror) -> Result<MirrorOptions, Failure> {
             return Err(Failure::new(Exit::Usage, text));
         }
     };
-    Ok(MirrorOptions { sync, write_blocking: wanted.write_blocking })
+    Ok(MirrorOptions { sync, left: None, write_blocking: wanted.write_blocking })
 }
 
 /// Errors: the target is an image of the disk.
@@ -143,7 +157,7 @@ fn check_is_other(layers: &[Arc<Layer>], path: &Path) -> Result<(), Failure> {
 }
 
 /// Device and inode of the file of the target, as the helper process knows it.
-fn file_of(target: &Disk) -> Option<(u64, u64)> {
+pub(super) fn file_of(target: &Disk) -> Option<(u64, u64)> {
     let layers = target.layers();
     let meta = crate::confine::by_descriptor(layers[0].file()?)?.metadata().ok()?;
     Some((meta.dev(), meta.ino()))
@@ -153,12 +167,12 @@ fn file_of(target: &Disk) -> Option<(u64, u64)> {
 ///
 /// * `new`: the target.
 /// * `old`: the images that the disk had.
-fn told(end: MirrorEnd, new: &str, old: &[Arc<Layer>]) -> String {
+pub(super) fn told(end: MirrorEnd, new: &str, old: &[String]) -> String {
     match end {
         MirrorEnd::Pivoted => format!(
             "The disk is in {new} now: name that one when it is served again. Left behind as they \
              were at that moment, and used no longer unless {new} has them below it: {}",
-            all_shown(old).join(" ")
+            old.join(" ")
         ),
         MirrorEnd::Copied => format!(
             "{new} holds what the disk held at this moment, and does not follow it any more."

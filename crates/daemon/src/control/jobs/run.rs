@@ -1,64 +1,134 @@
 //! Runs a job to its end, and tells of each of its states.
 //!
-//! Promises: each state that a job is seen in is an event of the disk and a line of the log.
-//! Control thread.
+//! Promises: each state that a job is seen in is an event of the disk and a line of the log. A job
+//! that stops for a hand-over of the disk waits for how that ends, and begins again where the disk
+//! goes on here. Control thread.
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::sync::Arc;
 use std::task::Poll;
+use std::time::Duration;
 
 use ringdisk_disk::Events;
+use ringdisk_ring::Ring;
 use serde_json::Value;
 
-use super::job::{Job, State};
+use super::handed::HandedJob;
+use super::job::{Job, State, Verdict};
 use crate::failure::Failure;
+
+/// How often a job that stands still looks whether it is to go on.
+const VERDICT_POLL_INTERVAL: Duration = Duration::from_millis(5);
+
+/// What a job does, as [`run`] has it done.
+pub(super) trait Steps {
+    /// Does it.
+    ///
+    /// Errors: why it has ended early.
+    async fn run(&mut self) -> Result<Value, Failure>;
+
+    /// What another process needs to go on, after it was suspended.
+    ///
+    /// Errors: it cannot be handed over.
+    async fn describe(&mut self) -> Result<HandedJob, String>;
+
+    /// It is to begin again here: waits until it can.
+    ///
+    /// Errors: it cannot.
+    async fn take_back(&mut self) -> Result<(), Failure>;
+}
 
 /// Runs a job.
 ///
-/// Errors: those of `work`.
+/// Errors: those of `steps`.
 pub(super) async fn run(
     job: &Arc<Job>,
     events: &Events,
-    work: impl Future<Output = Result<Value, Failure>>,
+    ring: &Ring,
+    mut steps: impl Steps,
 ) -> Result<Value, Failure> {
-    let mut work = pin!(work);
     let mut told = State::Created;
     tell(job, events, State::Created);
     let result = loop {
+        let result = {
+            let work = pin!(steps.run());
+            watch(job, events, &mut told, work).await
+        };
+        let stops = job.progress().is_suspended() && !job.progress().is_cancelled();
+        if result.is_ok() || !stops {
+            break result;
+        }
+        job.stand_still(steps.describe().await);
+        if verdict(job, ring).await == Verdict::Moved {
+            // Those who wait have been told where it goes on.
+            tell(job, events, State::Moved);
+            return job.ended().await;
+        }
+        if let Err(failure) = steps.take_back().await {
+            break Err(failure);
+        }
+        job.progress().begin_again();
+    };
+    // It may have ended in the moment in which it was cancelled.
+    if told != State::Aborting && job.state() == State::Aborting {
+        tell(job, events, State::Aborting);
+    }
+    conclude(job, events, &result);
+    result
+}
+
+/// Ends a job.
+pub(super) fn conclude(job: &Job, events: &Events, result: &Result<Value, Failure>) {
+    job.conclude(result);
+    tell(job, events, State::Concluded);
+}
+
+/// Waits for the end of the work, and tells of the states of the job.
+async fn watch<T>(
+    job: &Arc<Job>,
+    events: &Events,
+    told: &mut State,
+    mut work: impl Future<Output = T> + Unpin,
+) -> T {
+    loop {
         let turn = job.progress().turn();
         let state = job.state();
-        if state != told {
-            told = state;
+        if state != *told {
+            *told = state;
             job.mark();
             tell(job, events, state);
         }
         let mut changed = pin!(job.progress().changed(turn));
         let mut ready = pin!(job.ready());
         let ended = poll_fn(|context| {
-            if let Poll::Ready(result) = work.as_mut().poll(context) {
+            if let Poll::Ready(result) = std::pin::Pin::new(&mut work).poll(context) {
                 return Poll::Ready(Some(result));
             }
-            if told == State::Created && job.state() != told {
+            if *told == State::Created && job.state() != *told {
                 return Poll::Ready(None);
             }
-            let may_get_ready = matches!(told, State::Created | State::Running);
+            let may_get_ready = matches!(*told, State::Created | State::Running);
             if may_get_ready && ready.as_mut().poll(context).is_ready() {
                 return Poll::Ready(None);
             }
             changed.as_mut().poll(context).map(|()| None)
         });
         if let Some(result) = ended.await {
-            break result;
+            return result;
         }
-    };
-    // It may have ended in the moment in which it was cancelled.
-    if told != State::Aborting && job.state() == State::Aborting {
-        tell(job, events, State::Aborting);
     }
-    job.conclude(&result);
-    tell(job, events, State::Concluded);
-    result
+}
+
+/// Waits until it is known where a job goes on that stands still.
+async fn verdict(job: &Job, ring: &Ring) -> Verdict {
+    loop {
+        match job.verdict() {
+            Some(verdict) => return verdict,
+            None if job.progress().is_cancelled() => return Verdict::GoesOn,
+            None => ring.sleep(VERDICT_POLL_INTERVAL).await,
+        }
+    }
 }
 
 /// Tells of a state.
@@ -68,8 +138,8 @@ fn tell(job: &Job, events: &Events, state: State) {
     let because = why.as_ref().map_or_else(String::new, |why| format!(": {why}"));
     let text = format!("job {id} ({kind} of {}) is {state}{because}", job.what());
     match why {
-        Some(_) => tracing::warn!(event = "job", "{text}"),
-        None => tracing::info!(event = "job", "{text}"),
+        Some(_) if !job.has_moved() => tracing::warn!(event = "job", "{text}"),
+        _ => tracing::info!(event = "job", "{text}"),
     }
     let mut fields =
         vec![("id", id.to_owned()), ("kind", kind.to_owned()), ("state", state.to_owned())];

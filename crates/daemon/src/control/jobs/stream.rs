@@ -3,7 +3,6 @@
 //! Promises: as [`ringdisk_disk::Disk::stream`]: a cancelled one leaves the chain as it was, and
 //! what was copied in the top image.
 
-use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -11,8 +10,10 @@ use ringdisk_disk::{Layer, Progress, StreamOptions};
 use ringdisk_ring::Ring;
 use serde_json::Value;
 
-use super::begin::{Asked, all_shown, find, shown};
+use super::begin::{Asked, UserWord, all_shown, find, own, shown};
 use super::job::Kind;
+use super::words::Terms;
+use super::work::Work;
 use crate::control::disk::DiskControl;
 use crate::control::protocol::Stream;
 use crate::failure::{Exit, Failure};
@@ -20,7 +21,7 @@ use crate::failure::{Exit, Failure};
 impl DiskControl {
     /// Streams; in the background the answer comes at once.
     ///
-    /// * `word`: what keeps the user's word while a job in the background runs.
+    /// * `word`: of the user.
     /// * `progress`: of the client that asks.
     ///
     /// Errors: no such base; nothing to stream; another change is under way; in the foreground
@@ -29,28 +30,34 @@ impl DiskControl {
         &self,
         ring: &Ring,
         wanted: &Stream,
-        word: Option<OwnedFd>,
+        word: UserWord,
         progress: &Arc<Progress>,
     ) -> Result<Value, Failure> {
         self.entered(ring, progress).await?;
         let layers = self.disk()?.layers();
-        let base = base_of(&layers, wanted)?;
-        let end = base.unwrap_or(layers.len());
-        let (top, dropped) = (&layers[0], &layers[1..end]);
-        let what = format!("{} into {}", all_shown(dropped).join(" "), shown(top));
-        let asked = Asked {
-            kind: Kind::Stream,
-            what,
-            holds: all_shown(&layers[..(end + 1).min(layers.len())]),
-            terms: wanted.job.clone().unwrap_or_default(),
-            mirror: None,
-        };
-        let text = streamed(top, dropped, layers.get(end).map(|base| &**base));
-        self.run_job(ring, asked, word, progress, move |disk, ring, progress| async move {
-            disk.stream(&ring, StreamOptions { base }, &progress).await.map(|()| text)
-        })
-        .await
+        let options = StreamOptions { base: base_of(&layers, wanted)? };
+        let asked = asked(&layers, options, wanted.job.clone().unwrap_or_default())?;
+        let progress = own(&asked.terms, progress);
+        self.run_job(ring, asked, word, &progress).await
     }
+}
+
+/// The job.
+///
+/// Errors: there are no such images.
+pub(super) fn asked(
+    layers: &[Arc<Layer>],
+    options: StreamOptions,
+    terms: Terms,
+) -> Result<Asked, Failure> {
+    let end = options.base.unwrap_or(layers.len());
+    let none = || Failure::new(Exit::Usage, "the disk has no such images");
+    let (top, dropped) = layers.first().zip(layers.get(1..end)).ok_or_else(none)?;
+    let what = format!("{} into {}", all_shown(dropped).join(" "), shown(top));
+    let text = streamed(top, dropped, layers.get(end).map(|base| &**base));
+    let holds = all_shown(&layers[..(end + 1).min(layers.len())]);
+    let work = Work::Stream(options, text);
+    Ok(Asked { kind: Kind::Stream, what, holds, terms, mirror: None, work })
 }
 
 /// The place of the image that becomes the backing file; `None`: none does.

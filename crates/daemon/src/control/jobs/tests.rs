@@ -7,8 +7,9 @@ use ringdisk_disk::{Events, OnError, Progress};
 use ringdisk_ring::{Config, Errno, Ring, Runtime};
 use serde_json::{Map, Value, json};
 
+use super::handed::WorkWords;
 use super::job::NewJob;
-use super::run::run;
+use super::run::{Steps, run};
 use super::words::{JobCommand, Named, NewSpeed, Terms, check_name};
 use super::*;
 use crate::failure::{Exit, Failure};
@@ -90,6 +91,81 @@ fn the_last_jobs_that_ended_stay_and_running_ones_always() {
     assert_eq!(jobs.begin(new(None, &["z"])).expect_err("the disk ends").exit, Exit::Halted);
 }
 
+/// Work that is done once.
+struct Once<W>(Option<W>);
+
+impl<W: Future<Output = Result<Value, Failure>>> Steps for Once<W> {
+    async fn run(&mut self) -> Result<Value, Failure> {
+        self.0.take().expect("once").await
+    }
+
+    async fn describe(&mut self) -> Result<HandedJob, String> {
+        Err(String::from("it is not handed over"))
+    }
+
+    async fn take_back(&mut self) -> Result<(), Failure> {
+        Err(Failure::new(Exit::General, "it is not taken back"))
+    }
+}
+
+/// Copies until it is stopped.
+struct Copies(Arc<Job>, Ring);
+
+impl Steps for Copies {
+    async fn run(&mut self) -> Result<Value, Failure> {
+        self.0.progress().set_total(10);
+        while self.0.progress().pace(&self.1, 0).await.is_ok() {
+            self.1.sleep(Duration::from_millis(1)).await;
+        }
+        Err(Failure::new(Exit::General, "stopped"))
+    }
+
+    async fn describe(&mut self) -> Result<HandedJob, String> {
+        let words = self.0.words(WorkWords::Stream { base: None }, vec![None]);
+        Ok(HandedJob { words, descriptors: Vec::new() })
+    }
+
+    async fn take_back(&mut self) -> Result<(), Failure> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_job_stands_still_for_a_hand_over_and_goes_on_where_that_ends() {
+    for is_paused in [false, true] {
+        let (jobs, events) = (Arc::new(Jobs::default()), Events::default());
+        let job = jobs.begin(new(None, &["a"])).expect("a job");
+        job.progress().set_speed(7 << 20);
+        if is_paused {
+            job.progress().pause();
+        }
+        let all = Arc::clone(&jobs);
+        let hands_over = std::thread::spawn(move || {
+            for _ in 0..2 {
+                let moving = all.begin_move();
+                assert_eq!(moving.progresses().len(), 1);
+                assert!(all.begin(new(None, &["b"])).is_err(), "none is begun meanwhile");
+                let handed = moving.stand_still().expect("it stands still");
+                let words = &handed[0].words;
+                assert_eq!((handed.len(), words.id.as_str()), (1, "commit-1"));
+                assert_eq!((words.speed, words.paused), (7 << 20, is_paused));
+            }
+            let moving = all.begin_move();
+            moving.stand_still().expect("it stands still");
+            moving.have_moved(77);
+        });
+        let told = on_ring(async |ring| {
+            run(&job, &events, &ring, Copies(Arc::clone(&job), ring.clone())).await
+        });
+        hands_over.join().expect("handed over");
+        let told = told.expect("it has moved");
+        assert_eq!((&told["state"], &told["process"]), (&json!("moved"), &json!(77)));
+        assert_eq!(job.state(), State::Moved);
+        assert_eq!(states(&events).last().map(String::as_str), Some("moved"));
+        assert!(jobs.begin(new(None, &["b"])).is_err());
+    }
+}
+
 #[test]
 fn each_state_of_a_job_is_an_event() {
     let (jobs, events) = (Jobs::default(), Events::default());
@@ -125,7 +201,7 @@ fn each_state_of_a_job_is_an_event() {
             watched.progress().cancel();
             over.set(true);
         });
-        let result = run(&job, &events, work).await;
+        let result = run(&job, &events, &ring, Once(Some(work))).await;
         assert!(seen.get());
         result
     });
@@ -172,7 +248,8 @@ fn commands_act_on_the_job_that_they_name_and_a_wait_ends_with_it() {
                 own.sleep(Duration::from_millis(20)).await;
                 Ok(json!({ "chain": ["b"] }))
             };
-            let _ = run(&running, &told, work).await;
+            let inner = own.clone();
+            let _ = run(&running, &told, &inner, Once(Some(work))).await;
         });
         let ended = ask(JobCommand::Wait(named())).await.expect("done");
         assert_eq!(

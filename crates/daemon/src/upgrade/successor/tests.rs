@@ -28,7 +28,7 @@ fn an_old_process_is_waited_for_until_it_lets_go_and_all_disks_share_the_time() 
     let (ours, theirs) = UnixStream::pair().expect("sockets");
     let begun = Instant::now();
     let let_go = std::thread::spawn(move || drop(theirs));
-    let mut old = Predecessor { stream: ours, pid: None, stop: None };
+    let mut old = Predecessor { stream: ours, jobs: Vec::new(), pid: None, stop: None };
     assert!(old.wait(begun).is_none() && old.stop().is_none());
     let_go.join().expect("it let go");
     let long_ago = Instant::now().checked_sub(STEP).expect("past");
@@ -36,7 +36,7 @@ fn an_old_process_is_waited_for_until_it_lets_go_and_all_disks_share_the_time() 
     for (ours, _theirs) in &pairs {
         let stream = ours.try_clone().expect("a copy");
         let pid = Some(std::process::id());
-        let lingers = Predecessor { stream, pid, stop: None }.wait(long_ago);
+        let lingers = Predecessor { stream, jobs: Vec::new(), pid, stop: None }.wait(long_ago);
         assert_eq!(lingers.expect("it has not let go").pid, Some(std::process::id()));
     }
     assert!(begun.elapsed() < STEP / 2, "{:?}", begun.elapsed());
@@ -47,7 +47,7 @@ fn a_stop_that_came_on_the_way_is_heard_before_the_end() {
     let (ours, mut theirs) = UnixStream::pair().expect("sockets");
     theirs.write_all(&[STOP]).expect("room");
     drop(theirs);
-    let mut old = Predecessor { stream: ours, pid: None, stop: None };
+    let mut old = Predecessor { stream: ours, jobs: Vec::new(), pid: None, stop: None };
     assert!(old.wait(Instant::now()).is_none());
     assert_eq!(old.stop(), Some(Stop::Clean));
 }
@@ -57,7 +57,7 @@ fn a_stop_at_once_that_came_on_the_way_is_one_here_too() {
     let (ours, mut theirs) = UnixStream::pair().expect("sockets");
     theirs.write_all(&[STOP, FORCE]).expect("room");
     drop(theirs);
-    let mut old = Predecessor { stream: ours, pid: None, stop: None };
+    let mut old = Predecessor { stream: ours, jobs: Vec::new(), pid: None, stop: None };
     assert!(old.wait(Instant::now()).is_none());
     assert_eq!(old.stop(), Some(Stop::AtOnce));
 }

@@ -6,6 +6,7 @@ use std::future::poll_fn;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 
+use super::MirrorLeft;
 use crate::{Error, ErrorKind};
 
 /// Shared in an `Arc` with the threads that watch or complete a mirror.
@@ -22,6 +23,8 @@ struct State {
     wanted: Option<bool>,
     /// Why the disk cannot switch over.
     refusal: Option<String>,
+    /// What the target of a suspended mirror does not have.
+    left: Option<MirrorLeft>,
     waiters: Vec<Waker>,
 }
 
@@ -78,7 +81,7 @@ impl MirrorControl {
     }
 
     /// What [`MirrorControl::complete`] was called with.
-    pub(super) fn wanted(&self) -> Option<bool> {
+    pub fn wanted(&self) -> Option<bool> {
         self.state().wanted
     }
 
@@ -118,6 +121,25 @@ impl MirrorControl {
 
     pub(super) fn end(&self) {
         self.change(|state| state.is_over = true);
+    }
+
+    /// What the target of a mirror that was suspended ([`crate::Progress::suspend`]) did not have
+    /// when it stopped; once. `None`: nobody knows, so all is to be copied.
+    pub fn take_left(&self) -> Option<MirrorLeft> {
+        self.state().left.take()
+    }
+
+    pub(super) fn set_left(&self, left: MirrorLeft) {
+        self.state().left = Some(left);
+    }
+
+    /// For a mirror that begins again; how it is to end stays.
+    pub fn begin_again(&self) {
+        self.change(|state| {
+            state.is_ready = false;
+            state.is_over = false;
+            state.left = None;
+        });
     }
 
     fn change(&self, change: impl FnOnce(&mut State)) {

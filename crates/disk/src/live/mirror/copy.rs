@@ -65,17 +65,23 @@ impl Run<'_> {
 
     /// Copies everything that is to be copied at the beginning.
     async fn first_copy(&self) -> Result<(), Errno> {
-        if self.options.sync == MirrorSync::None {
+        let size = self.disk.graph().size();
+        let left = self.first.bytes();
+        if left == 0 {
             return Ok(());
         }
-        let size = self.disk.graph().size();
         self.progress.set_total(size);
-        let mut ranges = pieces(GuestOffset(0), GuestOffset(size));
+        self.progress.set_done(size.saturating_sub(left));
+        let mut at = GuestOffset(0);
         all_of(|| {
-            let (offset, len) = ranges.next()?;
+            let (offset, len) = self.first.next(at, COPY_BYTES)?;
+            at = offset + len;
             Some(async move {
-                self.copy(offset, len, Pass::First).await?;
-                self.progress.add_done(len);
+                for (offset, len) in pieces(offset, GuestOffset((offset + len).0.min(size))) {
+                    self.copy(offset, len, Pass::First).await?;
+                    self.progress.add_done(len);
+                }
+                self.first.clear(offset, len);
                 Ok(())
             })
         })

@@ -25,6 +25,7 @@ mod checks;
 mod control;
 mod copy;
 mod finish;
+mod left;
 
 use std::cell::Cell;
 use std::path::Path;
@@ -37,9 +38,11 @@ use super::Busy;
 use crate::graph::{Content, Graph, Mirror, Target, Tracker};
 use crate::layer::Pending;
 use crate::name::is_export;
-use crate::{Disk, Error, ErrorKind, Format, ImageOptions, Progress, Source};
+use crate::{Disk, Error, ErrorKind, Format, HandOver, ImageOptions, Progress, Source};
 
 pub use control::MirrorControl;
+use left::Begun;
+pub use left::MirrorLeft;
 
 /// What is copied at the beginning.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -55,10 +58,14 @@ pub enum MirrorSync {
 }
 
 /// Options of a mirror.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MirrorOptions {
     /// What is copied at the beginning.
     pub sync: MirrorSync,
+    /// What the target does not have of that, where an earlier mirror to it was suspended. What
+    /// clients changed since is recorded ([`Disk::record_changes`]); where it is not, all is copied.
+    /// `None`: the target has nothing of it.
+    pub left: Option<MirrorLeft>,
     /// After the first copy each write of a client goes to the target before it is answered.
     /// Otherwise that is so only while the mirror completes, and while clients write faster than
     /// the target takes it.
@@ -119,6 +126,8 @@ struct Run<'a> {
     control: &'a MirrorControl,
     mirror: Arc<Mirror>,
     tracker: Arc<Tracker>,
+    /// What the first copy has not copied yet.
+    first: Tracker,
     /// The target reads as zeroes where nothing was sent to it.
     is_new: bool,
     /// Taken before the gate opens in the last step: the next change must not find this one still
@@ -142,10 +151,35 @@ impl Disk {
         format: Option<Format>,
         protect_raw: bool,
     ) -> Result<Arc<Disk>, Error> {
+        let options = self.mirror_options(format, protect_raw);
+        Disk::open(ring, Source::Path(path.to_owned()), &options).await
+    }
+
+    /// Opens the target of a mirror that another process hands over
+    /// ([`Disk::hand_over`] of the target), and takes charge of it.
+    ///
+    /// * `format`, `protect_raw`: as for [`Disk::open_mirror`].
+    ///
+    /// Errors: as [`Disk::open_handed`].
+    pub async fn take_mirror(
+        &self,
+        ring: &Ring,
+        handed: HandOver,
+        format: Option<Format>,
+        protect_raw: bool,
+    ) -> Result<Arc<Disk>, Error> {
+        let options = self.mirror_options(format, protect_raw);
+        let target = Disk::open_handed(ring, handed, &options).await?;
+        target.take_charge();
+        Ok(target)
+    }
+
+    /// The options of a target.
+    fn mirror_options(&self, format: Option<Format>, protect_raw: bool) -> ImageOptions {
         let layers = self.layers();
         let names = layers.iter().filter_map(|layer| layer.file().map(|_| layer.name()));
         let files = names.filter(|name| !is_export(name) && name.exists());
-        let options = ImageOptions {
+        ImageOptions {
             format,
             ask_for_raw: true,
             protect_raw,
@@ -165,8 +199,7 @@ impl Disk {
             internal_snapshot: None,
             force_share: false,
             ..self.options().clone()
-        };
-        Disk::open(ring, Source::Path(path.to_owned()), &options).await
+        }
     }
 
     /// Whether [`Disk::mirror`] to this target can begin, and end as asked.
@@ -227,13 +260,29 @@ impl Disk {
             let _turn = target.changes().lock().await;
             target.check_free()?;
             checks::check(self, target)?;
-            let is_new = options.sync == MirrorSync::Full && checks::is_empty(ring, target).await;
+            let is_full = options.sync == MirrorSync::Full;
+            let is_new = options.left.is_none() && is_full && checks::is_empty(ring, target).await;
             (Busy::begin(target)?, is_new)
         };
         control.begin(checks::pivot_refusal(self, target));
         let mut drained = self.gateway().drain(ring, turn).await;
         let busy = Busy::begin(self)?;
-        let tracker = Arc::new(Tracker::new(drained.graph().size()));
+        let (mut options, mut is_new) = (options, is_new);
+        let graph = drained.graph();
+        let first = match (&options.left, &graph.tracker) {
+            (Some(left), Some(since)) => {
+                is_new = left.is_new;
+                Begun::again(graph.size(), left, since)
+            }
+            // What clients wrote since is not known.
+            (Some(_), None) => {
+                options.sync = MirrorSync::Full;
+                Begun::new(graph.size(), options.sync)
+            }
+            (None, _) => Begun::new(graph.size(), options.sync),
+        };
+        let Begun { changed, first } = first;
+        let tracker = Arc::new(changed);
         let mirror = Arc::new(Mirror::new(Arc::new(Destination(Arc::clone(target)))));
         let mut graph = Graph::clone(drained.graph());
         graph.tracker = Some(Arc::clone(&tracker));
@@ -242,8 +291,19 @@ impl Disk {
         drop(drained);
         let disk = self;
         let busy = Cell::new(Some(busy));
-        let run =
-            Run { disk, ring, target, options, progress, control, mirror, tracker, is_new, busy };
+        let run = Run {
+            disk,
+            ring,
+            target,
+            options,
+            progress,
+            control,
+            mirror,
+            tracker,
+            first,
+            is_new,
+            busy,
+        };
         let result = run.run().await;
         // What was sent for clients is not taken back; nothing goes on in the background.
         run.mirror.idle().await;
@@ -264,6 +324,9 @@ impl Run<'_> {
         };
         let turn = self.disk.changes().lock().await;
         let mut drained = self.disk.gateway().drain(self.ring, turn).await;
+        if self.progress.is_suspended() {
+            self.note_left().await;
+        }
         self.forget(&mut drained);
         drop(self.busy.take());
         Err(error)

@@ -22,8 +22,10 @@ use crate::{
     MirrorOptions, MirrorSync, OnError, Progress, ResizeOptions,
 };
 
-const BACKGROUND: MirrorOptions = MirrorOptions { sync: MirrorSync::Full, write_blocking: false };
-const BLOCKING: MirrorOptions = MirrorOptions { sync: MirrorSync::Full, write_blocking: true };
+const BACKGROUND: MirrorOptions =
+    MirrorOptions { sync: MirrorSync::Full, write_blocking: false, left: None };
+const BLOCKING: MirrorOptions =
+    MirrorOptions { sync: MirrorSync::Full, write_blocking: true, left: None };
 
 /// A mirror that runs as a task.
 struct Running {
@@ -185,7 +187,7 @@ fn the_top_alone_is_mirrored_to_another_overlay() {
         let load = Load::start(&disk, &bytes, 58);
         let create = ["create", "-q", "-f", "qcow2", "-b", "base.raw", "-F", "raw", "copy.qcow2"];
         qemu_img(&directory, &create);
-        let options = MirrorOptions { sync: MirrorSync::Top, write_blocking: false };
+        let options = MirrorOptions { sync: MirrorSync::Top, write_blocking: false, left: None };
         let target = writable(&ring, &directory, "copy.qcow2").await;
         let mirror = Running::start(&ring, &disk, target, options);
         mirror.control.complete(true).expect("also before it is ready");
@@ -339,8 +341,13 @@ fn target_fails(options: MirrorOptions, on_error: OnError, errno: Errno) {
             sim.on(When::kind(OpKind::Write).skip(number).once(), Fault::Fail(errno));
             let progress = Arc::new(Progress::new());
             progress.set_on_error(on_error);
-            let mirror =
-                Running::with(&ring, &disk, Arc::clone(&target), options, Arc::clone(&progress));
+            let mirror = Running::with(
+                &ring,
+                &disk,
+                Arc::clone(&target),
+                options.clone(),
+                Arc::clone(&progress),
+            );
             match on_error {
                 OnError::Report => {
                     let error = mirror.end(&ring).await.expect_err("reported");
@@ -578,4 +585,93 @@ fn a_mirrored_disk_is_not_larger_than_its_data() {
     });
     let same = ["compare", "-f", "raw", "-F", "qcow2", "a.raw", "copy.qcow2"];
     qemu_img(&directory, &same);
+}
+
+/// Suspends a mirror at some moment, hands target and disk over, and goes on with what was left.
+///
+/// * `records`: what clients change before the mirror goes on is recorded; else all is copied.
+fn suspended(options: &MirrorOptions, is_ready: bool, records: bool) {
+    let directory = directory();
+    let (top, bytes) = source(&directory, false);
+    run(async |ring| {
+        let disk = opened(&ring, &directory, top).await;
+        let target = target(&ring, &directory, "copy.qcow2", SIZE).await;
+        let load = Load::start(&disk, &bytes, 71);
+        let progress = Arc::new(Progress::new());
+        progress.set_speed(if is_ready { 0 } else { 1 << 20 });
+        let mirror = Running::with(
+            &ring,
+            &disk,
+            Arc::clone(&target),
+            options.clone(),
+            Arc::clone(&progress),
+        );
+        if is_ready {
+            assert!(mirror.control.ready().await);
+        }
+        load.progress(&ring, SOME).await;
+        let known = load.stop();
+        disk.suspend_for_hand_over(vec![Arc::clone(&progress)]);
+        let handed = disk.hand_over(&ring).await.expect("the mirror stops");
+        mirror.end(&ring).await.expect_err("suspended");
+        let left = mirror.control.take_left().expect("it is known");
+        assert_eq!(left.first.is_empty(), is_ready);
+        let other = target.hand_over(&ring).await.expect("the target");
+        let new = Disk::open_handed(&ring, handed, &ImageOptions::default()).await.expect("a disk");
+        new.take_charge();
+        let there = new.take_mirror(&ring, other, None, false).await.expect("the target");
+        drop((disk, target));
+        if records {
+            new.record_changes(&ring).await;
+        }
+        assert_same(&read_steps(&ring, &new, 1 << 20).await[..known.len()], &known);
+        let load = Load::start(&new, &known, 72);
+        load.progress(&ring, SOME / 4).await;
+        let options = MirrorOptions { left: Some(left), ..options.clone() };
+        let mirror = Running::start(&ring, &new, there, options);
+        assert!(mirror.control.ready().await);
+        load.progress(&ring, SOME).await;
+        mirror.control.complete(true).expect("it can switch over");
+        assert_eq!(mirror.end(&ring).await.expect("mirror"), MirrorEnd::Pivoted);
+        let known = load.stop();
+        assert_same(&read_steps(&ring, &new, 1 << 20).await[..known.len()], &known);
+        assert_eq!(new.close(&ring).await, Ok(()));
+    });
+}
+
+#[test]
+fn a_suspended_mirror_goes_on_with_what_was_left() {
+    for (is_ready, records) in [(false, true), (true, true), (true, false)] {
+        suspended(&BACKGROUND, is_ready, records);
+        suspended(&BLOCKING, is_ready, records);
+    }
+}
+
+#[test]
+fn a_long_change_that_is_not_to_stop_has_the_hand_over_fail() {
+    let directory = directory();
+    let (top, bytes) = source(&directory, false);
+    run(async |ring| {
+        let disk = opened(&ring, &directory, top).await;
+        let target = target(&ring, &directory, "copy.raw", SIZE).await;
+        let mirror = Running::start(&ring, &disk, target, BACKGROUND);
+        assert!(mirror.control.ready().await);
+        let error = disk.hand_over(&ring).await.expect_err("the mirror runs");
+        assert_eq!(error.kind(), ErrorKind::Busy);
+        assert!(!mirror.is_over());
+        // One that stops, and a hand-over that is given up: it can begin again.
+        disk.suspend_for_hand_over(vec![Arc::clone(&mirror.progress)]);
+        drop(disk.hand_over(&ring).await.expect("the mirror stops"));
+        disk.resume(&ring).await.expect("it goes on");
+        mirror.end(&ring).await.expect_err("suspended");
+        mirror.progress.begin_again();
+        mirror.control.begin_again();
+        let target = writable(&ring, &directory, "copy.raw").await;
+        let (progress, control) = (&mirror.progress, &mirror.control);
+        control.complete(false).expect("complete");
+        let end = disk.mirror(&ring, target, BACKGROUND, progress, control).await;
+        assert_eq!(end.expect("mirror"), MirrorEnd::Copied);
+        assert_same(&read_steps(&ring, &disk, 1 << 20).await[..bytes.len()], &bytes);
+        assert_eq!(disk.close(&ring).await, Ok(()));
+    });
 }

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use ringdisk_daemon::background::{self, Background};
 use ringdisk_daemon::confine;
 use ringdisk_daemon::control::disk::{DiskControl, ServedAs};
+use ringdisk_daemon::control::jobs::HandedJob;
 use ringdisk_daemon::control::registry;
 use ringdisk_daemon::control::server::Server;
 use ringdisk_daemon::failure::{Exit, Failure};
@@ -109,6 +110,8 @@ pub(super) struct Serving<'a> {
     notify: Arc<Notify>,
     stopping: Arc<Stopping>,
     metrics: MetricsSockets,
+    /// Jobs that the process before this one has begun.
+    jobs: Vec<HandedJob>,
 }
 
 impl<'a> Serving<'a> {
@@ -145,6 +148,7 @@ impl<'a> Serving<'a> {
             notify,
             stopping,
             metrics: MetricsSockets::default(),
+            jobs: Vec::new(),
         }
     }
 
@@ -191,7 +195,8 @@ impl<'a> Serving<'a> {
     }
 
     /// Waits until the process before this one has let go of the mount.
-    pub(super) fn succeed(&self, mut predecessor: Predecessor) {
+    pub(super) fn succeed(&mut self, mut predecessor: Predecessor) {
+        self.jobs = predecessor.take_jobs();
         if let Some(lingering) = predecessor.wait(Instant::now()) {
             complain_of(&lingering, &self.disk, &self.plan.image.name());
         }
@@ -217,6 +222,8 @@ impl<'a> Serving<'a> {
     ///
     /// Errors: the mount has ended.
     pub(super) fn attend(&mut self) -> Result<Control, Failure> {
+        let mut jobs = std::mem::take(&mut self.jobs);
+        let kept_jobs = self.kept.as_mut().map(Kept::jobs);
         let served = self.answering.served()?;
         let (limit, lock) = (self.stop_timeout, self.lock.clone());
         users::watch(served, &self.plan, limit, &self.stopping, &self.notify, lock);
@@ -234,16 +241,23 @@ impl<'a> Serving<'a> {
         let commands = commands.served_as(ServedAs::Mount { mountpoint, connection });
         let commands = commands.in_stages(Arc::clone(&self.stopping));
         let is_confined_later = confine::is_wanted(self.args.sandbox.word);
-        let commands = Arc::new(commands.confined_later(is_confined_later));
+        let mut commands = commands.confined_later(is_confined_later);
+        if let Some((keeper, found)) = kept_jobs {
+            jobs.extend(found);
+            commands = commands.keeps_jobs_at(keeper);
+        }
+        let commands = commands.takes_up(jobs);
+        let commands = Arc::new(commands);
         let (server, mut names) = match self.listen(connection, &commands) {
             Ok((server, names)) => (Some(server), names),
             Err(failure) => {
                 // The mount serves all the same.
                 tracing::warn!("`ringdisk ctl` cannot be used: {}", failure.message());
+                commands.lose_jobs();
                 (None, Vec::new())
             }
         };
-        let successor = connection.and_then(|number| self.wait_for_successor(number));
+        let successor = connection.and_then(|number| self.wait_for_successor(number, &commands));
         names.extend(successor.as_ref().map(SuccessorSocket::named));
         let metrics = self.metrics.start(vec![Arc::clone(&commands)]);
         let metrics = metrics.or_else(|why| self.complain_if_taken(Err(why)).map(|()| None))?;
@@ -254,7 +268,12 @@ impl<'a> Serving<'a> {
     /// Waits for a process that takes the mount over (`--upgrade`).
     ///
     /// * `connection`: number of the connection.
-    fn wait_for_successor(&self, connection: u32) -> Option<SuccessorSocket> {
+    /// * `commands`: whose jobs go along.
+    fn wait_for_successor(
+        &self,
+        connection: u32,
+        commands: &DiskControl,
+    ) -> Option<SuccessorSocket> {
         let mount = MountToHandOver {
             handle: self.answering.served.as_ref()?.hand_over_handle(),
             made: self.made.mountpoint_id(),
@@ -262,7 +281,8 @@ impl<'a> Serving<'a> {
             lock: self.lock.clone(),
         };
         let name = registry::name_for_successor_of_mount((0, connection));
-        let socket = SuccessorSocket::start(&name, mount, self.plan.shown(), &self.disk);
+        let socket =
+            SuccessorSocket::start(&name, mount, self.plan.shown(), &self.disk, commands.jobs());
         socket.inspect_err(|error| tracing::warn!("`--upgrade` cannot be used: {error}")).ok()
     }
 

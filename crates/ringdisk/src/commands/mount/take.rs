@@ -7,6 +7,7 @@
 use std::sync::Arc;
 
 use ringdisk_daemon::confine;
+use ringdisk_daemon::control::jobs::HandedJob;
 use ringdisk_daemon::control::registry;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::io_flusher;
@@ -68,6 +69,9 @@ pub(super) fn take_over(
         check_top(&disk, &args.disk, plan.image.image.as_deref())?;
     }
     disk.note_handed();
+    if offer.jobs().iter().any(HandedJob::needs_changes) {
+        runtime.block_on(disk.record_changes(&ring));
+    }
     limits::apply(&args.disk.limit, &disk)?;
     let user = user.decide(args.sandbox.word, &[&disk])?;
     let options = plan.options(&disk);

@@ -8,10 +8,12 @@ use std::time::Duration;
 
 use ringdisk_daemon::confine::{self, Reach};
 use ringdisk_daemon::control::disk::{DiskControl, NbdPlace, ServedAs};
+use ringdisk_daemon::control::jobs::HandedJob;
 use ringdisk_daemon::control::registry;
 use ringdisk_daemon::control::server::Server;
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::helper;
+use ringdisk_daemon::keep::jobs::KeptJobs;
 use ringdisk_daemon::sockets::{MadeSocket, Opened, Place};
 use ringdisk_daemon::terminal;
 use ringdisk_daemon::upgrade::{Shown, SuccessorSocket};
@@ -84,7 +86,9 @@ pub(super) fn start(
     beside: Option<&Beside>,
 ) -> Result<Running, Failure> {
     let keep = kept.map(|kept| kept.keep(number, &plan, &disk)).transpose()?;
+    let (keep, kept_jobs) = keep.unzip();
     let mut placed = plan.placed(&disk);
+    placed.kept_jobs = kept_jobs;
     placed.nbd = beside.map(|beside| beside.place(number));
     let Opened { listen, path, made } = plan.place.open()?;
     let front = front(&listen);
@@ -122,6 +126,8 @@ impl Plan<'_> {
             made: None,
             nbd: None,
             shown: self.shown.clone(),
+            jobs: Vec::new(),
+            kept_jobs: None,
         }
     }
 }
@@ -149,6 +155,10 @@ pub(super) struct Placed {
     /// Where NBD clients find it.
     pub(super) nbd: Option<NbdPlace>,
     pub(super) shown: Shown,
+    /// Jobs that the process before this one has begun.
+    pub(super) jobs: Vec<HandedJob>,
+    /// What keeps its jobs for the next process.
+    pub(super) kept_jobs: Option<KeptJobs>,
 }
 
 impl Placed {
@@ -167,6 +177,8 @@ impl Placed {
             made,
             nbd,
             shown,
+            jobs,
+            kept_jobs,
         } = self;
         if let Some(nbd) = &nbd {
             ready.push_str(&format!(", and over NBD{}", nbd.text()));
@@ -176,12 +188,16 @@ impl Placed {
         let commands = DiskControl::new(Arc::clone(&disk), handle, move |_| for_control.stop());
         let socket = path.clone().unwrap_or_default();
         let commands = commands.served_as(ServedAs::VhostUser { socket, nbd });
-        let commands = Arc::new(commands.confined_later(restricted));
+        let mut commands = commands.confined_later(restricted).takes_up(jobs);
+        if let Some(keeper) = kept_jobs {
+            commands = commands.keeps_jobs_at(keeper);
+        }
+        let commands = Arc::new(commands);
         let control = control(path.as_ref(), &commands, restricted);
         let successor = path.as_ref().and_then(|path| {
             let socket = registry::name_for_successor(path);
             let handle = served.hand_over_handle();
-            let successor = SuccessorSocket::start(&socket, handle, shown, &disk);
+            let successor = SuccessorSocket::start(&socket, handle, shown, &disk, commands.jobs());
             successor.inspect_err(|e| tracing::warn!("`--upgrade` cannot be used: {e}")).ok()
         });
         Running {
@@ -218,6 +234,7 @@ pub(super) fn control(
         Ok(started) => Some(started),
         Err(error) => {
             tracing::warn!("`ringdisk ctl` cannot be used: {error}");
+            commands.lose_jobs();
             None
         }
     }

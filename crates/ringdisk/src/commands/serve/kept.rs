@@ -10,10 +10,12 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ringdisk_daemon::background::Background;
+use ringdisk_daemon::control::jobs::HandedJob;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::helper::mark;
 use ringdisk_daemon::io_flusher;
 use ringdisk_daemon::keep::disks::{self, FoundDisk, HeldDisks, KeptDisks, Role};
+use ringdisk_daemon::keep::jobs::KeptJobs;
 use ringdisk_daemon::keep::{State, StateFile, holder};
 use ringdisk_daemon::new_file::NewFiles;
 use ringdisk_daemon::signals::{Phase, Watcher};
@@ -100,12 +102,14 @@ impl Kept {
         let found = self.found.take().unwrap_or_default();
         let mut failures = Vec::new();
         let (mut opened, mut running) = (Vec::new(), Vec::new());
-        for (plan, found) in plans.into_iter().zip(found) {
-            let FoundDisk { first, images, export, keeper } = found;
+        for (number, (plan, found)) in plans.into_iter().zip(found).enumerate() {
+            let FoundDisk { first, images, export, keeper, late } = found;
+            let jobs = self.disks.keep_jobs(number, &images);
+            let found_jobs = jobs.found(late);
             let Some(export) = export else { continue };
             let (name, place) = (plan.image.name(), made_socket(&plan));
             match open(plan, (&first, &images), &export, watcher) {
-                Ok((plan, disk)) => opened.push((plan, disk, export, keeper)),
+                Ok((plan, disk)) => opened.push((plan, disk, export, keeper, (jobs, found_jobs))),
                 Err(failure) => {
                     drop(place.and_then(|path| MadeSocket::adopt(&path).ok()));
                     export.end(keeper);
@@ -118,9 +122,9 @@ impl Kept {
         io_flusher::become_one_if(
             opened.iter().any(|(_, disk, ..)| io_flusher::is_on_a_device(disk)),
         );
-        for (plan, disk, export, keeper) in opened {
+        for (plan, disk, export, keeper, jobs) in opened {
             let name = plan.image.name();
-            match go_on(plan, disk, export, keeper) {
+            match go_on(plan, disk, export, keeper, jobs) {
                 Ok(disk) => running.push(disk),
                 Err(failure) => failures.push(failure.context(name)),
             }
@@ -143,14 +147,16 @@ impl Kept {
         number: usize,
         plan: &Plan<'_>,
         disk: &Disk,
-    ) -> Result<Box<dyn Keeper>, Failure> {
+    ) -> Result<(Box<dyn Keeper>, KeptJobs), Failure> {
         let created = plan.new.as_ref().map(|(new, _)| new.format);
         let mut state = State::of_images(created).begun_on(&disk.layers());
         state.window = disk.window();
         state.protect_raw = disk.protects_raw();
         state.mark = self.mark.clone();
-        watch_chain(plan, disk, self.disks.keep_images(number, state)?);
-        self.disks.keep(number)
+        let images = self.disks.keep_images(number, state)?;
+        let jobs = self.disks.keep_jobs(number, &images);
+        watch_chain(plan, disk, images);
+        Ok((self.disks.keep(number)?, jobs))
     }
 }
 
@@ -215,11 +221,13 @@ fn go_on(
     disk: Arc<Disk>,
     export: KeptState,
     keeper: Box<dyn Keeper>,
+    (jobs, found): (KeptJobs, Vec<HandedJob>),
 ) -> Result<Running, Failure> {
     let name = plan.image.name();
     let makes = plan.args.place.vhost_user_blk.is_some();
     let mut placed = plan.placed(&disk);
     placed.ready.push_str(" again");
+    (placed.kept_jobs, placed.jobs) = (Some(jobs), found);
     let Opened { listen, path, .. } = plan.place.open()?;
     let front = front(&listen).filter(|_| !makes);
     let read_only = disk.is_read_only();

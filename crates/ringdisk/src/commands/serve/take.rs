@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use ringdisk_daemon::confine::{self, Reach};
+use ringdisk_daemon::control::jobs::HandedJob;
 use ringdisk_daemon::control::registry::{name_for_successor, real_path};
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::io_flusher;
@@ -79,6 +80,7 @@ pub(super) fn take_over(plans: Vec<Plan<'_>>, watcher: &Watcher) -> Result<Vec<R
         if predecessor.stop().is_some() {
             served.handle().stop();
         }
+        placed.jobs = predecessor.take_jobs();
         if let Some(path) = placed.path.as_deref().filter(|_| makes) {
             placed.made = MadeSocket::adopt(path).ok();
         }
@@ -135,6 +137,9 @@ fn prepare(plan: Plan<'_>) -> Result<Waiting, Failure> {
         check_top(prepared.disk(), &plan.args.source, plan.image.image.as_deref())?;
     }
     prepared.disk().note_handed();
+    if offer.jobs().iter().any(HandedJob::needs_changes) {
+        runtime.block_on(prepared.disk().record_changes(&ring));
+    }
     limits::apply(&plan.args.source.limit, prepared.disk())?;
     let makes = plan.args.place.vhost_user_blk.is_some();
     let placed = Placed { path: Some(path), front, ..plan.placed(prepared.disk()) };

@@ -3,6 +3,7 @@
 pub(crate) mod client;
 mod device;
 mod ends;
+mod jobs;
 mod kept;
 mod kill;
 mod manager;

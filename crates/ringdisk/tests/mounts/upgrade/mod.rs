@@ -1,5 +1,6 @@
 //! `mount --upgrade`: a mount goes from process to process while it is in use.
 
+mod jobs;
 mod killed;
 mod load;
 mod refused;

@@ -1,0 +1,104 @@
+//! What is kept of jobs outside of the process, so that the next one goes on with them when this one
+//! is killed (`--keep-mount`, `serve --keep`).
+//!
+//! Promises: a job in the background is kept from its beginning to its end, with its limit and its
+//! pause as they are; one in the foreground ends with its client, and so with the process. A failure
+//! to keep one is logged: it is gone then when the process is killed. Control thread.
+
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::begin::UserWord;
+use super::handed::{JobWords, Role};
+use super::job::Job;
+use super::list::Jobs;
+
+/// Where it is kept.
+pub trait JobKeeper: Send + Sync + fmt::Debug {
+    /// Keeps a descriptor. Gives its number.
+    ///
+    /// Errors: it is not kept.
+    fn park(&self, descriptor: BorrowedFd<'_>) -> io::Result<u64>;
+
+    /// Lets go of a descriptor.
+    fn release(&self, number: u64);
+
+    /// Keeps the jobs from now on, each with the numbers of its descriptors.
+    fn write(&self, jobs: Vec<KeptJob>);
+}
+
+/// A job as it is kept.
+#[derive(Clone, Debug, serde::Deserialize, PartialEq, Eq, serde::Serialize)]
+pub struct KeptJob {
+    /// Its description.
+    pub words: JobWords,
+    /// The numbers of its descriptors, as its roles say.
+    pub numbers: Vec<u64>,
+}
+
+/// The jobs that are kept.
+#[derive(Debug)]
+pub(super) struct KeptJobs {
+    keeper: Box<dyn JobKeeper>,
+    jobs: Mutex<Vec<(Arc<Job>, KeptJob)>>,
+}
+
+impl KeptJobs {
+    pub(super) fn new(keeper: Box<dyn JobKeeper>) -> KeptJobs {
+        KeptJobs { keeper, jobs: Mutex::default() }
+    }
+
+    /// Writes them as they are.
+    fn write(&self) {
+        let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        let goes_on =
+            jobs.iter().filter(|(job, _)| !job.has_ended() && !job.progress().is_cancelled());
+        let now = |(job, kept): &(Arc<Job>, KeptJob)| {
+            let mut kept = kept.clone();
+            let roles = std::mem::take(&mut kept.words.roles);
+            kept.words = job.words(kept.words.work, kept.words.chain);
+            kept.words.roles = roles;
+            kept
+        };
+        self.keeper.write(goes_on.map(now).collect());
+    }
+}
+
+impl Jobs {
+    /// Keeps a job that begins.
+    pub(super) fn keep(&self, job: &Arc<Job>, mut words: JobWords, word: &UserWord) {
+        let Some(kept) = self.kept() else { return };
+        let mut numbers = Vec::new();
+        for (role, descriptor) in [(Role::Word, &word.given), (Role::Kept, &word.kept)] {
+            let Some(descriptor) = descriptor else { continue };
+            match kept.keeper.park(descriptor.as_fd()) {
+                Ok(number) => {
+                    numbers.push(number);
+                    words.roles.push(role);
+                }
+                Err(error) => tracing::warn!(
+                    "the word of the user for job {} is not kept, so it may not go on when this \
+                     process is killed: {error}",
+                    job.id()
+                ),
+            }
+        }
+        let new = (Arc::clone(job), KeptJob { words, numbers });
+        kept.jobs.lock().unwrap_or_else(PoisonError::into_inner).push(new);
+        kept.write();
+    }
+
+    /// A job was changed, or has ended: what is kept of it is, too.
+    pub(super) fn keep_changes(&self) {
+        let Some(kept) = self.kept() else { return };
+        kept.write();
+        let gone: Vec<_> = {
+            let mut jobs = kept.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+            let gone = jobs.extract_if(.., |(job, _)| job.has_ended());
+            gone.flat_map(|(_, kept)| kept.numbers).collect()
+        };
+        gone.into_iter().for_each(|number| kept.keeper.release(number));
+    }
+}
