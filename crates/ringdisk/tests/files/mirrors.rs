@@ -1,12 +1,14 @@
 //! Mirrors of a mount while a client works: `ctl mirror`, `job complete` and `job cancel`.
 
 use std::fs;
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use ringdisk_testkit::images::{self, assert_clean, pattern, piece};
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::{FileSystem, text};
-use ringdisk_testkit::process::{ok_words, until};
+use ringdisk_testkit::process::{Process, ok_words, until};
 use serde_json::Value;
 
 use super::jobs::{
@@ -15,7 +17,7 @@ use super::jobs::{
 };
 use crate::common::serving::{Daemon, serve_command};
 use crate::common::tools::qemu_img;
-use crate::common::{MIB, serve};
+use crate::common::{MIB, program, serve};
 
 /// Bytes of the disk of [`sample`].
 const SIZE: u64 = 64 * MIB;
@@ -297,5 +299,27 @@ fn a_target_that_dies_leaves_the_disk_where_it_is() {
     assert_eq!(layers(&disk), ["over.qcow2", "base.qcow2"]);
     assert_pattern(disk.path(), 2, 0, WRITTEN);
     assert_pattern(disk.path(), 9, 52 * MIB, 2 * MIB);
+    assert_eq!(disk.stop().code(), Some(0));
+}
+
+#[test]
+fn a_server_that_says_nothing_holds_up_no_other_command() {
+    if !needs_root() {
+        return;
+    }
+    let silent = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let (disk, _directory, ..) = sample();
+    let to = format!("nbd://{}/", silent.local_addr().expect("an address"));
+    let mut client = Command::new(program());
+    let words = ["ctl", disk.text(), "mirror", &to, "--format", "raw"];
+    let mut client = Process::spawn(client.args(words));
+    let connected = silent.accept().expect("it connects");
+    // Answered within 5 s, or not at all; the connection is given up after 10 s.
+    ctl(&disk, &["stats"]).ok();
+    assert!(client.ended().is_none(), "{}", client.output());
+    drop(connected);
+    let finished = client.finish(LIMIT);
+    assert_ne!(finished.code(), Some(0), "{}", finished.output());
+    assert_eq!(layers(&disk), ["over.qcow2", "base.qcow2"]);
     assert_eq!(disk.stop().code(), Some(0));
 }
