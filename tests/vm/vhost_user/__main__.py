@@ -19,6 +19,7 @@ import processes
 from cases_boot import Boot
 from cases_disk import Disk
 from cases_migrate import Migrate
+from cases_migrate_disk import MigrateDisk
 from machine import KERNEL_WORDS, Qemu
 from results import Results
 
@@ -64,7 +65,7 @@ def main(words):
     context = Context(kernel, busybox, directory, qemu)
     print(f"vm: prepared in {time.monotonic() - begin:.1f} s", flush=True)
     results = Results()
-    for group in (Boot, Disk, Migrate):
+    for group in (Boot, Disk, Migrate, MigrateDisk):
         results.run(group(context), filters, bool(os.environ.get("RINGDISK_FULL")))
     print(f"vm: {time.monotonic() - begin:.0f} s", flush=True)
     return results.summary()

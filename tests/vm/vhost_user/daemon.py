@@ -23,12 +23,15 @@ class Daemon:
         self.socket = os.path.join(directory, name + ".sock")
         self.log = os.path.join(directory, name + ".log")
         self.options = ["--serial", serial or name, *options]
+        # Words before the program: where it runs.
+        self.prefix = []
         self.process = None
         self.started = 0
 
     def start(self, *more):
         """Returns when the socket answers."""
-        argv = [PROGRAM, "serve", self.image, "--vhost-user-blk", self.socket, *self.options, *more]
+        words = ["serve", self.image, "--vhost-user-blk", self.socket, *self.options, *more]
+        argv = [*self.prefix, PROGRAM, *words]
         self.started += 1
         ready = f"{self.log}.{self.started}"
         with open(ready, "wb") as out:
@@ -83,6 +86,10 @@ class Daemon:
     def ctl(self, *words):
         """`ringdisk ctl` with this disk."""
         return processes.output(PROGRAM, "ctl", self.socket, *words)
+
+    def job(self, what, name):
+        """`ringdisk job` with a job of this disk."""
+        return processes.output(PROGRAM, "job", what, self.socket, name)
 
     def stats(self):
         """The counters, as a dictionary."""
