@@ -20,7 +20,7 @@ vhost_user_qemu() {
 # tests.
 suite_here() {
   local words=() each
-  for each in python3 qemu-img qemu-io fio mkfs.ext4 as ld; do
+  for each in python3 qemu-img qemu-io fio mkfs.ext4 as ld ip ss openssl; do
     PATH=$PATH:/usr/sbin:/sbin command -v "$each" >/dev/null || unavailable "there is no $each"
   done
   built >"$run/cargo" || { echo "vm: ringdisk could not be built" >&2; return 1; }
