@@ -106,7 +106,7 @@ pub(super) fn asked(
 ///
 /// Errors: it is none.
 pub(super) fn check_named(target: &Disk) -> Result<(), Failure> {
-    let is_named = file_of(target).is_none_or(|id| confine::is_held(id));
+    let is_named = file_of(target).is_none_or(confine::is_held);
     if is_named {
         return Ok(());
     }
