@@ -67,8 +67,8 @@ impl Progress {
         self.cancelled.load(Ordering::Relaxed)
     }
 
-    /// Stops the operation, also a paused one, as [`Progress::cancel`] does: another one, here or in
-    /// another process, does the rest. Any thread.
+    /// Stops the operation, also a paused one, as [`Progress::cancel`] does: another one, here or
+    /// in another process, does the rest. Any thread.
     pub fn suspend(&self) {
         self.suspended.store(true, Ordering::Release);
         self.gate().wake();

@@ -1,9 +1,9 @@
 //! Opens NBD exports as images: the one that the user named, and those that images name.
 //!
 //! Promises: an image leads to a server only where the user allows that server; the format of an
-//! export is never taken from its bytes, except that they are raw. Connecting takes at most 10 s and
-//! the look-up of a host's name: to the export that the user named (the target of a mirror, say) it
-//! keeps no other task waiting; to one that an image names it blocks.
+//! export is never taken from its bytes, except that they are raw. Connecting takes at most 10 s
+//! and the look-up of a host's name: to the export that the user named (the target of a mirror,
+//! say) it keeps no other task waiting; to one that an image names it blocks.
 
 use std::sync::Arc;
 

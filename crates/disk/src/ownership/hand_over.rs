@@ -31,8 +31,8 @@ impl Disk {
     /// Prepares the disk for [`Disk::open_handed`] in another process: waits for the requests in
     /// flight and puts everything on stable storage, so that this process writes nothing later. The
     /// locks are kept. From now on requests fail with EBUSY, and dropping this disk does not
-    /// unlock; [`Disk::resume`] undoes both. A disk that is not active is handed over as it is. Long
-    /// changes stop where [`Disk::suspend_for_hand_over`] says so.
+    /// unlock; [`Disk::resume`] undoes both. A disk that is not active is handed over as it is.
+    /// Long changes stop where [`Disk::suspend_for_hand_over`] says so.
     ///
     /// Errors: as [`Disk::deactivate`] (but a temporary overlay can be handed over), and those of
     /// dup(2): the disk is as it was then.

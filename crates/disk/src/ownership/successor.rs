@@ -22,7 +22,7 @@ use crate::open::{
     lock_of, of_qcow2, of_storage, open_qcow2, qcow2_layer, raw_layer, storage_options,
 };
 use crate::resolve::Resolver;
-use crate::{Cache, Disk, Error, ErrorKind, ImageOptions, NullOptions, format_note};
+use crate::{Cache, Disk, Error, ErrorKind, Format, ImageOptions, NullOptions, format_note};
 
 impl Disk {
     /// Opens a disk from the state that [`Disk::hand_over`] of the predecessor gave: the same
@@ -86,6 +86,25 @@ impl Disk {
             bottom.protect();
         }
         Ok(Disk::build(layers, parts))
+    }
+
+    /// Opens the target of a mirror of this disk that another process hands over
+    /// ([`Disk::hand_over`] of the target), and takes charge of it.
+    ///
+    /// * `format`, `protect_raw`: as for [`Disk::open_mirror`].
+    ///
+    /// Errors: as [`Disk::open_handed`].
+    pub async fn take_mirror(
+        &self,
+        ring: &Ring,
+        handed: HandOver,
+        format: Option<Format>,
+        protect_raw: bool,
+    ) -> Result<Arc<Disk>, Error> {
+        let options = self.mirror_options(format, protect_raw);
+        let target = Disk::open_handed(ring, handed, &options).await?;
+        target.take_charge();
+        Ok(target)
     }
 
     /// Notes the names in the header of the top image of a disk that was handed over, and of its

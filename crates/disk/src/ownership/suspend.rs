@@ -1,8 +1,8 @@
 //! Long changes that stop when the disk is handed over, so that the successor can go on with them.
 //!
 //! Promises: a change stops at the next point at which it could be cancelled, and leaves the chain
-//! as it was. A change that is not named here, or does not stop in time, has the hand-over fail, and
-//! the disk goes on. Control path.
+//! as it was. A change that is not named here, or does not stop in time, has the hand-over fail,
+//! and the disk goes on. Control path.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};

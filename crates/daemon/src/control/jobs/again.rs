@@ -133,9 +133,9 @@ impl DiskControl {
         Ok(mirror::asked(disk, wanted, options, target, control, self.held()))
     }
 
-    /// Opens the target of a mirror by its name: the helper process lets it be the one that the user
-    /// has named. Writes of a process that was killed may be on their way to it yet, and keep it
-    /// locked.
+    /// Opens the target of a mirror by its name: the helper process lets it be the one that the
+    /// user has named. Writes of a process that was killed may be on their way to it yet, and keep
+    /// it locked.
     async fn open_free_target(
         &self,
         ring: &Ring,

@@ -1,9 +1,9 @@
-//! What is kept of jobs outside of the process, so that the next one goes on with them when this one
-//! is killed (`--keep-mount`, `serve --keep`).
+//! What is kept of jobs outside of the process, so that the next one goes on with them when this
+//! one is killed (`--keep-mount`, `serve --keep`).
 //!
 //! Promises: a job in the background is kept from its beginning to its end, with its limit and its
-//! pause as they are; one in the foreground ends with its client, and so with the process. A failure
-//! to keep one is logged: it is gone then when the process is killed. Control thread.
+//! pause as they are; one in the foreground ends with its client, and so with the process. A
+//! failure to keep one is logged: it is gone then when the process is killed. Control thread.
 
 use std::fmt;
 use std::io;

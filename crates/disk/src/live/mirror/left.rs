@@ -59,8 +59,8 @@ impl Begun {
 }
 
 impl Disk {
-    /// Records what clients change from now on, for a mirror that goes on ([`MirrorOptions::left`]).
-    /// For a disk that was handed over, before it serves.
+    /// Records what clients change from now on, for a mirror that goes on
+    /// ([`MirrorOptions::left`]). For a disk that was handed over, before it serves.
     pub async fn record_changes(&self, ring: &Ring) {
         let turn = self.changes().lock().await;
         start_recording(self.gateway().drain(ring, turn).await);

@@ -38,7 +38,7 @@ use super::Busy;
 use crate::graph::{Content, Graph, Mirror, Target, Tracker};
 use crate::layer::Pending;
 use crate::name::is_export;
-use crate::{Disk, Error, ErrorKind, Format, HandOver, ImageOptions, Progress, Source};
+use crate::{Disk, Error, ErrorKind, Format, ImageOptions, Progress, Source};
 
 pub use control::MirrorControl;
 use left::Begun;
@@ -63,8 +63,8 @@ pub struct MirrorOptions {
     /// What is copied at the beginning.
     pub sync: MirrorSync,
     /// What the target does not have of that, where an earlier mirror to it was suspended. What
-    /// clients changed since is recorded ([`Disk::record_changes`]); where it is not, all is copied.
-    /// `None`: the target has nothing of it.
+    /// clients changed since is recorded ([`Disk::record_changes`]); where it is not, all is
+    /// copied. `None`: the target has nothing of it.
     pub left: Option<MirrorLeft>,
     /// After the first copy each write of a client goes to the target before it is answered.
     /// Otherwise that is so only while the mirror completes, and while clients write faster than
@@ -155,27 +155,8 @@ impl Disk {
         Disk::open(ring, Source::Path(path.to_owned()), &options).await
     }
 
-    /// Opens the target of a mirror that another process hands over
-    /// ([`Disk::hand_over`] of the target), and takes charge of it.
-    ///
-    /// * `format`, `protect_raw`: as for [`Disk::open_mirror`].
-    ///
-    /// Errors: as [`Disk::open_handed`].
-    pub async fn take_mirror(
-        &self,
-        ring: &Ring,
-        handed: HandOver,
-        format: Option<Format>,
-        protect_raw: bool,
-    ) -> Result<Arc<Disk>, Error> {
-        let options = self.mirror_options(format, protect_raw);
-        let target = Disk::open_handed(ring, handed, &options).await?;
-        target.take_charge();
-        Ok(target)
-    }
-
     /// The options of a target.
-    fn mirror_options(&self, format: Option<Format>, protect_raw: bool) -> ImageOptions {
+    pub(crate) fn mirror_options(&self, format: Option<Format>, protect_raw: bool) -> ImageOptions {
         let layers = self.layers();
         let names = layers.iter().filter_map(|layer| layer.file().map(|_| layer.name()));
         let files = names.filter(|name| !is_export(name) && name.exists());
