@@ -290,7 +290,7 @@ mod tests {
         assert!(unpack(&mut state(&|_| ())).is_ok());
         let changes: [&dyn Fn(&mut JobWords); 3] =
             [&|words| words.version += 1, &|words| words.id = String::from("a b"), &|words| {
-                words.roles.push(Role::Kept)
+                words.roles.push(Role::Kept);
             }];
         for change in changes {
             assert!(unpack(&mut state(change)).is_err());
