@@ -485,13 +485,16 @@ impl Commands for DiskControl {
     ) -> Result<Value, Refusal> {
         let command = Command::read(request)?;
         // The user's end of the word, which lasts as long as it is open.
-        let lasting = (command.outlasts_client() && given.len() > 1).then(|| given.pop()).flatten();
-        if !matches!(command, Command::CheckpointBegin(_))
-            && let Some(word) = given.pop()
-        {
-            // Before, nobody is there who would take it.
-            self.entered(ring, progress).await?;
-            confine::pass_on(&word);
+        let is_needed = command.needs_word_later() && given.len() > 1;
+        let lasting = is_needed.then(|| given.pop()).flatten();
+        let mut target = None;
+        if !matches!(command, Command::CheckpointBegin(_)) {
+            given.truncate(1);
+            if let Some(word) = given.pop() {
+                // Before, nobody is there who would take it.
+                self.entered(ring, progress).await?;
+                target = confine::pass_on(&word);
+            }
         }
         match command {
             Command::Stats => {
@@ -552,7 +555,7 @@ impl Commands for DiskControl {
             Command::Stream(wanted) => Ok(self.stream(ring, &wanted, lasting, progress).await?),
             // On the heap: with all that it waits for it is large.
             Command::Mirror(wanted) => {
-                Ok(Box::pin(self.mirror(ring, &wanted, lasting, progress)).await?)
+                Ok(Box::pin(self.mirror(ring, &wanted, target, progress)).await?)
             }
             Command::Job(wanted) => {
                 let (_, target) = self.served_as.parts();

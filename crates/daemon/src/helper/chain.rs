@@ -83,7 +83,7 @@ impl Chain {
     /// A user's word, as the process passes it on: it counts while the user waits. One about the
     /// target of a mirror is given back: it counts at once.
     ///
-    /// Errors: EACCES: it is none.
+    /// Errors: EACCES: it is none; the user does not wait any more.
     pub(crate) fn hear(
         &mut self,
         word: Option<OwnedFd>,
@@ -92,7 +92,8 @@ impl Chain {
         let word = word.ok_or(Errno::ACCESS)?;
         let allows = approval::given(&word, server).ok_or(Errno::ACCESS)?;
         if matches!(allows, Allows::Target(..) | Allows::Servers(_)) {
-            return Ok(Some(allows));
+            // The process may have kept it for later.
+            return if approval::lasts(&word) { Ok(Some(allows)) } else { Err(Errno::ACCESS) };
         }
         self.words.retain(|(word, _)| approval::lasts(word));
         if self.words.len() >= WORDS_MAX {
@@ -172,7 +173,8 @@ impl Chain {
 
     /// Changes the note of a file whose header names another backing file, or is about to.
     ///
-    /// * `is_known`: whether a file is one that was made here, of this format.
+    /// * `is_known`: whether a file was made here, or named as the target of a mirror, as this
+    ///   format.
     ///
     /// Errors: EACCES: it is none of the chain; EPERM: it names what is none; EKEYREJECTED: no user
     /// asks for that; those of setxattr(2).

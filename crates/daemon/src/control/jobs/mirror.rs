@@ -4,7 +4,6 @@
 //! Promises: as [`ringdisk_disk::Disk::mirror`]: until the switch-over has succeeded the disk is
 //! what it was; errors of the target are no errors of its clients.
 
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::pin::Pin;
@@ -30,7 +29,8 @@ type Boxed<'a, T> = Pin<Box<dyn Future<Output = Result<T, Error>> + 'a>>;
 impl DiskControl {
     /// Mirrors; in the background the answer comes at once.
     ///
-    /// * `word`: what keeps the user's word while a job in the background runs.
+    /// * `file`: of the target, where the helper process holds it since the user has named it:
+    ///   device and inode number.
     /// * `progress`: of the client that asks.
     ///
     /// Errors: the target cannot be opened, or is none for this disk; another change is under way;
@@ -39,7 +39,20 @@ impl DiskControl {
         &self,
         ring: &Ring,
         wanted: &Mirror,
-        word: Option<OwnedFd>,
+        file: Option<(u64, u64)>,
+        progress: &Arc<Progress>,
+    ) -> Result<Value, Failure> {
+        let result = self.mirror_held(ring, wanted, progress).await;
+        if let (Err(_), Some(file), Ok(disk)) = (&result, file, self.disk()) {
+            self.held().let_go(file, &disk);
+        }
+        result
+    }
+
+    async fn mirror_held(
+        &self,
+        ring: &Ring,
+        wanted: &Mirror,
         progress: &Arc<Progress>,
     ) -> Result<Value, Failure> {
         self.entered(ring, progress).await?;
@@ -66,7 +79,7 @@ impl DiskControl {
         let mirror = Some(Arc::clone(&control));
         let asked = Asked { kind: Kind::Mirror, what, holds, terms, mirror };
         let held = self.held();
-        self.run_job(ring, asked, word, progress, |disk, ring, progress| async move {
+        self.run_job(ring, asked, None, progress, |disk, ring, progress| async move {
             if let Some(id) = file_of(&target) {
                 held.has_file(id);
             }

@@ -34,7 +34,7 @@ fn word(said: &str) -> (OwnedFd, OwnedFd) {
 /// The word for a file that is there.
 fn target(path: &Path) -> (OwnedFd, OwnedFd) {
     let (device, inode) = identity(path);
-    word(&format!("ringdisk: the target of a mirror is {device} {inode} {}", text(path)))
+    word(&format!("ringdisk: the target of a mirror is raw {device} {inode} {}", text(path)))
 }
 
 fn numbers(path: &Path) -> Vec<u8> {
@@ -99,7 +99,7 @@ fn the_word_for_a_target_opens_that_file_and_no_other_one() {
     assert_eq!(opened(&line, &copy).0, b'E', "nobody has named it");
     // Another file has the name by now than the user has seen; no file has it.
     let (kept, other) = word(&format!(
-        "ringdisk: the target of a mirror is {} {} {}",
+        "ringdisk: the target of a mirror is raw {} {} {}",
         identity(&secret).0,
         identity(&secret).1,
         text(&copy)
@@ -110,7 +110,7 @@ fn the_word_for_a_target_opens_that_file_and_no_other_one() {
     let link = place.path().join("link");
     std::os::unix::fs::symlink(&secret, &link).expect("a link");
     let (device, inode) = identity(&secret);
-    let said = format!("ringdisk: the target of a mirror is {device} {inode} {}", text(&link));
+    let said = format!("ringdisk: the target of a mirror is raw {device} {inode} {}", text(&link));
     let (kept, linked) = word(&said);
     assert_eq!(hear(&line, &linked), b'E');
     drop(kept);
@@ -168,10 +168,11 @@ fn a_word_for_a_target_that_was_kept_is_worth_nothing_when_the_command_is_over()
     let server = place.path().join("nbd.sock");
     let listener = std::os::unix::net::UnixListener::bind(&server).expect("a socket");
     listener.set_nonblocking(true).expect("a setting");
-    let (kept, given) = word(&format!("ringdisk: a mirror goes to a server at\n{}", text(&server)));
+    let at = format!("unix:{}", text(&server));
+    let (kept, given) = word(&format!("ringdisk: a mirror goes to a server at\n{at}"));
     drop(kept);
     assert_eq!(hear(&line, &given), b'E', "the user waits no longer");
-    assert_eq!(order(&line, b'O', text(&server).as_bytes()), Some(b'E'));
+    assert_eq!(order(&line, b'O', at.as_bytes()), Some(b'E'));
     assert!(listener.accept().is_err(), "somebody has connected");
     drop(line);
     agent.goes_on();
@@ -192,14 +193,34 @@ fn the_word_for_a_server_connects_that_one_and_no_other_one() {
         listener.set_nonblocking(true).expect("a setting");
         (path, listener)
     });
-    let connect = |path: &Path| order(&line, b'O', text(path).as_bytes());
+    let at = |path: &Path| format!("unix:{}", text(path));
+    let connect = |path: &Path| order(&line, b'O', at(path).as_bytes());
     assert_eq!((connect(&meant.0), connect(&other.0)), (Some(b'E'), Some(b'E')));
-    let (_kept, given) =
-        word(&format!("ringdisk: a mirror goes to a server at\n{}", text(&meant.0)));
+    let (_kept, given) = word(&format!("ringdisk: a mirror goes to a server at\n{}", at(&meant.0)));
     assert_eq!(hear(&line, &given), b'D');
     assert_eq!((connect(&meant.0), connect(&other.0)), (Some(b'D'), Some(b'E')));
     assert_eq!(hear(&line, &given), b'E', "the same word again");
     assert!(meant.1.accept().is_ok() && other.1.accept().is_err());
+    drop(line);
+    agent.goes_on();
+    assert_eq!(disk.stop().code(), Some(0));
+}
+
+/// A target that is refused is held by nobody, so its file system can be unmounted, too.
+#[test]
+fn a_target_that_is_none_for_the_disk_cannot_be_had() {
+    if !needs_root() {
+        return;
+    }
+    let (disk, _directory, place) = world();
+    let large = place.path().join("large");
+    images::raw(&large, 2 * MIB, 7);
+    let words = ["mirror", "--existing", "-f", "raw", "--complete", text(&large)];
+    let refused = ringdisk(Path::new("/"), &[&["ctl", disk.text()], &words[..]].concat());
+    refused.ends(11).says("clients would see another size");
+    let agent = Agent::over(disk.pid());
+    let line = agent.helper();
+    assert_eq!(opened(&line, &large).0, b'E', "the command was refused");
     drop(line);
     agent.goes_on();
     assert_eq!(disk.stop().code(), Some(0));
