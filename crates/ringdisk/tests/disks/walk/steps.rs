@@ -113,7 +113,7 @@ impl Walk {
             }
         });
         if pivots {
-            assert_eq!(self.chain(), [path.clone()]);
+            assert_eq!(self.chain(), std::slice::from_ref(&path));
             self.named = (path, format);
         } else {
             assert_eq!(self.chain(), chain);
@@ -140,7 +140,7 @@ impl Walk {
         let now = self.chain();
         match code {
             0 => {
-                assert_eq!(now, [path.clone()]);
+                assert_eq!(now, std::slice::from_ref(&path));
                 self.named = (path, "qcow2");
             }
             _ => assert_eq!((code, now.as_slice()), (1, chain)),
