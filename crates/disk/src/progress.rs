@@ -10,9 +10,11 @@
 
 mod gate;
 
-use std::future::poll_fn;
+use std::future::{Future, poll_fn};
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use ringdisk_ring::{Errno, Ring};
@@ -204,6 +206,33 @@ impl Progress {
     /// since `turn`.
     pub async fn changed(&self, turn: u64) {
         poll_fn(|context| self.gate().poll_change(turn, context)).await;
+    }
+
+    /// Waits for something that the operation cannot do without; after a cancellation only for a
+    /// while longer. `None`: it was given up, and the future is dropped.
+    ///
+    /// * `grace`: how long it is waited for after a cancellation.
+    pub(crate) async fn or_given_up<T>(
+        &self,
+        ring: &Ring,
+        grace: Duration,
+        awaited: impl Future<Output = T>,
+    ) -> Option<T> {
+        let mut awaited = pin!(awaited);
+        loop {
+            let turn = self.turn();
+            if self.is_cancelled() {
+                return ring.within(grace, awaited).await.ok();
+            }
+            let mut changed = pin!(self.changed(turn));
+            let done = poll_fn(|context| match awaited.as_mut().poll(context) {
+                Poll::Ready(value) => Poll::Ready(Some(value)),
+                Poll::Pending => changed.as_mut().poll(context).map(|()| None),
+            });
+            if let Some(value) = done.await {
+                return Some(value);
+            }
+        }
     }
 
     /// A panic elsewhere leaves the gate valid, so poison is ignored.

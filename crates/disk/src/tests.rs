@@ -30,6 +30,7 @@ mod probing;
 mod raw;
 mod scattered;
 mod task_mutex;
+mod walk;
 mod windows;
 mod writing;
 

@@ -197,6 +197,18 @@ impl HeldForDisk {
         self.files.lock().unwrap_or_else(PoisonError::into_inner).push(file);
     }
 
+    /// A command that had the helper process hold this file was refused: it is let go of, unless it
+    /// is of the chain, or of a mirror that is running.
+    pub fn let_go(&self, file: Id, disk: &Disk) {
+        let is_needed = {
+            let files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+            files.contains(&file) || files_of(disk).contains(&file)
+        };
+        if !is_needed {
+            let _ = FromInside::ask(FORGET, file, b"");
+        }
+    }
+
     /// Before and after a command that changes the chain.
     pub fn settle(&self, disk: &Disk) {
         self.are_now(files_of(disk));
@@ -311,10 +323,11 @@ pub fn is_held(id: Id) -> bool {
     helper::ours::get().is_none() || FromInside::ask(READ, id, b"").is_ok()
 }
 
-/// Passes a user's word on to the helper process. Inside.
-pub fn pass_on(word: &OwnedFd) {
-    let Some(ours) = helper::ours::get() else { return };
-    if let Err(error) = ours.pass_on(word) {
+/// Passes a user's word on to the helper process. Gives the file that it holds from now on: the
+/// target of a mirror. Inside.
+pub fn pass_on(word: &OwnedFd) -> Option<Id> {
+    let held = helper::ours::get()?.pass_on(word).map_err(|error| {
         tracing::debug!("the helper process does not take the word of a user: {error}");
-    }
+    });
+    held.ok().flatten()
 }

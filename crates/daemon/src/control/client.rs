@@ -246,7 +246,7 @@ impl Client {
     ) -> Result<Value, Failure> {
         let line = format!("{}\n", command.line());
         // Kept until the answer is here.
-        let lasts = command.outlasts_client();
+        let lasts = command.needs_word_later();
         let _word = self.send(&line, command.allows(), lasts).map_err(|error| gone(&error))?;
         let told = self.answer(progress, timeout)?;
         match told["id"].as_str().filter(|_| told["state"] == "moved") {

@@ -517,13 +517,18 @@ impl Commands for DiskControl {
     ) -> Result<Value, Refusal> {
         let command = Command::read(request)?;
         // The user's end of the word, which lasts as long as it is open.
-        let kept = (command.outlasts_client() && given.len() > 1).then(|| given.pop()).flatten();
+        let is_needed = command.needs_word_later() && given.len() > 1;
+        let kept = is_needed.then(|| given.pop()).flatten();
         let is_word = !matches!(command, Command::CheckpointBegin(_));
+        if is_word {
+            given.truncate(1);
+        }
         let word = UserWord { given: is_word.then(|| given.pop()).flatten(), kept };
+        let mut target = None;
         if let Some(given) = &word.given {
             // Before, nobody is there who would take it.
             self.entered(ring, progress).await?;
-            confine::pass_on(given);
+            target = confine::pass_on(given);
         }
         match command {
             Command::Stats => {
@@ -584,7 +589,7 @@ impl Commands for DiskControl {
             Command::Stream(wanted) => Ok(self.stream(ring, &wanted, word, progress).await?),
             // On the heap: with all that it waits for it is large.
             Command::Mirror(wanted) => {
-                Ok(Box::pin(self.mirror(ring, &wanted, word, progress)).await?)
+                Ok(Box::pin(self.mirror(ring, &wanted, (word, target), progress)).await?)
             }
             Command::Job(wanted) => {
                 let (_, target) = self.served_as.parts();

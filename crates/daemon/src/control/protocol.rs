@@ -22,6 +22,7 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
+use ringdisk_disk::Format;
 use ringdisk_disk::name::{FileName, is_export};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -141,7 +142,9 @@ impl Mirror {
         let path = Path::new(&self.target);
         if !is_export(path) {
             let meta = std::fs::metadata(path).ok()?;
-            return Some(Allows::Target(path.to_owned(), (meta.dev(), meta.ino())));
+            // A raw one is called so.
+            let format = self.format.as_deref().unwrap_or(Format::Qcow2.name()).parse().ok()?;
+            return Some(Allows::Target(path.to_owned(), (meta.dev(), meta.ino()), format));
         }
         let name = FileName::export_of(path).ok()??;
         Some(Allows::Servers(name.nbd?.server.look_up().ok()?))
@@ -290,8 +293,9 @@ impl Command {
         }
     }
 
-    /// Whether it goes on when the client that gave it has left.
-    pub fn outlasts_client(&self) -> bool {
+    /// Whether the user's word is needed when the client that gave it has left: the command goes on,
+    /// and has more opened, or another process goes on with it.
+    pub fn needs_word_later(&self) -> bool {
         match self {
             Command::Commit(Commit { job: Some(terms), .. })
             | Command::Stream(Stream { job: Some(terms), .. })

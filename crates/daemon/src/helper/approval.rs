@@ -9,7 +9,9 @@
 //! Promises: the word counts as long as the user who gave it has the other end open, which is until
 //! the command is answered; it is root's, or that of the user of the process. Of a job in the
 //! background the process gets that end, too, and closes it at the end of the job; a process that
-//! was taken over may keep such a word as long as it lives.
+//! was taken over may keep such a word as long as it lives. A helper process hears a word about the
+//! target of a mirror once: the target is held from then on, until the mirror has ended. A
+//! successor that goes on with the job has a helper process of its own, which hears it again.
 
 use std::ffi::OsStr;
 use std::io;
@@ -33,9 +35,9 @@ pub enum Allows {
     /// The notes are changed, and nothing is written. With device and inode of a file that the user
     /// names in the command, and its format: an image may name it as that from now on.
     Notes(Option<((u64, u64), Format)>),
-    /// This file is written, the target of a mirror, and is on top of the disk afterwards.
-    /// Absolute, with device and inode number.
-    Target(PathBuf, (u64, u64)),
+    /// This file is written, the target of a mirror, and is on top of the disk afterwards, as this
+    /// format. Absolute, with device and inode number.
+    Target(PathBuf, (u64, u64), Format),
     /// The target of a mirror is an export of a server that listens there.
     Servers(Vec<NbdEndpoint>),
 }
@@ -49,8 +51,8 @@ impl Allows {
             Allows::Notes(Some(((device, inode), format))) => {
                 format!("{NOTES} {device} {inode} {}", format.name()).into_bytes()
             }
-            Allows::Target(path, (device, inode)) => {
-                let numbers = format!("{TARGET} {device} {inode} ");
+            Allows::Target(path, (device, inode), format) => {
+                let numbers = format!("{TARGET} {} {device} {inode} ", format.name());
                 [numbers.as_bytes(), path.as_os_str().as_bytes()].concat()
             }
             Allows::Servers(servers) => {
@@ -69,11 +71,12 @@ impl Allows {
     /// The same, of words that may have been said in another way.
     fn parse(text: &[u8]) -> Option<Allows> {
         if let Some(rest) = text.strip_prefix(TARGET.as_bytes()) {
-            let mut parts = rest.strip_prefix(b" ")?.splitn(3, |byte| *byte == b' ');
-            let mut number = || std::str::from_utf8(parts.next()?).ok()?.parse().ok();
-            let id = (number()?, number()?);
+            let mut parts = rest.strip_prefix(b" ")?.splitn(4, |byte| *byte == b' ');
+            let mut word = || std::str::from_utf8(parts.next()?).ok();
+            let format = word()?.parse().ok()?;
+            let id = (word()?.parse().ok()?, word()?.parse().ok()?);
             let path = PathBuf::from(OsStr::from_bytes(parts.next()?));
-            return path.is_absolute().then_some(Allows::Target(path, id));
+            return path.is_absolute().then_some(Allows::Target(path, id, format));
         }
         let text = std::str::from_utf8(text).ok()?;
         if text == WRITING {
@@ -165,11 +168,21 @@ mod tests {
             NbdEndpoint::Unix("/run/an nbd".into()),
             NbdEndpoint::Tcp("[::1]:10809".parse().expect("an address")),
         ];
-        let target = Allows::Target(PathBuf::from("/srv/a copy\n 1 2"), (7, u64::MAX));
+        let path = PathBuf::from("/srv/a copy\n 1 2");
+        let target = Allows::Target(path, (7, u64::MAX), Format::Raw);
         for allows in [target, Allows::Servers(servers), Allows::Servers(Vec::new())] {
             assert_eq!(Allows::read(&allows.text()), Some(allows));
         }
-        for text in [" 1 2 copy", " 1 2", " 01 2 /copy", "1 2 /copy", " 1 2 ", ""] {
+        for text in [
+            " raw 1 2 copy",
+            " raw 1 2",
+            " raw 01 2 /copy",
+            "raw 1 2 /copy",
+            " raw 1 2 ",
+            " 1 2 /copy",
+            " other 1 2 /copy",
+            "",
+        ] {
             assert_eq!(Allows::read(format!("{TARGET}{text}").as_bytes()), None, "{text:?}");
         }
         for text in ["\n", "\nnowhere", " [::1]:1", "\n[::1]:1\n", "\n[0::1]:1"] {

@@ -32,6 +32,8 @@ const IMAGES_MAX: usize = 1024;
 /// Words of users that are held at a time: as many as there are clients of a control socket, for
 /// some disks.
 const WORDS_MAX: usize = 64;
+/// Mirrors that are begun while the process serves.
+const HEARD_MAX: usize = 1 << 16;
 
 /// A file of a chain.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,6 +54,8 @@ pub(crate) struct Chain {
     images: Vec<Held>,
     /// Of users who wait for an answer.
     words: Vec<(OwnedFd, Allows)>,
+    /// Numbers of the sockets of words about targets of mirrors that were heard.
+    heard: Vec<u64>,
 }
 
 #[derive(Debug)]
@@ -77,13 +81,13 @@ impl Chain {
             let file = pin(&image.named.0, image.named.1)?;
             Some(Held { image: image.clone(), file, is_granted: false })
         });
-        Chain { images: held.collect(), words: Vec::new() }
+        Chain { images: held.collect(), ..Chain::default() }
     }
 
     /// A user's word, as the process passes it on: it counts while the user waits. One about the
     /// target of a mirror is given back: it counts at once.
     ///
-    /// Errors: EACCES: it is none.
+    /// Errors: EACCES: it is none; the user does not wait any more.
     pub(crate) fn hear(
         &mut self,
         word: Option<OwnedFd>,
@@ -92,6 +96,15 @@ impl Chain {
         let word = word.ok_or(Errno::ACCESS)?;
         let allows = approval::given(&word, server).ok_or(Errno::ACCESS)?;
         if matches!(allows, Allows::Target(..) | Allows::Servers(_)) {
+            let number = fstat(&word)?.st_ino;
+            // The process may have kept it for later.
+            if !approval::lasts(&word) || self.heard.contains(&number) {
+                return Err(Errno::ACCESS);
+            }
+            if self.heard.len() >= HEARD_MAX {
+                return Err(Errno::DQUOT);
+            }
+            self.heard.push(number);
             return Ok(Some(allows));
         }
         self.words.retain(|(word, _)| approval::lasts(word));
@@ -172,7 +185,8 @@ impl Chain {
 
     /// Changes the note of a file whose header names another backing file, or is about to.
     ///
-    /// * `is_known`: whether a file is one that was made here, of this format.
+    /// * `is_known`: whether a file was made here, or named as the target of a mirror, as this
+    ///   format.
     ///
     /// Errors: EACCES: it is none of the chain; EPERM: it names what is none; EKEYREJECTED: no user
     /// asks for that; those of setxattr(2).

@@ -122,12 +122,17 @@ impl Helper {
         self.line.ask(what, fields)
     }
 
-    /// Passes a user's word on.
+    /// Passes a user's word on. Gives device and inode number of the file that the helper holds
+    /// because of it: the target of a mirror.
     ///
     /// Errors: it is none; the helper is gone.
-    pub fn pass_on(&self, word: &OwnedFd) -> io::Result<()> {
+    pub fn pass_on(&self, word: &OwnedFd) -> io::Result<Option<(u64, u64)>> {
         let answer = self.line.ask_with(&[HEAR], Some(word))?;
-        if answer.kind == DONE { Ok(()) } else { Err(io::Error::other(answer.words)) }
+        if answer.kind != DONE {
+            return Err(io::Error::other(answer.words));
+        }
+        let mut numbers = answer.words.split(' ').map(|number| number.parse().ok());
+        Ok(numbers.next().flatten().zip(numbers.next().flatten()))
     }
 
     /// Removes a file that it was told of. Returns whether it is gone.

@@ -86,6 +86,8 @@ pub(crate) struct Overlays {
 #[derive(Debug)]
 struct Made {
     id: Id,
+    /// What it is opened as, and what an image may name it as.
+    format: Format,
     directory: Rc<OwnedFd>,
     name: Vec<u8>,
     /// A note names it, or has named it; or it is the user's. It is not removed.
@@ -180,10 +182,11 @@ impl Overlays {
     /// make overlays beside it if it may make any. It is never removed.
     ///
     /// * `path`: absolute, without links.
+    /// * `format`: what the user says that it is.
     ///
     /// Errors: ENOENT: another file has the name by now; EDQUOT: too many are held; those of
     /// open(2).
-    pub(crate) fn adopt(&mut self, path: &Path, id: Id) -> Result<(), Errno> {
+    pub(crate) fn adopt(&mut self, path: &Path, id: Id, format: Format) -> Result<(), Errno> {
         if self.made(id).is_ok() {
             return Ok(());
         }
@@ -215,7 +218,7 @@ impl Overlays {
             self.lent.push((of, Rc::clone(&directory)));
         }
         let name = name.as_bytes().to_vec();
-        self.files.push(Made { id, directory, name, is_named: true, file });
+        self.files.push(Made { id, format, directory, name, is_named: true, file });
         Ok(())
     }
 
@@ -276,7 +279,8 @@ impl Overlays {
             let flags = OFlags::PATH | OFlags::CLOEXEC;
             let file = openat(CWD, link(open.as_fd()), flags, Mode::empty())?;
             let (id, directory) = ((stat.st_dev, stat.st_ino), Rc::clone(&directory));
-            Ok(Made { id, directory, name: name.to_vec(), is_named: false, file })
+            let (name, format) = (name.to_vec(), Format::Qcow2);
+            Ok(Made { id, format, directory, name, is_named: false, file })
         });
         match held {
             Ok(made) => {
@@ -299,10 +303,10 @@ impl Overlays {
     /// Changes the note of the names of an image. A file that was made here names what the process
     /// says as long as that is known.
     fn note(&mut self, id: Id, line: &[u8], is_done: bool) -> Result<(), Errno> {
-        let made: Vec<Id> = self.files.iter().map(|made| made.id).collect();
+        let made: Vec<_> = self.files.iter().map(|made| (made.id, made.format)).collect();
         let named = Cell::new(None);
         let is_made = |id, format| {
-            let is_made = format == Format::Qcow2 && made.contains(&id);
+            let is_made = made.contains(&(id, format));
             named.set(is_made.then_some(id).or(named.get()));
             is_made
         };

@@ -124,13 +124,18 @@ pub(crate) struct Held {
 }
 
 impl Held {
-    /// A user's word, which came with an order.
+    /// A user's word, which came with an order. The answer has the numbers of the file that is held
+    /// because of it.
     ///
     /// * `server`: pid of the confined process, which cannot give its own word.
     pub(crate) fn hear(&self, word: Option<OwnedFd>, server: u32) -> Answer {
         let mut overlays = self.overlays.borrow_mut();
+        let mut file = String::new();
         let heard = overlays.below.hear(word, server).and_then(|allows| match allows {
-            Some(Allows::Target(path, id)) => overlays.adopt(&path, id),
+            Some(Allows::Target(path, id, format)) => {
+                file = format!("{} {}", id.0, id.1);
+                overlays.adopt(&path, id, format)
+            }
             Some(Allows::Servers(servers)) => {
                 let mut known = self.servers.borrow_mut();
                 let new = servers.into_iter().filter(|server| !known.contains(server));
@@ -144,7 +149,7 @@ impl Held {
             _ => Ok(()),
         });
         match heard {
-            Ok(()) => Answer::new(DONE, ""),
+            Ok(()) => Answer::new(DONE, file),
             Err(errno) => Answer::new(REFUSED, errno.raw_os_error().to_string()),
         }
     }

@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use ringdisk_disk::Disk;
+use ringdisk_disk::{Disk, Format};
 use ringdisk_storage::Storage;
 use serde::{Deserialize, Serialize};
 
@@ -70,7 +70,7 @@ impl Shown {
     /// was given this.
     ///
     /// * `disk`: as it is served now: commands may have put another image on top of the one that
-    ///   was named.
+    ///   was named, which may have another format.
     ///
     /// Errors: each option with both values.
     pub fn check(&self, new: &Shown, disk: &Disk) -> Result<(), String> {
@@ -79,10 +79,17 @@ impl Shown {
             name: top.name().to_string_lossy().into_owned(),
             identity: top.file().and_then(|file| file.identity()),
         });
-        self.compare(new, top.as_ref())
+        let format = layers.first().and_then(|top| top.format()).map(Format::name);
+        self.compare(new, top.as_ref(), format)
     }
 
-    fn compare(&self, new: &Shown, top: Option<&Image>) -> Result<(), String> {
+    /// * `format`: of the image on top.
+    fn compare(
+        &self,
+        new: &Shown,
+        top: Option<&Image>,
+        format: Option<&str>,
+    ) -> Result<(), String> {
         let value = |text: &str| match text {
             "" => String::from("not given"),
             text => format!("'{}'", visible(text)),
@@ -96,7 +103,14 @@ impl Shown {
             let served = top.map_or(&old.name, |top| &top.name);
             differences.push(format!("the image is {}, not {}", value(served), value(&new.name)));
         }
+        // The words for the image on top are about that one.
+        let is_about_top = match (&self.image, &new.image) {
+            (Some(old), Some(new)) => !new.is(old),
+            _ => false,
+        };
         for (option, old) in &self.options {
+            let is_format = option == "--format" && is_about_top;
+            let old = format.filter(|_| is_format).unwrap_or(old);
             if let Some(new) = new.options.get(option).filter(|new| *new != old) {
                 differences.push(format!("{option} is {} there, {} here", value(old), value(new)));
             }

@@ -186,15 +186,11 @@ impl Mirror {
             return false;
         };
         let Ok(runs) = graph.content(ring, offset, len).await else { return false };
-        let mut copy = Copy { tracker: Arc::clone(tracker), offset, len, is_done: false, claim };
+        let copy = Copy::new(tracker, offset, len, claim);
         let handle = ring.clone();
         // A task of its own, since a write that has begun cannot be taken back when the client
         // stops waiting for it.
-        let written = spawn(ring, async move {
-            let target = Arc::clone(&copy.claim.mirror.target);
-            copy.is_done = target.write(&handle, copy.offset, &runs).await.is_ok();
-            copy.is_done
-        });
+        let written = spawn(ring, async move { copy.send(&handle, &runs).await.is_ok() });
         let is_done = matches!(ring.within(WAIT_MAX, written).await, Ok(Some(true)));
         if !is_done {
             self.set_in_step(false);
@@ -203,14 +199,33 @@ impl Mirror {
     }
 }
 
-/// A copy of a client's write on its way. Recorded on drop unless it is done.
-struct Copy {
+/// A copy of a range on its way. Recorded on drop unless it is done.
+pub(crate) struct Copy {
     tracker: Arc<Tracker>,
     offset: GuestOffset,
     len: u64,
     is_done: bool,
     // Dropped after the range was recorded.
     claim: Claim,
+}
+
+impl Copy {
+    /// * `claim`: of all granules of the range.
+    pub(crate) fn new(tracker: &Arc<Tracker>, offset: GuestOffset, len: u64, claim: Claim) -> Copy {
+        Copy { tracker: Arc::clone(tracker), offset, len, is_done: false, claim }
+    }
+
+    /// Writes it to the target.
+    ///
+    /// * `runs`: what the disk has there.
+    ///
+    /// Errors: those of the target's storage.
+    pub(crate) async fn send(mut self, ring: &Ring, runs: &[Content]) -> Result<(), Errno> {
+        let target = Arc::clone(&self.claim.mirror.target);
+        let written = target.write(ring, self.offset, runs).await;
+        self.is_done = written.is_ok();
+        written
+    }
 }
 
 impl Drop for Copy {

@@ -34,7 +34,7 @@ use crate::watch::{ChangeCallback, ChangeWatch};
 pub(crate) use drain::Drained;
 pub use fleece::CheckpointState;
 pub(crate) use fleece::{Fleece, Known};
-pub(crate) use mirror::{Content, Mirror, Target};
+pub(crate) use mirror::{Content, Copy, Mirror, Target};
 pub(crate) use tracker::{Mark, Tracker};
 pub(crate) use window::Window;
 

@@ -13,6 +13,9 @@
 //! one of the storages whose operations fail: the frozen state is what it was, or the checkpoint
 //! has failed; no request of a client has. In some cells clients wait for a limit of the disk.
 //!
+//! A mirror is a change with one storage more, its target: nothing of that is a failure of a client,
+//! until the disk has switched over to it.
+//!
 //! Two failures may leave a disk that answers with errors until it is opened again, and a change
 //! that was made although an error was told; never wrong bytes, damaged images, or a bitmap that is
 //! wrong.
@@ -89,9 +92,10 @@ fn table_of(change: Change, shape: Shape) {
                 let requests = Request::ALL.len() as u64;
                 let request = Request::ALL[usize::try_from(index % requests).expect("small")];
                 // An image of version 2 with snapshots keeps its size.
-                let cannot = request == Request::Append
-                    && shape == Shape::Old
-                    && shape.has_snapshots(change);
+                // During a mirror every disk does.
+                let keeps_size =
+                    change.target().is_some() || shape == Shape::Old && shape.has_snapshots(change);
+                let cannot = request == Request::Append && keeps_size;
                 let cell = Cell {
                     request: if cannot { Request::Allocate } else { request },
                     injected: match is_pair {
@@ -163,6 +167,21 @@ fn a_stream_is_made_or_refused() {
 #[test]
 fn a_stream_down_to_a_base_is_made_or_refused() {
     table(Change::StreamDown);
+}
+
+#[test]
+fn a_disk_switches_over_to_another_image_or_stays() {
+    table(Change::Mirror);
+}
+
+#[test]
+fn a_disk_switches_over_to_a_raw_image_in_step_or_stays() {
+    table(Change::MirrorRaw);
+}
+
+#[test]
+fn a_copy_is_left_or_refused() {
+    table(Change::MirrorLeft);
 }
 
 #[test]

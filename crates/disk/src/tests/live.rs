@@ -3,6 +3,7 @@
 
 mod commits;
 mod copy_on_read;
+mod mirror_targets;
 mod mirrors;
 mod streams;
 

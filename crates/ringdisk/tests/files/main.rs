@@ -12,6 +12,7 @@ mod ctl;
 mod jobs;
 mod lifecycle;
 mod limits;
+mod mirror_targets;
 mod mirrors;
 mod semantics;
 mod storage;

@@ -42,8 +42,12 @@ impl DiskControl {
         }
         for job in jobs {
             let words = job.words.clone();
-            if let Err(failure) = Box::pin(self.go_on(ring, job)).await {
+            let mut file = None;
+            if let Err(failure) = Box::pin(self.go_on(ring, job, &mut file)).await {
                 self.note_lost(&words, &failure);
+                if let (Some(file), Ok(disk)) = (file, self.disk()) {
+                    self.held().let_go(file, &disk);
+                }
                 if words.left.is_some()
                     && let Ok(disk) = self.disk()
                 {
@@ -55,12 +59,19 @@ impl DiskControl {
         self.jobs().keep_changes();
     }
 
+    /// * `file`: gets device and inode number of the target that the helper process holds for it.
+    ///
     /// Errors: it cannot go on.
-    async fn go_on(&self, ring: &Ring, mut job: HandedJob) -> Result<(), Failure> {
+    async fn go_on(
+        &self,
+        ring: &Ring,
+        mut job: HandedJob,
+        file: &mut Option<(u64, u64)>,
+    ) -> Result<(), Failure> {
         let disk = self.disk()?;
         let word = UserWord { given: one(&mut job, Role::Word), kept: one(&mut job, Role::Kept) };
         if let Some(given) = &word.given {
-            confine::pass_on(given);
+            *file = confine::pass_on(given);
         }
         let words = job.words.clone();
         if words.was_killed {

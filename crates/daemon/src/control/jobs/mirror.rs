@@ -26,12 +26,27 @@ use crate::terminal::visible;
 impl DiskControl {
     /// Mirrors; in the background the answer comes at once.
     ///
-    /// * `word`: of the user.
+    /// * `word`: of the user; with device and inode number of the target, where the helper process
+    ///   holds it since the user has named it.
     /// * `progress`: of the client that asks.
     ///
     /// Errors: the target cannot be opened, or is none for this disk; another change is under way;
     /// in the foreground those of the job.
     pub(in crate::control) async fn mirror(
+        &self,
+        ring: &Ring,
+        wanted: &Mirror,
+        (word, file): (UserWord, Option<(u64, u64)>),
+        progress: &Arc<Progress>,
+    ) -> Result<Value, Failure> {
+        let result = self.mirror_held(ring, wanted, word, progress).await;
+        if let (Err(_), Some(file), Ok(disk)) = (&result, file, self.disk()) {
+            self.held().let_go(file, &disk);
+        }
+        result
+    }
+
+    async fn mirror_held(
         &self,
         ring: &Ring,
         wanted: &Mirror,

@@ -406,11 +406,11 @@ fn the_target_of_a_mirror_is_opened_and_never_removed_and_its_directory_goes_wit
     let mut overlays = Overlays::hold(&[told], &[], None, "", &[]);
     assert_eq!(overlays.again(id, OFlags::RDWR).map(drop), Err(Errno::ACCESS));
     // The name leads to another file than the user has seen.
-    assert_eq!(overlays.adopt(&path("other/copy"), of("images")), Err(Errno::NOENT));
-    assert_eq!(overlays.adopt(&path("other/gone"), id), Err(Errno::NOENT));
+    assert_eq!(overlays.adopt(&path("other/copy"), of("images"), Format::Qcow2), Err(Errno::NOENT));
+    assert_eq!(overlays.adopt(&path("other/gone"), id, Format::Qcow2), Err(Errno::NOENT));
     assert_eq!(overlays.make(beside, b"over").map(drop), Err(Errno::ACCESS));
 
-    assert_eq!(overlays.adopt(&path("other/copy"), id), Ok(()));
+    assert_eq!(overlays.adopt(&path("other/copy"), id, Format::Qcow2), Ok(()));
     assert_eq!(overlays.again(id, OFlags::RDWR).map(drop), Ok(()));
     assert_eq!(overlays.remove(id), Err(Errno::BUSY));
     assert_eq!(overlays.make(beside, b"over").map(drop), Ok(()));
@@ -425,6 +425,6 @@ fn the_target_of_a_mirror_is_opened_and_never_removed_and_its_directory_goes_wit
 
     // A process that makes no overlays makes none there either.
     let mut strict = Overlays::default();
-    assert_eq!(strict.adopt(&path("other/copy"), id), Ok(()));
+    assert_eq!(strict.adopt(&path("other/copy"), id, Format::Qcow2), Ok(()));
     assert_eq!(strict.make(beside, b"more").map(drop), Err(Errno::ACCESS));
 }

@@ -13,13 +13,16 @@ use super::super::copy::{COPY_BYTES, all_of, pieces};
 use super::{MirrorEnd, MirrorSync, Run, refusal};
 use crate::Error;
 use crate::chain::Chain;
-use crate::graph::{Content, Graph};
+use crate::graph::{Content, Copy, Graph};
 use crate::progress::OnError;
+use crate::task_join::spawn;
 
 /// The target counts as in step when no more than this is left, bytes.
 const REST_BYTES: u64 = 4 << 20;
 /// Passes over what clients changed, one after the other, at most.
 const PASSES_MAX: u32 = 16;
+/// How long a mirror that is given up waits for a target that does not answer.
+pub(super) const GIVEN_UP_WAIT: Duration = Duration::from_secs(2);
 /// How often a mirror that is ready looks for something to do.
 const TICK: Duration = Duration::from_millis(50);
 
@@ -118,7 +121,8 @@ impl Run<'_> {
     async fn copy(&self, offset: GuestOffset, len: u64, pass: Pass) -> Result<(), Errno> {
         loop {
             self.progress.pace(self.ring, 0).await?;
-            let claim = self.mirror.claim(self.tracker.widened(offset, len)).await;
+            let claim = self.mirror.claim(self.tracker.widened(offset, len));
+            let claim = self.or_given_up(claim).await?;
             let read = {
                 // Waiting for a change of the graph here would keep clients waiting, for which the
                 // change waits.
@@ -130,18 +134,14 @@ impl Run<'_> {
                 let was_recorded = self.tracker.clear(offset, len);
                 self.read(&view, offset, len, pass, was_recorded).await
             };
-            let sent = match read {
-                Ok(runs) => {
-                    let written = self.mirror.target().write(self.ring, offset, &runs).await;
-                    Ok(written.map(|()| data_bytes(&runs)))
-                }
-                Err(errno) => Err(errno),
-            };
-            if !matches!(sent, Ok(Ok(_))) {
-                self.tracker.set(offset, len);
-            }
-            drop(claim);
-            match sent? {
+            let copy = Copy::new(&self.tracker, offset, len, claim);
+            // A task of its own, since what has begun cannot be taken back when the mirror is given
+            // up.
+            let (runs, ring) = (read?, self.ring.clone());
+            let sent = spawn(self.ring, async move {
+                copy.send(&ring, &runs).await.map(|()| data_bytes(&runs))
+            });
+            match self.or_given_up(sent).await?.unwrap_or(Err(Errno::IO)) {
                 Ok(0) => return Ok(()),
                 // Counted afterwards, when it is known; the next piece waits for it.
                 Ok(bytes) => return self.progress.pace(self.ring, bytes).await,
@@ -150,6 +150,17 @@ impl Run<'_> {
                 Err(errno) => self.progress.failed(self.ring, errno).await?,
             }
         }
+    }
+
+    /// Waits for the target, but not for long where the mirror is given up.
+    ///
+    /// Errors: `ECANCELED`.
+    pub(super) async fn or_given_up<T>(
+        &self,
+        awaited: impl Future<Output = T>,
+    ) -> Result<T, Errno> {
+        let done = self.progress.or_given_up(self.ring, GIVEN_UP_WAIT, awaited).await;
+        done.ok_or(Errno::CANCELED)
     }
 
     /// What is to be sent of a range.

@@ -35,7 +35,7 @@ impl Run<'_> {
     /// * `pivot`: the disk switches over to the target.
     pub(super) async fn finish(&self, pivot: bool) -> Result<Option<MirrorEnd>, Error> {
         // While clients still work, so that the flush of the last step is short.
-        if let Err(errno) = self.target.flush(self.ring).await {
+        if let Err(errno) = self.flush_target().await.map_err(refusal)? {
             self.failed(errno).await?;
             return Ok(None);
         }
@@ -47,7 +47,7 @@ impl Run<'_> {
         // Copies for which a client no longer waits.
         if !self.mirror.is_idle() {
             drop(drained);
-            self.mirror.idle().await;
+            self.or_given_up(self.mirror.idle()).await.map_err(refusal)?;
             return Ok(None);
         }
         let Some(rest) = self.rest(drained.graph()).await? else { return Ok(None) };
@@ -55,7 +55,7 @@ impl Run<'_> {
             Ok(true) => {}
             unsent => {
                 drop(drained);
-                self.mirror.idle().await;
+                self.or_given_up(self.mirror.idle()).await.map_err(refusal)?;
                 if let Err(errno) = unsent {
                     self.failed(errno).await?;
                 }
@@ -76,6 +76,15 @@ impl Run<'_> {
         drop(drained);
         self.close_former(&old).await;
         Ok(Some(MirrorEnd::Pivoted))
+    }
+
+    /// Makes durable what the target has.
+    ///
+    /// Errors (inside): those of the target. (Outside): `ECANCELED`.
+    async fn flush_target(&self) -> Result<Result<(), Errno>, Errno> {
+        let (target, ring) = (Arc::clone(self.target), self.ring.clone());
+        let flushed = spawn(self.ring, async move { target.flush(&ring).await });
+        Ok(self.or_given_up(flushed).await?.unwrap_or(Err(Errno::IO)))
     }
 
     /// The target failed. Errors: it ends the mirror.

@@ -8,6 +8,8 @@
 //! ```
 //!
 //! Promises:
+//! - A mirror that is given up ends, also where the target does not answer (a server that hangs):
+//!   what is on its way is left behind then, with a message.
 //! - Clients never wait for the target longer than a fixed time, and never fail because of it
 //!   (`graph/mirror.rs`). What was not sent is recorded and sent later.
 //! - Until the last step has succeeded the disk is what it was; a mirror that is cancelled or fails
@@ -241,9 +243,14 @@ impl Disk {
             let _turn = target.changes().lock().await;
             target.check_free()?;
             checks::check(self, target)?;
-            let is_full = options.sync == MirrorSync::Full;
-            let is_new = options.left.is_none() && is_full && checks::is_empty(ring, target).await;
-            (Busy::begin(target)?, is_new)
+            let is_empty = checks::is_empty(ring, target);
+            let is_new = match options.sync {
+                MirrorSync::Full if options.left.is_none() => {
+                    progress.or_given_up(ring, copy::GIVEN_UP_WAIT, is_empty).await
+                }
+                _ => Some(false),
+            };
+            (Busy::begin(target)?, is_new.ok_or_else(|| refusal(Errno::CANCELED))?)
         };
         control.begin(checks::pivot_refusal(self, target));
         let mut drained = self.gateway().drain(ring, turn).await;
@@ -286,8 +293,14 @@ impl Disk {
             busy,
         };
         let result = run.run().await;
-        // What was sent for clients is not taken back; nothing goes on in the background.
-        run.mirror.idle().await;
+        // What was sent is not taken back, and is waited for. What a target that hangs does not
+        // answer keeps its storage, and the locks of it, until it does.
+        if ring.within(copy::GIVEN_UP_WAIT, run.mirror.idle()).await.is_err() {
+            tracing::warn!(
+                "the target of a mirror that was given up does not answer: what is on its way to \
+                 it may still come there"
+            );
+        }
         drop(other);
         result
     }

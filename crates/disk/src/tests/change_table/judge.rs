@@ -142,7 +142,7 @@ async fn limit(ring: &Ring, disk: &Disk) {
 pub(super) async fn judge(ring: &Ring, fixture: &Fixture, cell: Cell) -> Run {
     let overlay = fixture.place.path().join(OVERLAY);
     let _ = std::fs::remove_file(&overlay);
-    let world = fixture.world(cell.change);
+    let mut world = fixture.world(cell.change);
     let disk = world.open(ring, fixture).await;
     let mut model = Model { a: fixture.bytes.clone(), b: fixture.bytes.clone() };
     for effect in earlier() {
@@ -171,7 +171,7 @@ pub(super) async fn judge(ring: &Ring, fixture: &Fixture, cell: Cell) -> Run {
     if run.reached_again {
         let is_sound = after_two(ring, fixture, &disk, &mut model, cell, is_refused).await;
         settle(ring).await;
-        let is_made = disk.layers().len() != cell.shape.depth();
+        let is_made = is_made(&disk, cell);
         drop(disk);
         look(ring, fixture, &world, &mut model, cell, (is_made, is_sound)).await;
         return run;
@@ -195,7 +195,8 @@ pub(super) async fn judge(ring: &Ring, fixture: &Fixture, cell: Cell) -> Run {
         assert!(is_sound || may_fail_flushes, "{flushed:?} {cell:?}");
         if is_sound && is_refused {
             // What was in the way is gone.
-            let new = world.overlay();
+            world.renew_target(fixture);
+            let new = world.new_image();
             let again = cell.change.make(ring, &disk, fixture.place.path(), new).await;
             assert!(again.is_ok(), "{again:?} after {made:?}, {cell:?}");
             is_open = cell.change != Change::Close;
@@ -209,8 +210,7 @@ pub(super) async fn judge(ring: &Ring, fixture: &Fixture, cell: Cell) -> Run {
         assert!(closed.is_ok() || !is_sound, "{closed:?} {fault:?} after {made:?}, {cell:?}");
     }
     settle(ring).await;
-    // One more with an overlay, one or two less after a commit.
-    let is_made = disk.layers().len() != cell.shape.depth();
+    let is_made = is_made(&disk, cell);
     drop(disk);
     look(ring, fixture, &world, &mut model, cell, (is_made, is_sound)).await;
     run
@@ -296,9 +296,9 @@ async fn meet(
         victim.on(When::number(second), cell.injected.fault());
     }
     let (handle, other) = (ring.clone(), Arc::clone(disk));
-    let (place, overlay) = (fixture.place.path().to_owned(), world.overlay());
+    let (place, new) = (fixture.place.path().to_owned(), world.new_image());
     let change =
-        spawn(ring, &left, async move { cell.change.make(&handle, &other, &place, overlay).await });
+        spawn(ring, &left, async move { cell.change.make(&handle, &other, &place, new).await });
     settle(ring).await;
     world.release();
     let mut others = Vec::new();
@@ -321,8 +321,14 @@ async fn meet(
     // The disk may be cut between the growth and the write of an append.
     let may_end =
         cell.change.refuses_requests() || cell.request == Request::Append && cell.change.cuts();
-    // No failure of the fleecing file is one of a client.
-    let may_fail = reached && cell.victim != Victim::Fleece;
+    // No failure of the fleecing file is one of a client, and none of a target before the disk has
+    // switched over to it.
+    let is_beside = match cell.victim {
+        Victim::Fleece => true,
+        Victim::Target => !is_made(disk, cell),
+        _ => false,
+    };
+    let may_fail = reached && !is_beside;
     assert!(first.is_ok() || may_fail || may_end, "{first:?} {cell:?}");
     account(model, fixture, cell, disk, first.is_ok(), made.is_ok());
     for (effect, result) in later().iter().zip(others) {
@@ -392,6 +398,16 @@ impl Change {
     }
 }
 
+/// Whether the layers are others than before.
+fn is_made(disk: &Disk, cell: Cell) -> bool {
+    let layers = disk.layers();
+    match cell.change.target() {
+        Some(name) => layers[0].name().ends_with(name),
+        // One more with an overlay, one or two less after a commit.
+        None => layers.len() != cell.shape.depth(),
+    }
+}
+
 /// Looks at the images that are left.
 ///
 /// * `is_made`, `is_sound`: the layers are others than before; all that clients wrote is on the
@@ -405,9 +421,13 @@ async fn look(
     (is_made, is_sound): (bool, bool),
 ) {
     let place = fixture.place.path();
-    let is_over = is_made && cell.change == Change::External;
+    let new = match cell.change {
+        Change::External => Some(OVERLAY),
+        change => change.target(),
+    };
+    let new = new.filter(|_| is_made);
     for (victim, name, sim) in &world.storages {
-        if *victim == Victim::Overlay && !is_over || *victim == Victim::Fleece {
+        if *victim == Victim::Overlay && new.is_none() || *victim == Victim::Fleece {
             continue;
         }
         let image = sim.image();
@@ -417,13 +437,12 @@ async fn look(
         }
         std::fs::write(place.join(name), image).expect("write");
     }
-    let top = if is_over { OVERLAY } else { cell.shape.top() };
+    let top = new.unwrap_or(cell.shape.top());
     let options = ImageOptions {
         read_only: true,
-        format: cell.shape.top().ends_with(".raw").then_some(Format::Raw),
+        format: top.ends_with(".raw").then_some(Format::Raw),
         ..Default::default()
     };
-    let options = if is_over { ImageOptions { format: None, ..options } } else { options };
     let disk = open(ring, place.join(top), &options).await;
     let disk = disk.unwrap_or_else(|error| panic!("{error} {cell:?}"));
     let mut shown = read_steps(ring, &disk, 1 << 20).await;
@@ -440,7 +459,7 @@ async fn look(
         model.settle(shown.clone(), &cell);
     }
     drop(disk);
-    if cell.shape == Shape::DataRaw && is_sound && !is_over {
+    if cell.shape == Shape::DataRaw && is_sound && new.is_none() {
         let data = std::fs::read(place.join("data.bin")).expect("read");
         assert!(data.starts_with(&shown), "the data file does not read like the disk, {cell:?}");
         // A disk that is smaller is, also where its data file could not be cut.
@@ -479,7 +498,10 @@ async fn bitmaps(
         assert!(!valid, "the bitmap claims to be true, {cell:?}");
         return;
     }
-    assert!(valid || !is_sound || cell.again.is_some(), "the bitmap is lost, {cell:?}");
+    // The former top is closed after a switch-over, and if that fails this is only said.
+    let is_left = is_made && cell.change.switches_over() && cell.victim == Victim::Top;
+    let may_be_lost = !is_sound || cell.again.is_some() || is_left;
+    assert!(valid || may_be_lost, "the bitmap is lost, {cell:?}");
     if !valid {
         return;
     }

@@ -16,7 +16,8 @@ use crate::open::qcow2_layer;
 use crate::tests::{directory, qemu_img, qemu_io};
 use crate::{
     Backing, CheckpointEnd, CheckpointOptions, CommitOptions, Disk, Error, Format, ImageOptions,
-    NewBitmap, OnError, OverlayOptions, Progress, ResizeOptions, SnapshotChange, StreamOptions,
+    MirrorControl, MirrorOptions, MirrorSync, NewBitmap, OnError, OverlayOptions, Progress,
+    ResizeOptions, SnapshotChange, StreamOptions,
 };
 
 /// Cluster size of the images, bytes.
@@ -59,6 +60,12 @@ pub(super) enum Change {
     StreamDown,
     /// A checkpoint with a new bitmap is made and ended.
     Checkpoint,
+    /// The disk is mirrored to a qcow2 image, and switches over to it.
+    Mirror,
+    /// The same to a raw one, with writes of clients sent before they are answered.
+    MirrorRaw,
+    /// The disk is mirrored, and stays where it is.
+    MirrorLeft,
 }
 
 /// What the disk is made of.
@@ -136,6 +143,8 @@ pub(super) enum Victim {
     Overlay,
     /// The fleecing file of a checkpoint.
     Fleece,
+    /// What the disk is mirrored to.
+    Target,
 }
 
 /// What happens to the operation.
@@ -186,6 +195,8 @@ pub(super) struct Fixture {
     /// What the snapshot `old` shows.
     pub(super) old: Vec<u8>,
     pub(super) has_bitmap: bool,
+    /// The empty target of a mirror.
+    target: Option<Vec<u8>>,
 }
 
 fn fill(bytes: &mut [u8], clusters: std::ops::Range<usize>, byte: u8) -> String {
@@ -218,7 +229,7 @@ impl Fixture {
                         qemu_img(&place, &["bitmap", "--add", "-g", "16k", name, BITMAP]);
                     }
                 }
-                Victim::Top | Victim::Data | Victim::Overlay | Victim::Fleece => {}
+                Victim::Top | Victim::Data | Victim::Overlay | Victim::Fleece | Victim::Target => {}
             }
             below = Some(name);
         }
@@ -247,7 +258,20 @@ impl Fixture {
             let base = &files.last().expect("a base").2;
             std::fs::write(place.path().join("other.qcow2"), base).expect("write");
         }
-        Fixture { files, bytes, old, has_bitmap, place }
+        let target = change.target().map(|name| {
+            let (size, format) = (SIZE.to_string(), format_of(name));
+            let options: &[&str] =
+                if format == "qcow2" { &["-o", "cluster_size=16k"] } else { &[] };
+            let words = [&["create", "-q", "-f", format], options, &[name, &size]].concat();
+            qemu_img(&place, &words);
+            read(name)
+        });
+        Fixture { files, bytes, old, has_bitmap, target, place }
+    }
+
+    /// An empty target of a mirror.
+    fn new_target(&self) -> Option<SimStorage> {
+        self.target.as_ref().map(|content| SimStorage::from_image(content, 8))
     }
 
     pub(super) fn world(&self, change: Change) -> World {
@@ -262,6 +286,9 @@ impl Fixture {
             .collect();
         if change == Change::External {
             storages.push((Victim::Overlay, OVERLAY, SimStorage::new(0, 5)));
+        }
+        if let (Some(name), Some(sim)) = (change.target(), self.new_target()) {
+            storages.push((Victim::Target, name, sim));
         }
         if change.can_meet_a_checkpoint() {
             storages.push((Victim::Fleece, "", SimStorage::new(0, 6)));
@@ -310,10 +337,19 @@ impl World {
         &found.expect("a storage of this cell").2
     }
 
-    /// The storage of a new overlay.
-    pub(super) fn overlay(&self) -> Option<SimStorage> {
-        let found = self.storages.iter().find(|(it, ..)| *it == Victim::Overlay);
+    /// The storage of a new overlay, or of the target of a mirror.
+    pub(super) fn new_image(&self) -> Option<SimStorage> {
+        let is_new = |victim| matches!(victim, Victim::Overlay | Victim::Target);
+        let found = self.storages.iter().find(|(it, ..)| is_new(*it));
         found.map(|(.., sim)| sim.clone())
+    }
+
+    /// Another mirror goes to another target: the one before may still get what was sent to it.
+    pub(super) fn renew_target(&mut self, fixture: &Fixture) {
+        let found = self.storages.iter_mut().find(|(it, ..)| *it == Victim::Target);
+        if let (Some((.., sim)), Some(new)) = (found, fixture.new_target()) {
+            *sim = new;
+        }
     }
 
     pub(super) fn release(&self) -> usize {
@@ -326,7 +362,7 @@ impl World {
         let place = fixture.place.path();
         let data = self.storages.iter().find(|(victim, ..)| *victim == Victim::Data);
         for (victim, name, sim) in &self.storages {
-            if matches!(victim, Victim::Data | Victim::Overlay | Victim::Fleece) {
+            if matches!(victim, Victim::Data | Victim::Overlay | Victim::Fleece | Victim::Target) {
                 continue;
             }
             let writable = *victim == Victim::Top;
@@ -384,16 +420,49 @@ async fn checkpoint(ring: &Ring, disk: &Disk) -> Result<(), Error> {
     }
 }
 
+/// Mirrors the disk to an image that is opened first.
+async fn mirror(
+    change: Change,
+    ring: &Ring,
+    disk: &Disk,
+    place: &Path,
+    storage: SimStorage,
+    progress: &Arc<Progress>,
+) -> Result<(), Error> {
+    let name = change.target().expect("a target");
+    let mut layer = if format_of(name) == "qcow2" {
+        let open = ringdisk_qcow2::OpenOptions { writable: true, ..Default::default() };
+        let image = ringdisk_qcow2::Qcow2::open(ring, storage.storage(), &open).await;
+        qcow2_layer(image.map_err(|error| crate::open::of_qcow2(&error))?, true)
+    } else {
+        Layer::new(Node::Raw(Raw::new(storage.storage())), storage.len())
+    };
+    layer.is_writable = true;
+    layer.name = place.join(name);
+    layer.directory = Some(place.to_owned());
+    let options = ImageOptions { allow_paths: vec![place.to_owned()], ..ImageOptions::default() };
+    let target = Disk::build(vec![layer], Parts::new(&options));
+    let control = Arc::new(MirrorControl::new());
+    control.complete(change.switches_over()).expect("nothing refuses it yet");
+    let write_blocking = change == Change::MirrorRaw;
+    let options = MirrorOptions { sync: MirrorSync::Full, write_blocking, left: None };
+    disk.mirror(ring, Arc::clone(&target), options, progress, &control).await?;
+    if !change.switches_over() {
+        target.close(ring).await.map_err(|errno| Error::os("cannot close the target", errno))?;
+    }
+    Ok(())
+}
+
 impl Change {
     /// Makes the change.
     ///
-    /// * `overlay`: for the change that makes one.
+    /// * `new`: for the change that makes an overlay, or needs a target.
     pub(super) async fn make(
         self,
         ring: &Ring,
         disk: &Disk,
         place: &Path,
-        overlay: Option<SimStorage>,
+        new: Option<SimStorage>,
     ) -> Result<(), Error> {
         let resize = |size: usize, preallocation, shrink| {
             disk.resize_with(ring, size as u64, ResizeOptions { shrink, preallocation })
@@ -404,7 +473,7 @@ impl Change {
         progress.set_on_error(OnError::Report);
         match self {
             Change::External => {
-                let overlay = overlay.expect("a storage for the overlay");
+                let overlay = new.expect("a storage for the overlay");
                 let create = move |path: &Path, _: &ImageOptions| {
                     // Only the name.
                     std::fs::File::create_new(path).expect("a new file");
@@ -448,6 +517,10 @@ impl Change {
             }
             Change::HandOver => disk.hand_over(ring).await.map(drop),
             Change::Checkpoint => checkpoint(ring, disk).await,
+            Change::Mirror | Change::MirrorRaw | Change::MirrorLeft => {
+                let storage = new.expect("a storage for the target");
+                mirror(self, ring, disk, place, storage, &progress).await
+            }
             Change::Close => {
                 disk.close(ring).await.map_err(|errno| Error::os("cannot close", errno))
             }
@@ -480,6 +553,8 @@ impl Change {
             Change::Backing => &[Chain, Old, Data],
             Change::HandOver => &[Chain, Raw],
             Change::Checkpoint => &[Chain, Deep, Data],
+            Change::Mirror => &[Chain, Deep, Old, OverRaw, Data, DataRaw, Raw],
+            Change::MirrorRaw | Change::MirrorLeft => &[Chain, Raw],
         }
     }
 
@@ -492,7 +567,21 @@ impl Change {
     pub(super) fn can_meet_a_checkpoint(self) -> bool {
         let is_refused =
             matches!(self, Change::Apply | Change::Shrink | Change::Deactivate | Change::HandOver);
-        !is_refused && self != Change::Checkpoint
+        // A switch-over waits for the end of a checkpoint.
+        !is_refused && self != Change::Checkpoint && !self.switches_over()
+    }
+
+    pub(super) fn switches_over(self) -> bool {
+        matches!(self, Change::Mirror | Change::MirrorRaw)
+    }
+
+    /// Name of the target of a mirror.
+    pub(super) fn target(self) -> Option<&'static str> {
+        match self {
+            Change::Mirror | Change::MirrorLeft => Some("target.qcow2"),
+            Change::MirrorRaw => Some("target.raw"),
+            _ => None,
+        }
     }
 
     pub(super) fn is_commit(self) -> bool {

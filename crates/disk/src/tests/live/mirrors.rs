@@ -22,24 +22,29 @@ use crate::{
     MirrorOptions, MirrorSync, OnError, Progress, ResizeOptions,
 };
 
-const BACKGROUND: MirrorOptions =
+pub(super) const BACKGROUND: MirrorOptions =
     MirrorOptions { sync: MirrorSync::Full, write_blocking: false, left: None };
-const BLOCKING: MirrorOptions =
+pub(super) const BLOCKING: MirrorOptions =
     MirrorOptions { sync: MirrorSync::Full, write_blocking: true, left: None };
 
 /// A mirror that runs as a task.
-struct Running {
-    progress: Arc<Progress>,
-    control: Arc<MirrorControl>,
+pub(super) struct Running {
+    pub(super) progress: Arc<Progress>,
+    pub(super) control: Arc<MirrorControl>,
     ended: Rc<RefCell<Option<Result<MirrorEnd, Error>>>>,
 }
 
 impl Running {
-    fn start(ring: &Ring, disk: &Arc<Disk>, target: Arc<Disk>, options: MirrorOptions) -> Running {
+    pub(super) fn start(
+        ring: &Ring,
+        disk: &Arc<Disk>,
+        target: Arc<Disk>,
+        options: MirrorOptions,
+    ) -> Running {
         Running::with(ring, disk, target, options, Arc::default())
     }
 
-    fn with(
+    pub(super) fn with(
         ring: &Ring,
         disk: &Arc<Disk>,
         target: Arc<Disk>,
@@ -57,11 +62,16 @@ impl Running {
         running
     }
 
-    fn is_over(&self) -> bool {
+    /// Whether writes of clients go to the target before they are answered.
+    pub(super) fn is_in_step(&self, disk: &Disk) -> bool {
+        disk.graph().mirror.as_ref().is_some_and(|mirror| mirror.is_in_step())
+    }
+
+    pub(super) fn is_over(&self) -> bool {
         self.ended.borrow().is_some()
     }
 
-    async fn end(&self, ring: &Ring) -> Result<MirrorEnd, Error> {
+    pub(super) async fn end(&self, ring: &Ring) -> Result<MirrorEnd, Error> {
         loop {
             if let Some(result) = self.ended.borrow_mut().take() {
                 return result;
@@ -72,20 +82,20 @@ impl Running {
 }
 
 /// A new empty image, open for writing.
-async fn target(ring: &Ring, directory: &TempDir, name: &str, size: usize) -> Arc<Disk> {
+pub(super) async fn target(ring: &Ring, directory: &TempDir, name: &str, size: usize) -> Arc<Disk> {
     let format = if name.ends_with(".raw") { Format::Raw } else { Format::Qcow2 };
     qemu_img(directory, &["create", "-q", "-f", format.name(), name, &size.to_string()]);
     writable(ring, directory, name).await
 }
 
-async fn writable(ring: &Ring, directory: &TempDir, name: &str) -> Arc<Disk> {
+pub(super) async fn writable(ring: &Ring, directory: &TempDir, name: &str) -> Arc<Disk> {
     let format = if name.ends_with(".raw") { Format::Raw } else { Format::Qcow2 };
     let options = ImageOptions { format: Some(format), ..ImageOptions::default() };
     open(ring, directory.path().join(name), &options).await.expect("open")
 }
 
 /// A chain of two, or a raw image, and its name.
-fn source(directory: &TempDir, is_raw: bool) -> (&'static str, Vec<u8>) {
+pub(super) fn source(directory: &TempDir, is_raw: bool) -> (&'static str, Vec<u8>) {
     let mut bytes = image(directory, "base.raw", "raw", 1);
     if is_raw {
         return ("base.raw", bytes);
@@ -323,7 +333,7 @@ fn writable_over(storage: Arc<Storage>) -> Layer {
 }
 
 /// A raw disk in memory of the test, and its storage.
-fn simulated(len: usize) -> (Arc<Disk>, SimStorage) {
+pub(super) fn simulated(len: usize) -> (Arc<Disk>, SimStorage) {
     let sim = SimStorage::new(len as u64, 3);
     (Disk::from_storage(sim.storage(), &ImageOptions::default()), sim)
 }
@@ -471,7 +481,7 @@ fn a_target_that_fails_in_the_last_step_leaves_the_disk() {
 }
 
 /// A qcow2 disk over simulated storage.
-async fn simulated_image(ring: &Ring, sim: &SimStorage) -> Arc<Disk> {
+pub(super) async fn simulated_image(ring: &Ring, sim: &SimStorage) -> Arc<Disk> {
     let open = ringdisk_qcow2::OpenOptions { writable: true, ..Default::default() };
     let image = ringdisk_qcow2::Qcow2::open(ring, sim.storage(), &open).await.expect("it opens");
     Disk::build(vec![qcow2_layer(image, true)], Parts::new(&ImageOptions::default()))

@@ -9,6 +9,7 @@ mod helper;
 #[allow(dead_code)]
 mod kept;
 mod memory;
+mod mirror;
 #[path = "../../mounts/upgrade/taken.rs"]
 #[allow(dead_code)]
 mod mounted;
