@@ -13,7 +13,7 @@
 //! one of the storages whose operations fail: the frozen state is what it was, or the checkpoint
 //! has failed; no request of a client has. In some cells clients wait for a limit of the disk.
 //!
-//! A mirror is a change with one storage more, its target: nothing of that is a failure of a client,
+//! A mirror is a change with one storage more, its target: no failure of that is one of a client,
 //! until the disk has switched over to it.
 //!
 //! Two failures may leave a disk that answers with errors until it is opened again, and a change

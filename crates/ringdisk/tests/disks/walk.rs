@@ -157,10 +157,6 @@ impl Walk {
         ringdisk(Path::new("/"), &[&["ctl", text(&self.target)], words].concat())
     }
 
-    fn job(&self, work: &str, words: &[&str]) -> Ran {
-        ringdisk(Path::new("/"), &[&["job", work, text(&self.target)], words].concat())
-    }
-
     /// The images, the one on top first.
     fn chain(&self) -> Vec<PathBuf> {
         let value = self.ctl(&["stats", "--json"]).ok().json();

@@ -5,11 +5,11 @@ use std::time::{Duration, Instant};
 
 use ringdisk_testkit::images;
 use ringdisk_testkit::mount::text;
-use ringdisk_testkit::process::{LIMIT, run, until};
+use ringdisk_testkit::process::{LIMIT, until};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::{DEPTH_MAX, Walk};
-use crate::common::serving::{SIZE, serve_command};
+use crate::common::serving::SIZE;
 use crate::common::tools::{Ran, ringdisk};
 
 /// A new process of a kept disk is allowed five times in 10 s.
@@ -181,39 +181,8 @@ impl Walk {
         String::from("backup")
     }
 
-    /// Another process takes the disk over; not while it is mirrored.
+    /// Another process takes the disk over.
     fn upgrade(&mut self, chain: &[PathBuf]) -> String {
-        let commands = self.commands();
-        let is_mirrored = self.prng.below(3) == 0;
-        if is_mirrored {
-            let (path, id) = (self.new_path("qcow2"), format!("u{}", self.next));
-            let words = ["mirror", "-f", "qcow2", "--name", &id, text(&path)];
-            let (image, format) = self.named.clone();
-            let mut successor = match self.how.is_mount() {
-                false => {
-                    let words = ["--upgrade", "--format", format, "--queues", "2"];
-                    let more = ["--threads", "2", "--vhost-user-blk", text(&self.target)];
-                    let allow = ["--allow-path", text(self.directory.path()), text(&image)];
-                    serve_command(&[&words[..], &more, &allow].concat())
-                }
-                true => {
-                    let mut command = std::process::Command::new(crate::common::program());
-                    command.args(["mount", "--upgrade", "--transport", "dev", "--format", format]);
-                    command.arg("--allow-path").arg(self.directory.path());
-                    command.arg(&image).arg(&self.target);
-                    command
-                }
-            };
-            self.client.beside(|| {
-                commands.ctl(&words).ok();
-                let refused = run(&mut successor);
-                assert_ne!(refused.code(), Some(0), "{}", refused.output());
-                assert!(refused.stderr.contains("a mirror"), "{}", refused.output());
-                commands.job("cancel", &[&id]).ok();
-                commands.job("wait", &[&id]).ok();
-            });
-            assert_eq!(self.chain(), chain);
-        }
         let old = self.server.take().expect("it is served");
         let mut client = std::mem::replace(&mut self.client, super::Client::None);
         let this = &*self;
@@ -224,23 +193,15 @@ impl Walk {
         self.server = Some(new);
         until(LIMIT, || (self.ctl(&["stats"]).code == 0).then_some(())).expect("it answers");
         assert_eq!(self.chain(), chain);
-        format!("upgrade, refused during a mirror first: {is_mirrored}")
+        String::from("upgrade")
     }
 
-    /// The serving process is killed, perhaps while a mirror is ready: the next one goes on with
-    /// the disk as it was.
+    /// The serving process is killed: the next one goes on with the disk as it was.
     fn kill(&mut self, chain: &[PathBuf]) -> String {
         if self.killed.is_some_and(|at| at.elapsed() < PAUSE) {
             std::thread::sleep(PAUSE);
         }
         self.killed = Some(Instant::now());
-        let is_mirrored = self.prng.coin();
-        if is_mirrored {
-            let (path, id) = (self.new_path("qcow2"), format!("k{}", self.next));
-            let commands = self.commands();
-            let words = ["mirror", "-f", "qcow2", "--name", &id, text(&path)];
-            self.client.beside(|| commands.ctl(&words).ok());
-        }
         let old = self.serving();
         self.client.around(|| {
             let pid = i32::try_from(old).ok().and_then(Pid::from_raw).expect("a pid");
@@ -250,8 +211,6 @@ impl Walk {
         until(LIMIT, answers).expect("the next one answers");
         assert_ne!(self.serving(), old);
         assert_eq!(self.chain(), chain);
-        let jobs = self.job("list", &["--json"]).ok().json();
-        assert_eq!(jobs.as_array().map(Vec::len), Some(0), "a job that nobody does: {jobs}");
-        format!("kill, during a mirror: {is_mirrored}")
+        String::from("kill")
     }
 }
