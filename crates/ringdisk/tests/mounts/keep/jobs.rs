@@ -3,10 +3,10 @@
 use std::path::Path;
 use std::time::Duration;
 
-use ringdisk_testkit::images::{self, assert_clean};
+use ringdisk_testkit::images;
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::{scratch, text};
-use ringdisk_testkit::process::until;
+use ringdisk_testkit::process::{command, run, until};
 use serde_json::Value;
 
 use super::client::{get_on, judge, load};
@@ -105,7 +105,9 @@ fn killed(words: &[&str], is_paused: bool, top: &str, then: impl FnOnce(&Path)) 
     judge(&path, &written);
     disk.stop();
     let bottom = directory.path().join(top);
-    assert_clean(&bottom);
+    // A kill may leak clusters, which is harmless.
+    let check = run(command(&["qemu-img", "check", "-f", "qcow2", text(&bottom)]));
+    assert!(matches!(check.code(), Some(0 | 3)), "{}", check.output());
     let again = crate::common::serve(&bottom, &["--read-only", "--format", "qcow2"]);
     judge(again.path(), &written);
     let piece = images::piece(again.path(), SPAN, 16 << 20);
