@@ -116,7 +116,7 @@ fetch_kernel() {
 fetch_systemd() {
   local at=$cache/systemd.$$ debs=$cache/apt/archives each
   [ -e "$cache/systemd/etc/passwd" ] && return
-  [ -s "$cache/apt/sources.list" ] || apt_lists || return
+  apt_lists || return
   # To a machine that has nothing, so with all that they need.
   apt_private apt-get -y --no-install-recommends --download-only install systemd systemd-sysv \
     fuse3 bash coreutils findutils grep util-linux procps || return
