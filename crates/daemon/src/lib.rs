@@ -18,6 +18,7 @@
 //! - [`confine`]: the sandbox; [`new_file`], [`pidfile`], [`mountpoint`]: names that go at the end;
 //! - [`control`]: control sockets, and the registry in which they are found; [`sockets`]: those of
 //!   front ends; [`run_as`]: the user that a process serves as;
+//! - [`watchdog`]: says to a manager that queue threads answer;
 //! - [`processes`], [`rates`]: all disks that are served on this machine, and what they do;
 //! - [`keep`] and [`upgrade`]: how a successor goes on with what a process served.
 
@@ -53,4 +54,5 @@ pub mod stopping;
 pub mod terminal;
 pub mod topology;
 pub mod upgrade;
+pub mod watchdog;
 pub mod when;

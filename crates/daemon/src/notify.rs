@@ -24,6 +24,8 @@ use rustix::net::{
 };
 use rustix::process::{Pid, getgid, getuid};
 
+pub mod watch;
+
 /// How long the process that keeps descriptors may take to take them.
 const BARRIER: Duration = Duration::from_secs(5);
 /// Pause before a full queue is tried again.
@@ -58,10 +60,14 @@ pub enum Word {
     InUse,
     /// The descriptors of this name are kept no longer.
     Forget,
+    /// We live, which the manager's watchdog waits for. The text is its time (µs), where the
+    /// manager may not know it any more.
+    Alive,
 }
 
 impl Word {
-    const ALL: [Word; 5] = [Word::Ready, Word::Status, Word::Stopping, Word::InUse, Word::Forget];
+    const ALL: [Word; 6] =
+        [Word::Ready, Word::Status, Word::Stopping, Word::InUse, Word::Forget, Word::Alive];
 
     /// For a request to the helper process.
     pub fn letter(self) -> u8 {
@@ -71,6 +77,7 @@ impl Word {
             Word::Stopping => b'E',
             Word::InUse => b'U',
             Word::Forget => b'F',
+            Word::Alive => b'A',
         }
     }
 
@@ -99,6 +106,10 @@ impl Word {
             Word::InUse => format!("{IN_USE}=1\nSTATUS={text}"),
             Word::Forget if !tells_descriptor(&text) => return None,
             Word::Forget => format!("FDSTOREREMOVE=1\nFDNAME={text}"),
+            Word::Alive => match text.parse::<u64>() {
+                Ok(usec) => format!("WATCHDOG_USEC={usec}\nWATCHDOG=1"),
+                Err(_) => String::from("WATCHDOG=1"),
+            },
         })
     }
 }
@@ -273,7 +284,12 @@ impl Notify {
     fn say_last(&self, text: &str) -> bool {
         let mut target = self.target.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(Target::HelperLater(socket, say)) = &*target else { return false };
-        let message = Word::Ready.message(std::process::id(), text).unwrap_or_default();
+        let mut message = Word::Ready.message(std::process::id(), text).unwrap_or_default();
+        if watch::wanted().is_some() {
+            // It may not hear the helper process, and would wait in vain. If it does hear it, that
+            // one says the time again.
+            message.push_str("\nWATCHDOG_USEC=0");
+        }
         let told = retry_on_intr(|| send(socket, message.as_bytes(), SendFlags::NOSIGNAL));
         if let Err(errno) = told {
             tracing::debug!("the service manager was not told: {errno}");

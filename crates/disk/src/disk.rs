@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use ringdisk_qcow2::HostOffset;
 use ringdisk_storage::Storage;
-use ringdisk_throttle::Member;
+use ringdisk_throttle::{Changed, Member};
 
 use crate::events::Events;
 use crate::graph::{Drained, Gateway, Graph, Pass, State, Window};
@@ -19,7 +19,7 @@ use crate::notices::Notices;
 use crate::options::{DetectZeroes, Discard};
 use crate::request::CopyOnRead;
 use crate::task_mutex::TaskMutex;
-use crate::watch::{ChainWatch, SizeWatch, Watchers};
+use crate::watch::{ChainWatch, LimitWatch, SizeWatch, Watchers};
 use crate::{Cache, ImageOptions, NullOptions, Progress};
 
 /// Transfer size that a null disk reports, bytes.
@@ -55,6 +55,10 @@ pub struct Disk {
     chain_watch: ChainWatch,
     /// The limits of its clients, once there were any.
     pub(crate) limit: OnceLock<Arc<Member>>,
+    /// Hears of changes of the limits.
+    pub(crate) limit_watch: OnceLock<LimitWatch>,
+    /// Limits that a command had set in the process before this one.
+    pub(crate) handed_limits: OnceLock<Changed>,
     pub(crate) notices: Notices,
     pub(crate) copy_on_read: CopyOnRead,
     /// A write-back was asked for, and the ring of its task was closed: the next request starts
@@ -151,6 +155,8 @@ impl Disk {
             events: Arc::default(),
             chain_watch: ChainWatch::default(),
             limit: OnceLock::new(),
+            limit_watch: OnceLock::new(),
+            handed_limits: OnceLock::new(),
             notices: Notices::default(),
             copy_on_read: CopyOnRead::new(copies_on_read),
             is_write_back_orphaned: AtomicBool::new(false),

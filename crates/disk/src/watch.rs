@@ -1,10 +1,12 @@
-//! Callbacks for a new size, a change of the graph and a new chain of a disk.
+//! Callbacks for a new size, a change of the graph, a new chain and other limits of a disk.
 //!
 //! Promises: a callback runs on the thread of the change, without any lock of this module held, so
 //! it may register or drop watches itself; it must not block. Control path.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+
+use ringdisk_throttle::Changed;
 
 use crate::layer::Layer;
 
@@ -78,6 +80,28 @@ impl ChainWatch {
         if let Some((_, callback)) = self.0.get() {
             callback(chain);
         }
+    }
+}
+
+/// Gets what a command has changed of the limits.
+#[derive(Clone)]
+pub(crate) struct LimitWatch(Arc<dyn Fn(Option<Changed>) + Send + Sync>);
+
+impl LimitWatch {
+    pub(crate) fn new(watch: impl Fn(Option<Changed>) + Send + Sync + 'static) -> LimitWatch {
+        LimitWatch(Arc::new(watch))
+    }
+
+    /// As a watch of the group.
+    pub(crate) fn of_group(&self) -> ringdisk_throttle::Watch {
+        let watch = self.clone();
+        Box::new(move |group| (watch.0)(group.changed()))
+    }
+}
+
+impl fmt::Debug for LimitWatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("LimitWatch")
     }
 }
 

@@ -9,7 +9,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ringdisk_export::stats::Stats;
+use ringdisk_export::stats::{QueueView, Stats};
 use ringdisk_export::{
     Error, ErrorKind, HaltReason, PlacementRule, QueueThread, ThreadSetup, ask_all, close_disk,
     place_threads, stop_threads,
@@ -156,6 +156,12 @@ impl Export {
     pub fn stats_reader(&self) -> Box<dyn Fn() -> Stats + Send + Sync> {
         let views: Vec<_> = self.threads.iter().map(|thread| thread.view.clone()).collect();
         Box::new(move || Stats::of(&views))
+    }
+
+    /// Gives the queues later and from elsewhere.
+    pub fn queues_reader(&self) -> impl Fn() -> Vec<QueueView> + Send + Sync + 'static {
+        let views: Vec<_> = self.threads.iter().map(|thread| thread.view.clone()).collect();
+        move || views.clone()
     }
 
     /// Lists the clients later and from elsewhere.

@@ -11,6 +11,7 @@ use ringdisk_nbd_protocol::numbers::{context, export_flags};
 use ringdisk_nbd_protocol::request::Style;
 
 use crate::options::{DirtyBitmap, NamedDisk, NbdOptions};
+use crate::peers::log_name;
 
 /// What a context of block status says.
 #[derive(Clone, Debug)]
@@ -56,7 +57,7 @@ impl Exported {
     /// * `options`: of all disks.
     pub(crate) fn new(named: NamedDisk, options: &NbdOptions) -> Exported {
         let NamedDisk { name, description, disk, bitmaps, allocation_depth, .. } = named;
-        let shown = format!("NBD export '{}'", name.escape_debug());
+        let shown = log_name(&name);
         let mut contexts = vec![Context::Allocation];
         if allocation_depth {
             contexts.push(Context::Depth);

@@ -74,11 +74,17 @@ impl Peers {
         let number = list.next;
         list.next += 1;
         let peer = Peer { export: export.to_owned(), address, pid };
-        let name = peer.to_string();
+        let listed = Listed {
+            peers: Arc::clone(self),
+            number,
+            disk: log_name(export),
+            name: peer.to_string(),
+            events,
+        };
         list.peers.insert(number, peer);
         drop(list);
-        events.tell("client-came", format!("{name} has connected"));
-        Listed { peers: Arc::clone(self), number, name, events }
+        listed.tell("client-came", "has connected");
+        listed
     }
 }
 
@@ -92,14 +98,29 @@ pub(crate) fn address_of(address: SocketAddrAny) -> Option<String> {
 pub(crate) struct Listed {
     peers: Arc<Peers>,
     number: u64,
+    /// The name of its disk in the log.
+    disk: String,
     name: String,
     events: Arc<Events>,
+}
+
+impl Listed {
+    fn tell(&self, event: &'static str, what: &str) {
+        let Listed { disk, name, .. } = self;
+        tracing::info!(disk, event, "{disk}: {name} {what}");
+        self.events.tell(event, format!("{name} {what}"));
+    }
+}
+
+/// The name of an export in the log.
+pub(crate) fn log_name(export: &str) -> String {
+    format!("NBD export '{}'", export.escape_debug())
 }
 
 impl Drop for Listed {
     fn drop(&mut self) {
         self.peers.lock().peers.remove(&self.number);
-        self.events.tell("client-gone", format!("{} has gone", self.name));
+        self.tell("client-gone", "has gone");
     }
 }
 

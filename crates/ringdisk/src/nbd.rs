@@ -13,7 +13,7 @@ use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::stats::Report;
 use ringdisk_daemon::topology;
 use ringdisk_disk::Layer;
-use ringdisk_export::stats::Stats;
+use ringdisk_export::stats::{QueueView, Stats};
 use ringdisk_nbd::{DiskHandle, Export, NamedDisk, NbdOptions, Peer, StopHandle};
 use ringdisk_ring::Topology;
 use serde_json::Value;
@@ -32,6 +32,7 @@ pub(crate) struct Served {
 pub(crate) struct Handle {
     stop: StopHandle,
     stats: Arc<dyn Fn() -> Stats + Send + Sync>,
+    queues: Arc<dyn Fn() -> Vec<QueueView> + Send + Sync>,
     peers: Arc<dyn Fn() -> Vec<Peer> + Send + Sync>,
     name: String,
     requires_tls: bool,
@@ -73,6 +74,7 @@ impl Served {
         Handle {
             stop: self.export.stop_handle(),
             stats: Arc::from(self.export.stats_reader()),
+            queues: Arc::new(self.export.queues_reader()),
             peers: Arc::from(self.export.peers_reader()),
             name: self.name.clone(),
             requires_tls: self.requires_tls,
@@ -122,6 +124,10 @@ impl Serving for Handle {
 
     fn requires_tls(&self) -> bool {
         self.requires_tls
+    }
+
+    fn queues(&self) -> Vec<QueueView> {
+        (self.queues)()
     }
 
     fn topology(&self) -> Value {

@@ -15,6 +15,7 @@ use ringdisk_daemon::stopping::{Stop, StopAsked};
 use ringdisk_daemon::topology;
 use ringdisk_disk::Disk;
 use ringdisk_export::CommonOptions;
+use ringdisk_export::stats::QueueView;
 use ringdisk_fuse::kept::{Keep, Parked, TakenMount, refuse, refuse_successor};
 use ringdisk_fuse::mount::Remover;
 use ringdisk_fuse::topology::{MountTopology, preview};
@@ -140,6 +141,7 @@ pub(crate) struct Handle {
     asked: Arc<StopAsked>,
     stats: Arc<dyn Fn() -> Stats + Send + Sync>,
     topology: Arc<dyn Fn() -> MountTopology + Send + Sync>,
+    queues: Arc<dyn Fn() -> Vec<QueueView> + Send + Sync>,
     name: String,
     since: Instant,
 }
@@ -216,6 +218,7 @@ impl Served {
             asked: Arc::clone(&self.asked),
             stats: Arc::new(self.export.stats_reader()),
             topology: Arc::new(self.export.topology_reader()),
+            queues: Arc::new(self.export.queues_reader()),
             name: self.name.clone(),
             since: self.since,
         }
@@ -265,6 +268,10 @@ impl Handle {
 impl Serving for Handle {
     fn report(&self) -> Report {
         self.stats()
+    }
+
+    fn queues(&self) -> Vec<QueueView> {
+        (self.queues)()
     }
 
     fn topology(&self) -> Value {

@@ -14,7 +14,7 @@ use ringdisk_daemon::stats::Report;
 use ringdisk_daemon::topology;
 use ringdisk_disk::Disk;
 use ringdisk_export::CommonOptions;
-use ringdisk_export::stats::{QueueStats, Stats};
+use ringdisk_export::stats::{QueueStats, QueueView, Stats};
 use ringdisk_ring::Topology;
 use ringdisk_vhost::export::{
     AccelHandle, AccelOptions, Acceleration, Connector, HandOverHandle, Health, Packed, Prepared,
@@ -100,6 +100,7 @@ pub(crate) struct Served {
 pub(crate) struct Handle {
     stop: StopHandle,
     stats: Arc<dyn Fn() -> Stats + Send + Sync>,
+    queues: Arc<dyn Fn() -> Vec<QueueView> + Send + Sync>,
     health: Arc<dyn Fn() -> Health + Send + Sync>,
     accel: Option<Arc<dyn Fn() -> Acceleration + Send + Sync>>,
     switch: AccelHandle,
@@ -156,6 +157,7 @@ impl Served {
         Handle {
             stop: self.export.stop_handle(),
             stats: Arc::new(self.export.stats_reader()),
+            queues: Arc::new(self.export.queues_reader()),
             health: Arc::new(self.export.health_reader()),
             accel: self.export.accel_reader().map(Arc::from),
             switch: self.export.accel_handle(),
@@ -204,6 +206,11 @@ impl Serving for Handle {
             device: Some((self.health)()),
             accel: self.accel.as_ref().map(|read| read()),
         }
+    }
+
+    fn queues(&self) -> Vec<QueueView> {
+        let nbd = self.nbd.iter().flat_map(Serving::queues);
+        (self.queues)().into_iter().chain(nbd).collect()
     }
 
     fn topology(&self) -> Value {

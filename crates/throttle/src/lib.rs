@@ -33,6 +33,7 @@
 #![forbid(unsafe_code)]
 
 mod bucket;
+mod changed;
 mod group;
 mod limits;
 mod member;
@@ -42,7 +43,8 @@ mod shared;
 mod tests;
 mod wait;
 
-pub use group::Group;
+pub use changed::Changed;
+pub use group::{Group, Watch};
 pub use limits::{Limits, LimitsError, Rate, Rates};
 pub use member::{Lifted, Member, Waits};
 

@@ -250,20 +250,25 @@ impl Device {
         self.counts.io_errors.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// A front end has connected, or has gone.
+    /// A front end has connected.
     ///
-    /// * `pid`: its process; 0: it has gone, or its process is not known.
-    pub(crate) fn set_front_end(&self, pid: u32) {
-        let before = self.front_end_pid.swap(pid, Ordering::Relaxed);
-        match (before, pid) {
-            (0, 0) => {}
-            (_, 0) => self
-                .events
-                .tell("client-gone", format!("the front end (process {before}) has gone")),
-            _ => self
-                .events
-                .tell("client-came", format!("a front end (process {pid}) has connected")),
-        }
+    /// * `pid`: its process; 0: that is not known.
+    pub(crate) fn front_end_came(&self, pid: u32) {
+        self.front_end_pid.store(pid, Ordering::Relaxed);
+        self.tell_of_front_end("client-came", pid, "has connected");
+    }
+
+    /// It has gone.
+    pub(crate) fn front_end_gone(&self) {
+        let pid = self.front_end_pid.swap(0, Ordering::Relaxed);
+        self.tell_of_front_end("client-gone", pid, "has gone");
+    }
+
+    fn tell_of_front_end(&self, event: &'static str, pid: u32, what: &str) {
+        let (name, process) = (&self.name, (pid > 0).then(|| format!(" (process {pid})")));
+        let text = format!("the front end{} {what}", process.unwrap_or_default());
+        tracing::info!(disk = name, event, "{name}: {text}");
+        self.events.tell(event, text);
     }
 
     /// How it is, for people.

@@ -111,6 +111,25 @@ fetch_kernel() {
   mv "$at" "$kernel_dir"
 }
 
+# Puts Debian trixie's systemd, with the few programs that its test needs, into $cache/systemd. No
+# script of a package is run.
+fetch_systemd() {
+  local at=$cache/systemd.$$ debs=$cache/apt/archives each
+  [ -e "$cache/systemd/etc/passwd" ] && return
+  apt_lists || return
+  # To a machine that has nothing, so with all that they need.
+  apt_private apt-get -y --no-install-recommends --download-only install systemd systemd-sysv \
+    fuse3 bash coreutils findutils grep util-linux procps || return
+  mkdir -p "$at"
+  for each in "$debs"/*.deb; do dpkg-deb -x "$each" "$at" || return; done
+  rm -f "$debs"/*.deb
+  cp "$at/usr/share/base-passwd/passwd.master" "$at/etc/passwd" || return
+  cp "$at/usr/share/base-passwd/group.master" "$at/etc/group" || return
+  PATH=$PATH:/usr/sbin:/sbin ldconfig -r "$at" || return
+  rm -rf "$cache/systemd"
+  mv "$at" "$cache/systemd"
+}
+
 # Debian 12 has virtiofsd beside QEMU, later ones have it as a package of its own.
 find_virtiofsd() {
   local each

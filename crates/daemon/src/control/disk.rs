@@ -18,6 +18,7 @@ use ringdisk_disk::{
     Backing, Disk, Error, ErrorKind, Format, NewSize as WantedSize, OverlayOptions, Progress,
     ResizeOptions, SnapshotChange,
 };
+use ringdisk_export::Pulse;
 use ringdisk_qcow2::Preallocation;
 use ringdisk_ring::Ring;
 use ringdisk_throttle::Limits;
@@ -147,6 +148,11 @@ impl DiskControl {
         std::mem::take(&mut self.handed_jobs.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
+    /// For a watchdog: asks whether the queue threads of the disk answer.
+    pub fn pulses(&self) -> Vec<Pulse> {
+        self.serving.queues().iter().map(Pulse::of).collect()
+    }
+
     /// Says how serving has ended, for those who wait for that.
     pub fn end(&self, result: &Result<(), Failure>) {
         let ended = match result {
@@ -227,6 +233,13 @@ impl DiskControl {
         self.held.end();
     }
 
+    /// Says in the log and to those who watch the disk what has happened to it.
+    fn happened(&self, disk: &Disk, event: &'static str, text: &str) {
+        let name = self.log_name();
+        tracing::info!(disk = name, event, "{name}: {text}");
+        disk.events().tell(event, text);
+    }
+
     /// Errors: it is served no longer.
     pub(in crate::control) fn disk(&self) -> Result<Arc<Disk>, Failure> {
         let disk = self.disk.lock().unwrap_or_else(PoisonError::into_inner);
@@ -263,7 +276,9 @@ impl DiskControl {
             return Err(being_changed());
         }
         self.jobs.check_free(&new.holds)?;
-        self.jobs.begin(new)
+        let job = self.jobs.begin(new)?;
+        job.is_of(self.log_name());
+        Ok(job)
     }
 
     /// Errors: a command or a job is changing the disk.
@@ -384,7 +399,7 @@ impl DiskControl {
                     changed.map_err(|why| Error::new(ErrorKind::Invalid, why.to_string()))
                 };
                 let limits = disk.change_limits(change)?;
-                disk.events().tell("limited", format!("the limits are {limits} now"));
+                self.happened(&disk, "limited", &format!("the limits are {limits} now"));
                 limits
             }
         };
@@ -561,7 +576,7 @@ impl Commands for DiskControl {
             Command::Stop(wanted) => {
                 self.cancel();
                 if let Ok(disk) = self.disk() {
-                    disk.events().tell("stopping", "`ringdisk ctl stop` asks for the end");
+                    self.happened(&disk, "stopping", "`ringdisk ctl stop` asks for the end");
                 }
                 (self.stop)(wanted.force);
                 Ok(self.stopped(ring, wanted.force, progress).await)

@@ -321,10 +321,13 @@ async fn attend<C: Commands>(ring: &Ring, mut lines: Lines, hub: &Hub<C>) {
 }
 
 /// Sends what happens until the client has gone or the end has come; gives whether it is the
-/// latter. A client that does not read costs nothing: events are dropped, and it is told how many.
+/// latter. It gets what was told until then. A client that does not read costs nothing: events are
+/// dropped, and it is told how many.
 async fn follow<C>(ring: &Ring, lines: &Lines, mut follower: Follower, hub: &Hub<C>) -> bool {
     let mut gone = pin!(lines.gone(ring));
     loop {
+        // Asked first: what was told before the end is sent.
+        let is_last = hub.ending.has_begun();
         if lines.has_room(ring).await {
             for line in follower.take() {
                 if lines.send(ring, &line.to_string()).await.is_err() {
@@ -332,12 +335,14 @@ async fn follow<C>(ring: &Ring, lines: &Lines, mut follower: Follower, hub: &Hub
                 }
             }
         }
+        if is_last {
+            return true;
+        }
         let pause = pin!(ring.sleep(REPORT));
         let ending = pin!(hub.ending.wait());
         match first(gone.as_mut(), pin!(first(pause, ending))).await {
             First::Left(()) => return false,
-            First::Right(First::Left(())) => {}
-            First::Right(First::Right(())) => return true,
+            First::Right(_) => {}
         }
     }
 }

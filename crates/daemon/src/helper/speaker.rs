@@ -10,10 +10,12 @@
 //! A manager hears the main process of a service only, unless it is told otherwise (`NotifyAccess=`
 //! of systemd), and that is not the helper process. Root may speak in the name of another process
 //! (`SCM_CREDENTIALS`, unix(7)); for others the main process itself says that it is ready and
-//! closes its socket with that, and what comes later is heard with `NotifyAccess=all`.
+//! closes its socket with that, and what comes later is heard with `NotifyAccess=all`. With that
+//! last word the manager's watchdog is switched off, and the helper process switches it on again,
+//! if it is heard: where it is not, the manager must not take the process for dead.
 
 use super::tasks::SAY;
-use crate::notify::{Notify, Word};
+use crate::notify::{Notify, Word, watch};
 
 /// An order to the helper process, which gives no answer.
 pub(crate) fn order(word: Word, text: &str) -> Vec<u8> {
@@ -37,7 +39,12 @@ impl Speaker {
         if let Some((letter, text)) = order.split_first()
             && let Some(word) = Word::of(*letter)
         {
-            self.0.say(word, &String::from_utf8_lossy(text));
+            let text = match word {
+                // The process inside has no say in that.
+                Word::Alive => std::env::var(watch::USEC).unwrap_or_default(),
+                _ => String::from_utf8_lossy(text).into_owned(),
+            };
+            self.0.say(word, &text);
         }
     }
 }

@@ -35,7 +35,7 @@ use super::link::{self, Received};
 use crate::background::Background;
 use crate::failure::{Exit, Failure};
 use crate::io_flusher;
-use crate::notify::{IN_USE, Notify};
+use crate::notify::{IN_USE, Notify, Word, watch};
 use crate::pidfile::Pidfile;
 use crate::signals::is_ignored;
 use crate::stopping::{Asked, Insist};
@@ -167,7 +167,27 @@ struct Holder<'a> {
     served: Duration,
     /// [`Holder::served`] at each new start.
     restarts: VecDeque<Duration>,
+    /// Where a manager waits for signs of life.
+    watch: Option<Watch>,
 }
+
+/// The signs of life that a manager waits for: this process gives them, and waits for those of the
+/// serving process.
+struct Watch {
+    /// The manager's time.
+    time: Duration,
+    /// When it is looked at next.
+    next: Instant,
+    /// Looks since the serving process has given one. Not the time: it does not count while this
+    /// process stands still, too.
+    looks: u32,
+    /// It was told to end.
+    is_over: bool,
+}
+
+/// Looks in the manager's time. A server that has given no sign during all of them is taken for
+/// dead.
+const LOOKS: u32 = 4;
 
 /// What follows from the end of the serving process.
 #[derive(Debug, PartialEq, Eq)]
@@ -223,6 +243,12 @@ pub fn run(
         serves_since: None,
         served: Duration::ZERO,
         restarts: VecDeque::new(),
+        watch: watch::wanted().map(|time| Watch {
+            time,
+            next: Instant::now(),
+            looks: 0,
+            is_over: false,
+        }),
     };
     loop {
         let (socket, mut child) = match holder.spawn(&directory) {
@@ -331,6 +357,9 @@ impl Holder<'_> {
         let mut listens = false;
         let mut to_pass_on = Vec::new();
         self.stops = false;
+        if let Some(watch) = &mut self.watch {
+            watch.is_over = false;
+        }
         if self.is_stopping {
             to_pass_on.push(Signal::TERM);
         }
@@ -344,9 +373,14 @@ impl Holder<'_> {
                 if is_open {
                     wanted.push(PollFd::new(socket, PollFlags::IN));
                 }
-                let limit = Timespec::try_from(LISTENS.saturating_sub(begun.elapsed())).ok();
+                let listens = LISTENS.saturating_sub(begun.elapsed());
+                let listens = Some(listens).filter(|_| !to_pass_on.is_empty());
+                let look = self.watch.as_ref();
+                let look = look.map(|it| it.next.saturating_duration_since(Instant::now()));
+                let limit = listens.into_iter().chain(look).min();
+                let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
                 // Interrupted by a signal: that is what it waits for.
-                let _ = poll(&mut wanted, limit.filter(|_| !to_pass_on.is_empty()).as_ref());
+                let _ = poll(&mut wanted, limit.as_ref());
             }
             to_pass_on.extend(self.came());
             // Looked at before the messages are read: after its end the server sends none.
@@ -379,7 +413,7 @@ impl Holder<'_> {
             }
             match ended {
                 Ok(Some(status)) => return Ok(status),
-                Ok(None) => {}
+                Ok(None) => self.look(pid),
                 Err(error) => {
                     return Err(Failure::system("the serving process", &error, Exit::General));
                 }
@@ -406,6 +440,28 @@ impl Holder<'_> {
         all
     }
 
+    /// Gives a sign of life when it is time, and ends a serving process that gives none: another
+    /// one goes on with what is kept.
+    fn look(&mut self, server: Pid) {
+        let serves = self.serves_since.is_some();
+        let Some(watch) = self.watch.as_mut().filter(|it| it.next <= Instant::now()) else {
+            return;
+        };
+        watch.next = Instant::now() + watch.time / LOOKS;
+        self.manager.say(Word::Alive, "");
+        // One that opens its images, and waits for their locks, has all the time it takes.
+        watch.looks = if serves { watch.looks + 1 } else { 0 };
+        if watch.looks > LOOKS && !std::mem::replace(&mut watch.is_over, true) {
+            terminal::warn(format_args!(
+                "the serving process (pid {server}) does not say that it lives for {:.1} s: it is \
+                 killed",
+                watch.time.as_secs_f64(),
+                server = server.as_raw_nonzero(),
+            ));
+            let _ = kill_process(server, Signal::KILL);
+        }
+    }
+
     /// Does what a message of the serving process says.
     ///
     /// Errors: the pid file cannot be made.
@@ -414,7 +470,11 @@ impl Holder<'_> {
         let value =
             |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
         let status = value("STATUS").unwrap_or_default();
-        if value("FDSTORE").is_some() {
+        if value("WATCHDOG").is_some() {
+            if let Some(watch) = &mut self.watch {
+                watch.looks = 0;
+            }
+        } else if value("FDSTORE").is_some() {
             let given = std::mem::take(&mut descriptors);
             self.park(value("FDNAME").unwrap_or_default(), given);
         } else if value("FDSTOREREMOVE").is_some() {

@@ -16,7 +16,7 @@ use rustix::io::Errno;
 
 use crate::failure::{Exit, Failure};
 use crate::helper::start::{Role, take_socket};
-use crate::notify::Notify;
+use crate::notify::{Notify, watch as sign_of_life};
 
 /// Set when a service manager listens to the parent.
 const MANAGED: &str = "RINGDISK_MANAGED";
@@ -63,7 +63,11 @@ pub(super) fn spawn(
             // It talks to this process.
             .env_remove("NOTIFY_SOCKET")
             .env_remove("FDSTORE")
+            .env_remove(sign_of_life::PID)
             .envs(is_managed().then_some((MANAGED, "1")));
+        if sign_of_life::wanted().is_none() {
+            command.env_remove(sign_of_life::USEC);
+        }
         send_parked(socket.as_fd(), parked)
     })
 }

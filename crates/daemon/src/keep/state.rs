@@ -3,8 +3,8 @@
 //!
 //! Promises: a successor reads the newest state that was written whole, at whatever moment the
 //! server was killed, and refuses a state of another version in words. From the state of a confined
-//! server it takes the images only ([`State::with_images_of`]), and everything else from the state
-//! that was sealed at the start ([`super::sealed`]). Control path.
+//! server it takes the images and the limits only ([`State::with_what_changes_of`]), and everything
+//! else from the state that was sealed at the start ([`super::sealed`]). Control path.
 //!
 //! The memory is a memfd that is parked beside the descriptors of the mount. Its first page is the
 //! [`FileRecord`]; two slots follow, which take turns ([`super::slots`]), for JSON.
@@ -20,6 +20,7 @@ use ringdisk_disk::{Format, Layer};
 use ringdisk_fuse::kept::{FileRecord, Terms};
 use ringdisk_fuse::negotiate::{Negotiated, Profile};
 use ringdisk_storage::Storage;
+use ringdisk_throttle::Changed;
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde::{Deserialize, Serialize};
 
@@ -67,6 +68,9 @@ pub struct State {
     /// Its jobs. Another process goes on with them; what this says of them counts little.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub jobs: Vec<KeptJob>,
+    /// Limits that a command has set, as words. An older ringdisk did not say.
+    #[serde(default)]
+    limits: Option<[String; 2]>,
 }
 
 /// What a mount was made with.
@@ -145,6 +149,7 @@ impl State {
             protect_raw: false,
             mark: String::new(),
             jobs: Vec::new(),
+            limits: None,
         }
     }
 
@@ -153,10 +158,22 @@ impl State {
         State { tops: files_of(chain.get(..1).unwrap_or_default()), ..self.on(chain) }
     }
 
-    /// What was sealed at the start, with the images and jobs that a state names which was written
-    /// later.
-    fn with_images_of(self, later: State) -> State {
-        State { top: later.top, files: later.files, jobs: later.jobs, ..self }
+    /// What was sealed at the start, with the images, limits and jobs that a state names which was
+    /// written later.
+    fn with_what_changes_of(self, later: State) -> State {
+        let State { top, files, limits, jobs, .. } = later;
+        State { top, files, limits, jobs, ..self }
+    }
+
+    /// With another image on top than that of the start.
+    fn with_top(self, path: &Path, format: Format) -> State {
+        let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+        State { top: Some((Bytes::of(&path), format.name().to_owned())), ..self }
+    }
+
+    /// Limits that a command has set. `None`: none has, or they make no sense.
+    pub fn limits(&self) -> Option<Changed> {
+        Changed::read(self.limits.as_ref()?).ok()
     }
 
     /// The text to be sealed.
@@ -301,7 +318,7 @@ impl StateFile {
         let (number, json) = slots::IMAGES
             .newest(&file)
             .ok_or_else(|| refuse(String::from("its state is not there")))?;
-        let state = first.with_images_of(parse(&json)?);
+        let state = first.with_what_changes_of(parse(&json)?);
         Ok(StateFile { file: Arc::new(file), now: Arc::new(Mutex::new((number, Some(state)))) })
     }
 
@@ -314,7 +331,15 @@ impl StateFile {
     ///
     /// Errors: memory is short.
     pub fn write(&self, state: State) -> Result<(), Failure> {
+        self.update(|_| Some(state))
+    }
+
+    /// Writes what `change` makes of the state.
+    ///
+    /// Errors: memory is short.
+    fn update(&self, change: impl FnOnce(Option<State>) -> Option<State>) -> Result<(), Failure> {
         let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(state) = change(now.1.clone()) else { return Ok(()) };
         let cannot = |error: &io::Error| {
             Failure::new(
                 Exit::Limit,
@@ -332,25 +357,23 @@ impl StateFile {
     ///
     /// * `is_new_top`: with another image on top.
     pub fn set_chain(&self, chain: &[Arc<Layer>], is_new_top: bool) {
-        let Some(state) = self.state() else { return };
-        let state = state.on(chain);
-        match chain.first().filter(|_| is_new_top) {
+        self.change("image", |state| match chain.first().filter(|_| is_new_top) {
             // Only a qcow2 overlay, or the image below one, becomes the top one.
-            Some(top) => self.set_top_of(state, top.name(), top.format().unwrap_or(Format::Raw)),
-            None => self.change(state),
-        }
+            Some(top) => state.on(chain).with_top(top.name(), top.format().unwrap_or(Format::Raw)),
+            None => state.on(chain),
+        });
     }
 
-    fn set_top_of(&self, state: State, path: &Path, format: Format) {
-        let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-        let top = Some((Bytes::of(&path), format.name().to_owned()));
-        self.change(State { top, ..state });
+    /// The limits are those that a command has set from now on; `None`: those of the start.
+    pub fn set_limits(&self, limits: Option<Changed>) {
+        let limits = limits.map(|limits| limits.words());
+        self.change("limits", |state| State { limits, ..state });
     }
 
-    fn change(&self, state: State) {
-        if let Err(failure) = self.write(state) {
+    fn change(&self, what: &str, change: impl FnOnce(State) -> State) {
+        if let Err(failure) = self.update(|state| state.map(change)) {
             tracing::error!(
-                "{}; after a crash the next process would open the former image",
+                "{}; after a crash the next process would go on with the former {what}",
                 failure.message()
             );
         }

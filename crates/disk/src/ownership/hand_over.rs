@@ -87,6 +87,7 @@ impl Disk {
             read_only_reason: self.read_only_reason().map(str::to_owned),
             guarded: graph.bottom_guard().is_some(),
             window: graph.window,
+            limits: self.changed_limits(),
             layers: graph
                 .layers
                 .iter()

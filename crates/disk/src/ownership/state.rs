@@ -7,6 +7,7 @@ use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
+use ringdisk_throttle::Changed;
 use serde_json::{Map, Value, json};
 
 use crate::graph::Window;
@@ -28,6 +29,8 @@ pub(crate) struct DiskState {
     pub(crate) guarded: bool,
     /// The part of the disk that clients see.
     pub(crate) window: Window,
+    /// Limits that a command has set; an older version leaves them out.
+    pub(crate) limits: Option<Changed>,
     /// Top first.
     pub(crate) layers: Vec<LayerState>,
 }
@@ -77,6 +80,7 @@ impl DiskState {
             "read-only": self.read_only,
             "read-only-reason": self.read_only_reason,
             "guarded": self.guarded,
+            "limits": self.limits.map(|limits| limits.words()),
             "layers": self.layers.iter().map(LayerState::to_json).collect::<Vec<_>>(),
         })
         .to_string()
@@ -104,6 +108,7 @@ impl DiskState {
             read_only_reason: fields.text("read-only-reason")?,
             guarded: fields.flag("guarded")?,
             window: window(fields.get("window"))?,
+            limits: limits(fields.get("limits"))?,
             layers: layers.iter().map(LayerState::parse).collect::<Result<_, _>>()?,
         })
     }
@@ -164,6 +169,15 @@ fn window(value: &Value) -> Result<Window, Error> {
         [Some(start), len] => Ok(Window::new(*start, *len)),
         _ => Err(damaged("the window is none")),
     }
+}
+
+fn limits(value: &Value) -> Result<Option<Changed>, Error> {
+    if value.is_null() {
+        return Ok(None);
+    }
+    let words: Result<[String; 2], _> = serde_json::from_value(value.clone());
+    let limits = words.ok().and_then(|words| Changed::read(&words).ok());
+    limits.map(Some).ok_or_else(|| damaged("the limits are none"))
 }
 
 fn kind(value: &Value) -> Result<Kind, Error> {
@@ -258,7 +272,13 @@ fn damaged(what: &str) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use ringdisk_throttle::Limits;
+
     use super::*;
+
+    fn limits(text: &str) -> Limits {
+        text.parse().expect("limits")
+    }
 
     fn disk_state() -> DiskState {
         let raw = LayerState {
@@ -285,6 +305,7 @@ mod tests {
             read_only_reason: Some("why".to_owned()),
             guarded: true,
             window: Window::new(512, Some(4096)),
+            limits: Some(Changed { begun: limits("none"), now: limits("iops=5") }),
             layers: vec![qcow2, raw, null],
         }
     }
@@ -318,6 +339,8 @@ mod tests {
             ("[512,", "[-512,"),
             ("\"name\":\"a\"", "\"nome\":\"a\""),
             ("[1,2,0]", "[1,2]"),
+            ("\"iops=5\"", "5"),
+            ("iops=5", "iops=x"),
             ("97", "970"),
         ] {
             assert!(text.contains(from), "{from} in {text}");

@@ -85,7 +85,11 @@ impl Disk {
         {
             bottom.protect();
         }
-        Ok(Disk::build(layers, parts))
+        let disk = Disk::build(layers, parts);
+        if let Some(limits) = state.limits {
+            let _ = disk.handed_limits.set(limits);
+        }
+        Ok(disk)
     }
 
     /// Opens the target of a mirror of this disk that another process hands over

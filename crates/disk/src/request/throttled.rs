@@ -7,8 +7,9 @@
 use std::sync::Arc;
 
 use ringdisk_ring::Ring;
-use ringdisk_throttle::{Group, Kind, Lifted, Limits, Member, Waits};
+use ringdisk_throttle::{Changed, Group, Kind, Lifted, Limits, Member, Waits};
 
+use crate::watch::LimitWatch;
 use crate::{Disk, Error, ErrorKind};
 
 impl Disk {
@@ -40,11 +41,53 @@ impl Disk {
             self.check_limits()?;
         }
         if wanted != current {
-            let alone = || Member::of(&Group::new(&Limits::default()));
-            self.limit.get_or_init(alone).group().set(&wanted);
+            self.own_limits().group().set(&wanted);
             self.notices.wake();
         }
         Ok(wanted)
+    }
+
+    /// The membership of a disk that may have had no limits.
+    fn own_limits(&self) -> &Arc<Member> {
+        self.limit.get_or_init(|| {
+            let group = Group::new(&Limits::default());
+            if let Some(watch) = self.limit_watch.get() {
+                group.watch(watch.of_group());
+            }
+            Member::of(&group)
+        })
+    }
+
+    /// The limits, where a command has changed them. Any thread.
+    pub fn changed_limits(&self) -> Option<Changed> {
+        self.limit.get()?.group().changed()
+    }
+
+    /// Those that the predecessor has handed over with the disk.
+    pub fn handed_limits(&self) -> Option<&Changed> {
+        self.handed_limits.get()
+    }
+
+    /// Takes over what a command has changed in the process before this one, before the disk is
+    /// served. Where that one began with other limits, those of this one stay.
+    ///
+    /// Errors: `Unsupported` where the kernel reads and writes the image itself.
+    pub fn follow_limits(&self, changed: &Changed) -> Result<(), Error> {
+        self.check_limits()?;
+        self.own_limits().group().follow(changed);
+        self.notices.wake();
+        Ok(())
+    }
+
+    /// Calls `watch` after each change of the limits, with what [`Disk::changed_limits`] gives;
+    /// once. Before the disk is served. The callback must not block.
+    pub fn watch_limits(&self, watch: impl Fn(Option<Changed>) + Send + Sync + 'static) {
+        if self.limit_watch.set(LimitWatch::new(watch)).is_err() {
+            return;
+        }
+        if let (Some(member), Some(watch)) = (self.limit.get(), self.limit_watch.get()) {
+            member.group().watch(watch.of_group());
+        }
     }
 
     /// The limits in force. Any thread.

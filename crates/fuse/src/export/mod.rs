@@ -179,6 +179,12 @@ impl Export {
         move || Stats::of(&queues)
     }
 
+    /// Gives the queues later and from elsewhere.
+    pub fn queues_reader(&self) -> impl Fn() -> Vec<QueueView> + Send + Sync + 'static {
+        let queues = self.queues.clone();
+        move || queues.clone()
+    }
+
     /// A handle that asks for a clean stop.
     #[must_use]
     pub fn stop_handle(&self) -> StopHandle {

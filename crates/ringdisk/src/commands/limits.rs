@@ -42,20 +42,29 @@ pub(crate) fn apply(words: &[LimitWords], disk: &Disk) -> Result<(), Failure> {
             let new = || (Group::new(&limits.unwrap_or_default()), limits.is_some());
             let (group, is_said) = groups.entry(name.to_owned()).or_insert_with(new);
             match limits {
-                Some(wanted) if *is_said && group.limits() != wanted => {
-                    let current = group.limits();
+                Some(wanted) if *is_said && group.begun() != wanted => {
+                    let current = group.begun();
                     return Err(usage(format!(
                         "the group '{name}' has the limits {current} and {wanted}: give them once"
                     )));
                 }
-                Some(wanted) => {
-                    group.set(&wanted);
+                Some(wanted) if !*is_said => {
+                    group.begin(&wanted);
                     *is_said = true;
                 }
-                None => {}
+                Some(_) | None => {}
             }
             Arc::clone(group)
         }
     };
     Ok(disk.join_limits(&group)?)
+}
+
+/// The same of a disk that another process served until now: what a command has changed there since
+/// its start holds here, too, unless the words are other ones than those of that start.
+///
+/// Errors: as [`apply`].
+pub(crate) fn apply_to_handed(words: &[LimitWords], disk: &Disk) -> Result<(), Failure> {
+    apply(words, disk)?;
+    disk.handed_limits().map_or(Ok(()), |changed| Ok(disk.follow_limits(changed)?))
 }

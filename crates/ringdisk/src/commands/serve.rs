@@ -7,7 +7,7 @@
 
 mod beside;
 mod disk;
-mod end;
+pub(super) mod end;
 mod greet;
 mod kept;
 mod nbd;
@@ -35,6 +35,7 @@ use ringdisk_daemon::signals::{Phase, Watcher};
 use ringdisk_daemon::sockets::{self, Inherited, MadeSocket, Place, SocketOptions};
 use ringdisk_daemon::terminal;
 use ringdisk_daemon::upgrade::{Shown, SuccessorSocket};
+use ringdisk_daemon::watchdog::Watchdog;
 use ringdisk_disk::Disk;
 
 use crate::cli::{DiskArgs, ServeArgs, ServedDisk};
@@ -65,6 +66,8 @@ struct Plan<'a> {
 
 /// One disk that is served.
 struct Running {
+    /// In the log.
+    name: String,
     /// What is served, and where, in one line.
     ready: String,
     /// Where front ends and `ringdisk ctl` find it.
@@ -194,8 +197,9 @@ fn serve(
         created => created.transpose()?,
     };
     let mut metrics = MetricsSockets::make_for(&args.log.metrics, args.upgrade)?;
-    let _answering =
-        metrics.start(running.iter().map(|disk| Arc::clone(&disk.commands)).collect())?;
+    let commands: Vec<_> = running.iter().map(|disk| Arc::clone(&disk.commands)).collect();
+    let _watchdog = Watchdog::start(&notify, &commands);
+    let _answering = metrics.start(commands)?;
     let mut inside = running.iter().map(Running::inside).collect::<Vec<_>>();
     if let Some(first) = inside.first_mut() {
         first.names.extend(metrics.named());
@@ -263,7 +267,6 @@ fn serve(
         if let Some(pidfile) = pidfile {
             pidfile.leave();
         }
-        terminal::note("handed over to another process");
         return result;
     }
     let why = match (&result, watcher.stopped_by()) {

@@ -164,6 +164,25 @@ fn survive(format: &'static str, packed: bool, inflight: bool, seed: u64) {
 }
 
 #[test]
+fn limits_that_a_command_has_set_outlive_the_server() {
+    let server = Server::start("qcow2", &["--limit", "iops=1000"]);
+    let limits = || {
+        let shown = until(LIMIT, || Some(server.ctl(&["limit"])).filter(|it| it.code() == Some(0)));
+        shown.expect("it answers").stdout
+    };
+    for wanted in ["iops=2000", "none"] {
+        assert!(limits().starts_with("iops="), "{}", limits());
+        server.ctl(&["limit", wanted]);
+        let old = server.server();
+        server.kill();
+        let is_next = until(LIMIT, || (server.server() != old).then_some(()));
+        assert!(is_next.is_some(), "{}", server.holder.output());
+        assert_eq!(limits().trim(), wanted);
+    }
+    server.stop();
+}
+
+#[test]
 fn a_kept_raw_disk_on_split_rings_goes_on_without_an_area_of_the_front_end() {
     survive("raw", false, false, 1);
 }

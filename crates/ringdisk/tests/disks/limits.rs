@@ -8,6 +8,7 @@ use ringdisk_testkit::mount::text;
 use ringdisk_testkit::process::{Process, command, ok_words, until};
 use serde_json::Value;
 
+use crate::common::program;
 use crate::common::serving::{Daemon, Place, ctl, load, meanwhile, serve_command};
 use crate::common::tools::ringdisk;
 
@@ -69,6 +70,63 @@ fn a_successor_takes_over_a_disk_whose_requests_wait_for_the_limit() {
     assert_eq!(limits(&place.socket)["limits"], "iops=100000");
     assert_eq!(vm.status(1, Request::read(0, 4096)), 0);
     next.stop(&[&place.socket]);
+}
+
+#[test]
+fn limits_that_a_command_has_set_go_to_the_successor_and_the_hand_over_is_an_event() {
+    let place = Place::new("qcow2");
+    let socket = &place.socket;
+    let of = || limits(socket)["limits"].as_str().map(str::to_owned);
+    let words = ["--limit", "iops=1000"];
+    let first = place.start(&words);
+    ctl(socket, &["limit", "iops=2000,bps=1G"]).ok();
+    let changed = of();
+    let follower = Process::spawn(&mut command(&[&program(), "ctl", text(socket), "events"]));
+    // It follows from the moment that its command is answered on: this is an event, too.
+    let follows = until(LIMIT, || {
+        ctl(socket, &["limit", "iops=2001"]).ok();
+        ctl(socket, &["limit", "iops=2000"]).ok();
+        follower.output().contains("limited").then_some(())
+    });
+    follows.expect("events");
+    let second = place.start(&[&["--upgrade"], &words[..]].concat());
+    first.ends(0);
+    let events = follower.finish(LIMIT).output();
+    assert!(events.lines().any(|line| line.contains(r#""event":"handed-over""#)), "{events}");
+    assert_eq!((of(), changed.as_deref()), (changed.clone(), Some("iops=2000,bps=1073741824")));
+    // What the second one has taken over goes on to the third; a new command line is newer.
+    let third = place.start(&[&["--upgrade"], &words[..]].concat());
+    second.ends(0);
+    assert_eq!(of(), changed);
+    let last = place.start(&["--upgrade", "--limit", "iops=500"]);
+    third.ends(0);
+    assert_eq!(of().as_deref(), Some("iops=500"));
+    ctl(socket, &["limit", "none"]).ok();
+    let unlimited = place.start(&["--upgrade", "--limit", "iops=500"]);
+    last.ends(0);
+    assert_eq!(of().as_deref(), Some("none"));
+    unlimited.stop(&[socket]);
+}
+
+#[test]
+fn a_group_goes_to_the_successor_with_the_limits_that_a_command_has_set() {
+    let (a, b) = (Place::new("qcow2"), Place::new("raw"));
+    let disk = |place: &Place, limit: &str| {
+        let (image, format) = (text(&place.image), place.format);
+        let socket = text(&place.socket);
+        format!("image={image},format={format},socket={socket},limit={limit}")
+    };
+    // The disk that says what the limits are is the second one.
+    let specs = [disk(&a, "group=web"), disk(&b, "group=web,limit=iops=1000")];
+    let words = ["--disk", &specs[0], "--disk", &specs[1]];
+    let first = Daemon::of(&mut serve_command(&words));
+    ctl(&a.socket, &["limit", "iops=2000"]).ok();
+    let second = Daemon::of(&mut serve_command(&[&["--upgrade"], &words[..]].concat()));
+    first.ends(0);
+    for place in [&a, &b] {
+        assert_eq!(limits(&place.socket)["limits"], "iops=2000");
+    }
+    second.stop(&[&a.socket, &b.socket]);
 }
 
 #[test]

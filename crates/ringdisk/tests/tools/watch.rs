@@ -218,6 +218,96 @@ fn limits_that_begin_to_hold_requests_back_are_one_event() {
     child.wait().expect("it ends");
 }
 
+/// A server whose journal is read by the test.
+struct Journalled {
+    server: Process,
+    reader: UnixDatagram,
+}
+
+impl Journalled {
+    /// In a mount namespace, where the journal of this machine is a directory below `d`.
+    ///
+    /// * `script`: what else is done there, each with ` && `.
+    /// * `words`: of the server.
+    fn start(d: &Path, script: &str, words: &str) -> Journalled {
+        let journal = d.join("journal");
+        fs::create_dir(&journal).expect("mkdir");
+        let reader = UnixDatagram::bind(journal.join("socket")).expect("bind");
+        let script = format!(
+            "mount -t tmpfs tmpfs /run && mkdir -p /run/systemd/journal && \
+             mount --bind {}/journal /run/systemd/journal && {script} exec {} {words}",
+            text(d),
+            program()
+        );
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-c", &script]).env_remove("NOTIFY_SOCKET");
+        // Other names for control sockets would be in the namespace only.
+        command.env("XDG_RUNTIME_DIR", text(d));
+        Journalled { server: Process::spawn(&mut command), reader }
+    }
+
+    /// The next message, if one comes in time.
+    fn next(&self, limit: Duration) -> Option<String> {
+        self.reader.set_read_timeout(Some(limit)).expect("a setting");
+        let mut bytes = [0; 4096];
+        let len = self.reader.recv(&mut bytes).ok()?;
+        Some(String::from_utf8_lossy(&bytes[..len]).into_owned())
+    }
+
+    /// The first message with these words.
+    fn message(&self, words: &str) -> String {
+        let mut all = std::iter::from_fn(|| self.next(LIMIT));
+        let found = all.find(|message| message.contains(words));
+        found.unwrap_or_else(|| panic!("no '{words}': {}", self.server.output()))
+    }
+}
+
+#[test]
+fn each_event_has_its_disk_and_its_name_as_fields_of_the_journal() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let d = directory.path();
+    let (image, socket) = (d.join("disk.qcow2"), d.join("nbd.sock"));
+    images::qcow2(&image, "16M", "");
+    let words = format!("serve -v --nbd {} --log journal {}", text(&socket), text(&image));
+    let journalled = Journalled::start(d, "", &words);
+    let ready = until(LIMIT, || UnixStream::connect(&socket).ok());
+    assert!(ready.is_some(), "{}", journalled.server.output());
+    let ctl = |words: &[&str]| {
+        let mut command = Command::new(program());
+        command.args(["ctl", text(&socket)]).args(words).env("XDG_RUNTIME_DIR", text(d));
+        let out = command.output().expect("the program starts");
+        assert!(out.status.success(), "{out:?}");
+    };
+    let url = format!("nbd+unix:///?socket={}", text(&socket));
+    // Until it says that it serves, and for a moment after that, messages go to standard error.
+    let begins = until(LIMIT, || {
+        ringdisk(d, &["info", &url]).ok();
+        journalled.next(Duration::from_millis(200))
+    });
+    assert!(begins.is_some(), "{}", journalled.server.output());
+    ringdisk(d, &["info", &url]).ok();
+    let told = |event: &str, words: &str| {
+        let message = journalled.message(words);
+        let has = |field: &str| message.lines().any(|line| line == field);
+        assert!(has(&format!("RINGDISK_EVENT={event}")), "{message}");
+        assert!(has("RINGDISK_DISK=NBD export ''") && has("PRIORITY=6"), "{message}");
+    };
+    told("client-came", "has connected");
+    told("client-gone", "has gone");
+    ctl(&["limit", "iops=2000"]);
+    told("limited", "the limits are iops=2000 now");
+    let overlay = d.join("overlay.qcow2");
+    ctl(&["snapshot", text(&overlay)]);
+    ctl(&["commit", "--quiet"]);
+    told("job", "is concluded");
+    ctl(&["stop"]);
+    told("stopping", "asks for the end");
+    assert_eq!(journalled.server.finish(LIMIT).code(), Some(0));
+}
+
 #[test]
 fn an_error_of_a_client_has_its_disk_and_its_event_as_fields_of_the_journal() {
     if !needs_root() {
@@ -225,34 +315,22 @@ fn an_error_of_a_client_has_its_disk_and_its_event_as_fields_of_the_journal() {
     }
     let directory = scratch();
     let d = directory.path();
-    let (journal, small) = (d.join("journal"), d.join("small"));
-    fs::create_dir(&journal).and_then(|()| fs::create_dir(&small)).expect("mkdir");
-    let reader = UnixDatagram::bind(journal.join("socket")).expect("bind");
-    reader.set_read_timeout(Some(LIMIT)).expect("a socket");
-    // In a mount namespace, where the journal of this machine is that directory.
-    let (d, socket) = (text(d), directory.path().join("nbd.sock"));
-    let script = format!(
-        "mount -t tmpfs tmpfs /run && mkdir -p /run/systemd/journal && \
-         mount --bind {d}/journal /run/systemd/journal && \
-         mount -t tmpfs -o size=1M tmpfs {d}/small && truncate -s 16M {d}/small/disk.img && \
-         exec {} serve --format raw --nbd {d}/nbd.sock --log journal {d}/small/disk.img",
-        program()
-    );
-    let mut command = Command::new("unshare");
-    command.args(["--mount", "sh", "-c", &script]).env_remove("NOTIFY_SOCKET");
-    let server = Process::spawn(&mut command);
+    fs::create_dir(d.join("small")).expect("mkdir");
+    let socket = d.join("nbd.sock");
+    let small = format!("{}/small", text(d));
+    let script =
+        format!("mount -t tmpfs -o size=1M tmpfs {small} && truncate -s 16M {small}/disk.img && ");
+    let socket_word = text(&socket);
+    let words = format!("serve --format raw --nbd {socket_word} --log journal {small}/disk.img");
+    let journalled = Journalled::start(d, &script, &words);
+    let server = &journalled.server;
     let ready = until(LIMIT, || UnixStream::connect(&socket).ok());
     assert!(ready.is_some(), "{}", server.output());
     let url = format!("nbd+unix:///?socket={}", text(&socket));
     let mut client = Command::new("qemu-io");
     let client = client.args(["-f", "raw", "-c", "write 0 4M", &url]).output().expect("qemu-io");
     assert!(!client.status.success(), "{client:?}");
-    let mut bytes = [0; 4096];
-    let message = std::iter::from_fn(|| {
-        reader.recv(&mut bytes).ok().map(|len| String::from_utf8_lossy(&bytes[..len]).into_owned())
-    })
-    .find(|message| message.contains("failed for a client"))
-    .expect("a message about the error");
+    let message = journalled.message("failed for a client");
     let fields: Vec<&str> = message.lines().collect();
     assert!(fields.contains(&"RINGDISK_EVENT=disk-full"), "{message}");
     assert!(fields.contains(&"PRIORITY=3"), "{message}");
@@ -261,5 +339,5 @@ fn an_error_of_a_client_has_its_disk_and_its_event_as_fields_of_the_journal() {
     let text = fields.iter().find_map(|field| field.strip_prefix("MESSAGE="));
     assert!(text.is_some_and(|text| text.starts_with("error: ") && !text.contains("event=")));
     server.signal(Signal::TERM);
-    assert!(server.finish(LIMIT).code().is_some());
+    assert!(journalled.server.finish(LIMIT).code().is_some());
 }

@@ -156,15 +156,12 @@ impl Host {
                 None => match self.next_front_end()? {
                     Next::Stopped => return Ok(End::Stopped),
                     Next::HandedOver => return Ok(End::HandedOver),
-                    Next::FrontEnd(socket) => {
-                        tracing::info!("{}: a front end has connected", self.name);
-                        self.converse_as(Session::new(self.session), socket)
-                    }
+                    Next::FrontEnd(socket) => self.converse_as(Session::new(self.session), socket),
                 },
             };
             match end {
                 End::Gone if matches!(self.source, FrontEndSource::One(_)) => return Ok(End::Gone),
-                End::Gone => tracing::info!("{}: the front end has gone", self.name),
+                End::Gone => {}
                 End::Stopped | End::HandedOver => return Ok(end),
                 End::Panicked => return Err(HaltReason::Panicked),
                 End::NotKept(error) => return Err(error.into()),
@@ -234,11 +231,11 @@ impl Host {
             }
         };
         self.control.had_front_end = true;
-        self.control.device.set_front_end(pid_of(&socket));
+        self.control.device.front_end_came(pid_of(&socket));
         self.beside.iter().for_each(|beside| beside.client_came());
         let end = self.converse_on(&mut session, socket, wake.as_fd());
         self.beside.iter().for_each(|beside| beside.client_gone());
-        self.control.device.set_front_end(0);
+        self.control.device.front_end_gone();
         end
     }
 

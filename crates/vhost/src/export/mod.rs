@@ -24,7 +24,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use ringdisk_disk::{Disk, ImageOptions, SizeWatch};
-use ringdisk_export::stats::Stats;
+use ringdisk_export::stats::{QueueView, Stats};
 use ringdisk_export::{ControlThread, HaltReason, ask_hand_over};
 pub use ringdisk_export::{HandOverState, HandedOver};
 use ringdisk_ring::Ring;
@@ -239,6 +239,12 @@ impl Export {
     pub fn stats_reader(&self) -> Box<dyn Fn() -> Stats + Send + Sync> {
         let views = Arc::clone(&self.views);
         Box::new(move || stats_of(&views))
+    }
+
+    /// Gives the queues later and from elsewhere.
+    pub fn queues_reader(&self) -> impl Fn() -> Vec<QueueView> + Send + Sync + 'static {
+        let views = Arc::clone(&self.views);
+        move || ring_nodes::locked(&views).clone()
     }
 
     /// Reads how the device is, later and from elsewhere.

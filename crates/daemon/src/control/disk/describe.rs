@@ -119,6 +119,14 @@ impl DiskControl {
         DiskControl { served_as, ..self }
     }
 
+    /// The name of the disk in the log: that which its errors have, too.
+    pub(in crate::control) fn log_name(&self) -> String {
+        match &self.served_as {
+            ServedAs::Nbd { place, .. } => format!("NBD export '{}'", place.export.escape_debug()),
+            _ => self.serving.report().name,
+        }
+    }
+
     /// Where the disk is served.
     pub fn place(&self) -> &ServedAs {
         &self.served_as

@@ -2,6 +2,7 @@
 //!
 //! Promises: nothing here waits for a client of the disk.
 
+use ringdisk_export::stats::QueueView;
 use serde_json::Value;
 
 use super::describe::SocketClient;
@@ -11,6 +12,9 @@ use crate::stats::Report;
 pub trait Serving: Send + Sync {
     /// The counters now.
     fn report(&self) -> Report;
+
+    /// Its queue threads.
+    fn queues(&self) -> Vec<QueueView>;
 
     /// The machine, and where the disk is served on it; with the text for people under `text`.
     fn topology(&self) -> Value;

@@ -2,6 +2,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 
 use ringdisk_disk::NullOptions;
+use ringdisk_export::stats::QueueView;
 use ringdisk_ring::{Config, Runtime};
 use serde_json::Map;
 
@@ -14,6 +15,10 @@ struct Nothing;
 impl Serving for Nothing {
     fn report(&self) -> Report {
         unreachable!("no counters are asked for")
+    }
+
+    fn queues(&self) -> Vec<QueueView> {
+        Vec::new()
     }
 
     fn topology(&self) -> Value {

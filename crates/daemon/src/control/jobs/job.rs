@@ -4,7 +4,7 @@
 //! job ends once, and its result stays.
 
 use std::future::poll_fn;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -110,6 +110,8 @@ pub struct Job {
     progress: Arc<Progress>,
     mirror: Option<Arc<MirrorControl>>,
     since: SystemTime,
+    /// The name of its disk in the log.
+    disk: OnceLock<String>,
     inner: Mutex<Inner>,
 }
 
@@ -142,7 +144,17 @@ impl Job {
         let inner = Inner { result, still, verdict, moved_to, marks, waiting };
         let NewJob { kind, what, holds, progress, mirror, .. } = new;
         let since = SystemTime::now();
-        Job { id, kind, what, holds, progress, mirror, since, inner: Mutex::new(inner) }
+        Job {
+            id,
+            kind,
+            what,
+            holds,
+            progress,
+            mirror,
+            since,
+            disk: OnceLock::new(),
+            inner: Mutex::new(inner),
+        }
     }
 
     /// Its name.
@@ -158,6 +170,16 @@ impl Job {
     /// What it does with what, for people.
     pub fn what(&self) -> &str {
         &self.what
+    }
+
+    /// Says what the log calls its disk; once.
+    pub(in crate::control) fn is_of(&self, disk: String) {
+        let _ = self.disk.set(disk);
+    }
+
+    /// What the log calls its disk.
+    pub(super) fn disk(&self) -> &str {
+        self.disk.get().map_or("", String::as_str)
     }
 
     /// The images that nothing else may change meanwhile.

@@ -134,12 +134,12 @@ async fn verdict(job: &Job, ring: &Ring) -> Verdict {
 /// Tells of a state.
 fn tell(job: &Job, events: &Events, state: State) {
     let (id, kind, state) = (job.id(), job.kind().word(), state.word());
-    let why = job.why();
+    let (why, disk) = (job.why(), job.disk());
     let because = why.as_ref().map_or_else(String::new, |why| format!(": {why}"));
     let text = format!("job {id} ({kind} of {}) is {state}{because}", job.what());
     match why {
-        Some(_) if !job.has_moved() => tracing::warn!(event = "job", "{text}"),
-        _ => tracing::info!(event = "job", "{text}"),
+        Some(_) if !job.has_moved() => tracing::warn!(disk, event = "job", "{text}"),
+        _ => tracing::info!(disk, event = "job", "{text}"),
     }
     let mut fields =
         vec![("id", id.to_owned()), ("kind", kind.to_owned()), ("state", state.to_owned())];

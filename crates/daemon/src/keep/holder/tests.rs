@@ -55,6 +55,7 @@ fn holder() -> Holder<'static> {
         serves_since: Some(Instant::now()),
         served: Duration::ZERO,
         restarts: VecDeque::new(),
+        watch: None,
     }
 }
 

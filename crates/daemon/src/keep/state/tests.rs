@@ -28,7 +28,7 @@ fn what_was_written_last_is_read() {
     let sealed = State::sealed(&state.seal().expect("memory").into()).expect("sealed");
     assert_eq!((&sealed, sealed.terms(), sealed.format()), (&state, terms(), Some(Format::Raw)));
     assert_eq!(sealed.top(), None);
-    file.set_top_of(file.state().expect("a state"), Path::new("/a/b.qcow2"), Format::Qcow2);
+    file.change("image", |state| state.with_top(Path::new("/a/b.qcow2"), Format::Qcow2));
     let found = again(&file).expect("a state").state().expect("written");
     assert_eq!(found.top(), Some((PathBuf::from("/a/b.qcow2"), Format::Qcow2)));
     assert_eq!(found.terms(), terms());

@@ -29,6 +29,7 @@ use ringdisk_daemon::stopping::{Insist, Stop, Stopping};
 use ringdisk_daemon::terminal::{self, bold, shell_word};
 use ringdisk_daemon::upgrade::mount::MountToHandOver;
 use ringdisk_daemon::upgrade::{Predecessor, SuccessorSocket};
+use ringdisk_daemon::watchdog::Watchdog;
 use ringdisk_disk::{Disk, Format};
 use ringdisk_sandbox::{Calls, CapabilitySet, Keep};
 
@@ -37,6 +38,7 @@ use super::plan::Plan;
 use super::{signals, users};
 use crate::cli::MountArgs;
 use crate::commands::metrics::MetricsSockets;
+use crate::commands::serve::end::handed_over;
 use crate::commands::serve::take::complain_of;
 use crate::serve::{Handle, Served};
 
@@ -88,6 +90,8 @@ pub(super) struct Control {
     successor: Option<SuccessorSocket>,
     /// Answers for Prometheus.
     metrics: Option<MetricsServer>,
+    /// Says to the service manager that the queue threads answer.
+    watchdog: Option<Watchdog>,
 }
 
 /// A mount that answers.
@@ -182,6 +186,8 @@ impl<'a> Serving<'a> {
             state_file.set_chain(chain, *top != new);
             *top = new;
         });
+        let state_file = kept.state_file();
+        self.disk.watch_limits(move |limits| state_file.set_limits(limits));
         let parked = self.answering.served()?.take_parked();
         let Some(parked) = parked.filter(|_| kept.resumed().is_none()) else { return Ok(()) };
         let devices = parked.devices.len();
@@ -262,7 +268,8 @@ impl<'a> Serving<'a> {
         let metrics = self.metrics.start(vec![Arc::clone(&commands)]);
         let metrics = metrics.or_else(|why| self.complain_if_taken(Err(why)).map(|()| None))?;
         names.extend(self.metrics.named());
-        Ok(Control { commands, server, names, successor, metrics })
+        let watchdog = Watchdog::start(&self.notify, &[Arc::clone(&commands)]);
+        Ok(Control { commands, server, names, successor, metrics, watchdog })
     }
 
     /// Waits for a process that takes the mount over (`--upgrade`).
@@ -438,7 +445,8 @@ impl<'a> Serving<'a> {
     pub(super) fn wait(mut self, control: Control) -> Result<u8, Failure> {
         let has_holder = self.kept.as_ref().is_some_and(Kept::has_holder);
         let insist = Arc::new(Insist::default());
-        let Control { commands, server, names: _, successor, metrics } = control;
+        let Control { commands, server, names: _, successor, metrics, watchdog: _watchdog } =
+            control;
         let actions = signals::actions(
             &self.handle,
             &self.disk,
@@ -494,8 +502,8 @@ impl<'a> Serving<'a> {
         // Signals and commands that came in the middle of it did nothing here.
         let signal = self.watcher.stopped_by().map(|_| Stop::Clean);
         let stop = self.handle.asked().max(signal);
-        let Serving { answering, disk, made, pidfile, .. } = self;
-        disk.events().tell("handed-over", "another process serves the disk now");
+        let Serving { plan, answering, disk, made, pidfile, .. } = self;
+        handed_over(&disk, &plan.image.name());
         made.leave();
         drop(server);
         drop(answering);
@@ -503,7 +511,6 @@ impl<'a> Serving<'a> {
         if let Some(pidfile) = pidfile {
             pidfile.leave();
         }
-        terminal::note("handed over to another process");
         helper::leave();
         // It gets the pid file, too, which is free when this process has ended.
         let stream = match stop {

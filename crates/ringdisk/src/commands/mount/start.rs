@@ -108,6 +108,9 @@ impl<'a> Start<'a> {
         };
         // The signal thread knows what was made too, so it does not go by itself.
         let disk = opened.inspect_err(|_| self.made.undo())?;
+        if let Some(limits) = self.resumed.as_ref().and_then(|(state, _)| state.limits()) {
+            disk.follow_limits(&limits)?;
+        }
         Ok(Opened::Disk(disk))
     }
 

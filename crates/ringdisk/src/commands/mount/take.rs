@@ -72,7 +72,7 @@ pub(super) fn take_over(
     if offer.jobs().iter().any(HandedJob::needs_changes) {
         runtime.block_on(disk.record_changes(&ring));
     }
-    limits::apply(&args.disk.limit, &disk)?;
+    limits::apply_to_handed(&args.disk.limit, &disk)?;
     let user = user.decide(args.sandbox.word, &[&disk])?;
     let options = plan.options(&disk);
     let (stop_timeout, name) = (options.stop_timeout, options.name.clone());

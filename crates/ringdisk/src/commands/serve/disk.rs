@@ -166,7 +166,7 @@ impl Placed {
     pub(super) fn attend(self, served: Served, disk: Arc<Disk>) -> Running {
         let Placed {
             mut ready,
-            name: _,
+            name,
             path,
             front,
             queues,
@@ -201,6 +201,7 @@ impl Placed {
             successor.inspect_err(|e| tracing::warn!("`--upgrade` cannot be used: {e}")).ok()
         });
         Running {
+            name,
             ready,
             path,
             front,

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use ringdisk_daemon::control::disk::{DiskControl, Serving};
 use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::log_target::{self, Subject};
 use ringdisk_daemon::notify::Notify;
 use ringdisk_daemon::signals::Actions;
 use ringdisk_daemon::stopping::Stop;
@@ -46,6 +47,19 @@ pub(super) fn actions(running: &[Running], notify: &Arc<Notify>) -> Actions {
 
 fn print(handle: &Handle, disk: &Disk) {
     terminal::say_error(handle.report().with_layers(&disk.layers(), disk.fault().as_deref()));
+}
+
+/// Says that another process serves the disk now: in the log, and to those who watch it.
+///
+/// * `name`: of the disk, in the log.
+pub(in crate::commands) fn handed_over(disk: &Disk, name: &str) {
+    let event = "handed-over";
+    disk.events().tell(event, "another process serves the disk now");
+    log_target::next_is_about(Subject {
+        disk: Some(name.to_owned()),
+        event: Some(event.to_owned()),
+    });
+    terminal::note(format_args!("{name}: handed over to another process"));
 }
 
 /// Waits until no disk is served any longer. Gives the exit code.
@@ -91,6 +105,9 @@ impl Running {
             .successor
             .as_ref()
             .is_some_and(|successor| successor.was_given().load(Ordering::Acquire));
+        if was_given {
+            handed_over(&self.disk, &self.name);
+        }
         match self.made {
             // It is the name of the other process now.
             Some(made) if was_given => made.leave(),

@@ -155,13 +155,15 @@ impl Kept {
         state.mark = self.mark.clone();
         let images = self.disks.keep_images(number, state)?;
         let jobs = self.disks.keep_jobs(number, &images);
-        watch_chain(plan, disk, images);
+        watch(plan, disk, images);
         Ok((self.disks.keep(number)?, jobs))
     }
 }
 
-/// Keeps what the images are from now on.
-fn watch_chain(plan: &Plan<'_>, disk: &Disk, images: StateFile) {
+/// Keeps from now on what the images and the limits are.
+fn watch(plan: &Plan<'_>, disk: &Disk, images: StateFile) {
+    let limited = images.clone();
+    disk.watch_limits(move |limits| limited.set_limits(limits));
     let top = disk.layers().first().map(|top| top.name().to_owned());
     let top = Mutex::new(top);
     disk.watch_chain(allowed_images(plan).may_be_top(), move |chain| {
@@ -209,7 +211,10 @@ fn open<'a>(
     plan.image.inactive |= export.is_inactive();
     let disk = when_free(watcher, FREE, || plan.image.open(&NewFiles::default(), None))?;
     allowed_images(&plan).check_same(first, &now, &disk.layers())?;
-    watch_chain(&plan, &disk, images.clone());
+    if let Some(limits) = now.limits() {
+        disk.follow_limits(&limits)?;
+    }
+    watch(&plan, &disk, images.clone());
     Ok((plan, disk))
 }
 

@@ -26,6 +26,7 @@ use ringdisk_daemon::run_as::Wanted;
 use ringdisk_daemon::signals::{Actions, Phase};
 use ringdisk_daemon::sockets::MadeSocket;
 use ringdisk_daemon::terminal;
+use ringdisk_daemon::watchdog::Watchdog;
 use ringdisk_disk::Disk;
 use ringdisk_nbd::{CommonOptions, NamedDisk, NbdOptions};
 
@@ -113,7 +114,9 @@ pub(super) fn serve(
     let notify = Arc::new(Notify::from_environment());
     let pidfile = pidfile.as_deref().map(Pidfile::create).transpose()?;
     let mut metrics = MetricsSockets::make(&args.log.metrics)?;
-    let commands = running.iter().map(|disk| Arc::clone(&disk.commands)).collect();
+    let commands: Vec<_> = running.iter().map(|disk| Arc::clone(&disk.commands)).collect();
+    // All disks have the same queue threads.
+    let _watchdog = Watchdog::start(&notify, commands.get(..1).unwrap_or_default());
     let metrics_server = metrics.start(commands)?;
     let mut inside: Vec<Inside<'_>> =
         running.iter().enumerate().map(|(number, disk)| disk.inside(number, &listening)).collect();

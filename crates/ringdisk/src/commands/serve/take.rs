@@ -140,7 +140,7 @@ fn prepare(plan: Plan<'_>) -> Result<Waiting, Failure> {
     if offer.jobs().iter().any(HandedJob::needs_changes) {
         runtime.block_on(prepared.disk().record_changes(&ring));
     }
-    limits::apply(&plan.args.source.limit, prepared.disk())?;
+    limits::apply_to_handed(&plan.args.source.limit, prepared.disk())?;
     let makes = plan.args.place.vhost_user_blk.is_some();
     let placed = Placed { path: Some(path), front, ..plan.placed(prepared.disk()) };
     Ok(Waiting { placed, makes, prepared, offer })

@@ -8,7 +8,7 @@ use std::time::Duration;
 use ringdisk_testkit::images::{self, pattern, piece};
 use ringdisk_testkit::limits::{mount_at, needs_root};
 use ringdisk_testkit::mount::{Cleared, Mounted, STOP, scratch, text, wait_for_requests};
-use ringdisk_testkit::process::{Process, command, until};
+use ringdisk_testkit::process::{Process, command, run, until};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
@@ -243,4 +243,26 @@ fn both_killed_one_after_the_other_leave_a_mount_that_answers_with_errors() {
     let next = Mounted::start_at(&program(), &["--format", "raw", text(&image)], &path);
     assert_eq!(piece(&path, 0, 100), pattern(1, 0, 100));
     drop(next);
+}
+
+#[test]
+fn limits_that_a_command_has_set_outlive_the_server() {
+    if !needs_root() {
+        return;
+    }
+    let (_directory, image) = raw_image(MIB, 1);
+    let kept = Kept::raw(&image, &["--limit", "iops=1000"]);
+    let path = kept.path();
+    let ctl = |words: &[&str]| {
+        let program = program();
+        let words = [&[program.as_str(), "ctl", text(&path), "limit"], words].concat();
+        let answer = || Some(run(command(&words))).filter(|it| it.code() == Some(0));
+        until(STOP, answer).expect("an answer").stdout
+    };
+    for wanted in ["iops=2000", "none"] {
+        assert_eq!(ctl(&[wanted]).trim(), wanted);
+        kept.kill_server();
+        assert_eq!(ctl(&[]).trim(), wanted);
+    }
+    kept.stop();
 }

@@ -10,7 +10,7 @@ use std::path::Path;
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::{mount_at, needs};
 use ringdisk_testkit::mount::{scratch, text};
-use ringdisk_testkit::process::{LIMIT, command, has, ok_words, run, until};
+use ringdisk_testkit::process::{LIMIT, Process, command, has, ok_words, run, until};
 use rustix::fs::{FlockOperation, fcntl_lock, flock};
 
 use super::taken::{ASK, Taken};
@@ -21,6 +21,31 @@ fn image_of(directory: &Path) -> std::path::PathBuf {
     let image = directory.join("disk.img");
     images::raw(&image, 8 * MIB, 1);
     image
+}
+
+#[test]
+fn limits_that_a_command_has_set_stay_and_the_hand_over_is_an_event() {
+    let directory = scratch();
+    let image = image_of(directory.path());
+    let mut disk = Taken::start(&["--limit", "iops=1000", "--format", "raw", text(&image)]);
+    disk.ctl(&["limit", "iops=0,bps-write=50M"]);
+    let limits = disk.ctl(&["limit"]).stdout;
+    let words = [program(), "ctl".into(), text(disk.path()).into(), "events".into()];
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let follower = Process::spawn(&mut command(&words));
+    let follows = until(LIMIT, || {
+        disk.ctl(&["limit", "bps-write=49M"]);
+        disk.ctl(&["limit", "bps-write=50M"]);
+        follower.output().contains("limited").then_some(())
+    });
+    follows.expect("events");
+    for _ in 0..2 {
+        disk.upgrade(&[]);
+        assert_eq!(disk.ctl(&["limit"]).stdout, limits);
+    }
+    let events = follower.finish(LIMIT).output();
+    assert!(events.lines().any(|line| line.contains(r#""event":"handed-over""#)), "{events}");
+    disk.stop();
 }
 
 #[test]

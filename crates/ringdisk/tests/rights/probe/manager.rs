@@ -23,12 +23,12 @@ use crate::common::{MIB, program, raw_image};
 use crate::probe::modes::{NOBODY, as_nobody, datagram_sockets};
 
 /// A message, and who has sent it.
-type Said = (u32, String);
+pub(super) type Said = (u32, String);
 
-struct Manager {
+pub(super) struct Manager {
     socket: UnixDatagram,
     name: String,
-    said: Vec<Said>,
+    pub(super) said: Vec<Said>,
     /// Descriptors that came along, with the name that they got.
     stored: Vec<String>,
 }
@@ -49,13 +49,13 @@ impl Manager {
     }
 
     /// With a name that is none.
-    fn named(name: &str) -> Manager {
+    pub(super) fn named(name: &str) -> Manager {
         let name = format!("ringdisk-probe-{name}-{}", std::process::id());
         let address = SocketAddr::from_abstract_name(&name).expect("a short name");
         Manager::of(UnixDatagram::bind_addr(&address).expect("bind"), format!("@{name}"))
     }
 
-    fn hear(&mut self) {
+    pub(super) fn hear(&mut self) {
         let mut space =
             [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4), ScmCredentials(1))];
         let mut bytes = [0; 4096];
@@ -86,7 +86,7 @@ impl Manager {
     }
 
     /// The first message with a word.
-    fn wait_for(&mut self, word: &str, process: &Process) -> Said {
+    pub(super) fn wait_for(&mut self, word: &str, process: &Process) -> Said {
         let found = until(LIMIT, || {
             self.hear();
             self.said.iter().find(|(_, text)| text.contains(word)).cloned()
@@ -94,7 +94,7 @@ impl Manager {
         found.unwrap_or_else(|| panic!("no {word}: {:?} {}", self.said, process.output()))
     }
 
-    fn start(&self, command: &mut Command) -> Process {
+    pub(super) fn start(&self, command: &mut Command) -> Process {
         Process::spawn(command.env("NOTIFY_SOCKET", &self.name).env_remove("LISTEN_FDS"))
     }
 

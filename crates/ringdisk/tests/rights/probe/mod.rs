@@ -11,3 +11,4 @@ mod manager;
 mod modes;
 mod neighbours;
 pub(crate) mod traced;
+mod watchdog;
