@@ -14,10 +14,10 @@ use ringdisk_throttle::{Changed, Member};
 
 use crate::events::Events;
 use crate::graph::{Drained, Gateway, Graph, Pass, State, Window};
+use crate::kept_reads::CopyOnRead;
 use crate::layer::{Layer, Node, Raw, SectorGuard};
 use crate::notices::Notices;
 use crate::options::{DetectZeroes, Discard};
-use crate::request::CopyOnRead;
 use crate::task_mutex::TaskMutex;
 use crate::watch::{ChainWatch, LimitWatch, SizeWatch, Watchers};
 use crate::{Cache, ImageOptions, NullOptions, Progress};

@@ -58,6 +58,7 @@ mod events;
 mod format_note;
 mod graph;
 pub mod jobs;
+mod kept_reads;
 mod layer;
 mod limits;
 mod live;

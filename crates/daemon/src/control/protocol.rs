@@ -293,8 +293,8 @@ impl Command {
         }
     }
 
-    /// Whether the user's word is needed when the client that gave it has left: the command goes on,
-    /// and has more opened, or another process goes on with it.
+    /// Whether the user's word is needed when the client that gave it has left: the command goes
+    /// on, and has more opened, or another process goes on with it.
     pub fn needs_word_later(&self) -> bool {
         match self {
             Command::Commit(Commit { job: Some(terms), .. })
@@ -343,8 +343,8 @@ impl Command {
                 class: "CommandNotFound",
                 ..Refusal::usage(format!(
                     "no such command: '{}'; known: stats, topology, describe, metrics, events, \
-                     resize, snapshot, commit, stream, mirror, backing, accel, copy-on-read, limit, \
-                     checkpoint-begin, checkpoint-end, checkpoint-list, checkpoint-dirty, {}, stop",
+                     resize, snapshot, commit, stream, mirror, backing, accel, copy-on-read, \
+                     limit, checkpoint-begin, checkpoint-end, checkpoint-list, checkpoint-dirty, {}, stop",
                     other.escape_debug(),
                     JobCommand::NAMES
                 ))

@@ -24,7 +24,8 @@ use ringdisk_disk::Format;
 use ringdisk_storage::NbdEndpoint;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{
-    AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair, sockopt,
+    AddressFamily, RecvFlags, SendFlags, Shutdown, SocketFlags, SocketType, recv, send, shutdown,
+    socketpair, sockopt,
 };
 
 /// What a user allows.
@@ -108,6 +109,8 @@ const TARGET: &str = "ringdisk: the target of a mirror is";
 /// What is said for [`Allows::Servers`], before the endpoints.
 const SERVERS: &str = "ringdisk: a mirror goes to a server at";
 
+/// No time.
+const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 /// Longer than what is said, bytes: a path of 4096, or the addresses of a host. What is longer is
 /// cut, and so no word.
 const TEXT_BYTES_MAX: usize = 8 << 10;
@@ -119,6 +122,8 @@ pub fn give(allows: &Allows) -> io::Result<(OwnedFd, OwnedFd)> {
     let (kept, given) =
         socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     send(&kept, &allows.text(), SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?;
+    // A process that gets both ends says nothing else with them.
+    shutdown(&kept, Shutdown::Write)?;
     Ok((kept, given))
 }
 
@@ -127,12 +132,14 @@ pub fn give(allows: &Allows) -> io::Result<(OwnedFd, OwnedFd)> {
 ///
 /// * `server`: pid of the process that passes it on.
 pub fn given(word: &OwnedFd, server: u32) -> Option<Allows> {
-    let is_user = sockopt::socket_peercred(word).is_ok_and(|peer| {
-        let pid = peer.pid.as_raw_nonzero().get().cast_unsigned();
-        let is_other = pid != server && pid != std::process::id();
-        is_other && (peer.uid.is_root() || peer.uid == rustix::process::getuid())
-    });
+    let peer = sockopt::socket_peercred(word).ok()?;
+    let pid = peer.pid.as_raw_nonzero().get().cast_unsigned();
+    let is_other = pid != server && pid != std::process::id();
+    let is_user = is_other && (peer.uid.is_root() || peer.uid == rustix::process::getuid());
     if !is_user || sockopt::socket_type(word) != Ok(SocketType::SEQPACKET) {
+        return None;
+    }
+    if !is_said(word) {
         return None;
     }
     let mut said = [MaybeUninit::uninit(); TEXT_BYTES_MAX];
@@ -142,11 +149,16 @@ pub fn given(word: &OwnedFd, server: u32) -> Option<Allows> {
     Allows::read(said)
 }
 
+/// Whether nothing more can be said to it.
+fn is_said(word: &OwnedFd) -> bool {
+    let mut ready = [PollFd::new(word, PollFlags::RDHUP)];
+    poll(&mut ready, Some(&NOW)) == Ok(1) && ready[0].revents().contains(PollFlags::RDHUP)
+}
+
 /// Whether the user who gave it still waits.
 pub fn lasts(word: &OwnedFd) -> bool {
-    let mut ready = [PollFd::new(word, PollFlags::RDHUP)];
-    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    poll(&mut ready, Some(&now)) == Ok(0)
+    // Its closing, which is told unasked. That nothing more is said is so from the beginning.
+    poll(&mut [PollFd::new(word, PollFlags::empty())], Some(&NOW)) == Ok(0)
 }
 
 #[cfg(test)]
@@ -188,6 +200,26 @@ mod tests {
         for text in ["\n", "\nnowhere", " [::1]:1", "\n[::1]:1\n", "\n[0::1]:1"] {
             assert_eq!(Allows::read(format!("{SERVERS}{text}").as_bytes()), None, "{text:?}");
         }
+    }
+
+    /// A process that gets both ends, and has taken what the user has said.
+    #[test]
+    fn nothing_else_is_said_with_the_sockets_of_a_user() {
+        let (kept, word) = give(&Allows::Writing).expect("sockets");
+        assert!(lasts(&word) && is_said(&word));
+        let mut taken = [0; 64];
+        recv(&word, &mut taken, RecvFlags::DONTWAIT).expect("what the user has said");
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        let sent = send(&kept, &Allows::Notes(None).text(), flags);
+        assert_eq!(sent, Err(rustix::io::Errno::PIPE));
+        assert!(lasts(&word));
+        drop(kept);
+        assert!(!lasts(&word));
+        // One who can say more is nobody's word.
+        let (_said, more) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+                .expect("sockets");
+        assert!(!is_said(&more));
     }
 
     #[test]

@@ -6,7 +6,7 @@
 //! away is asked once. A disk that does not keep what is read looks at one flag for each request.
 //! One that does allocates memory for each.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use ringdisk_qcow2::GuestOffset;
 use ringdisk_ring::Ring;
@@ -15,22 +15,6 @@ use crate::Disk;
 use crate::graph::Graph;
 use crate::graph::fill::{FillFailure, Filler, pieces};
 use crate::{Error, ErrorKind};
-
-/// Whether it is done, and what came of it.
-#[derive(Debug, Default)]
-pub(crate) struct CopyOnRead {
-    is_on: AtomicBool,
-    /// The last piece could not be kept; it was said.
-    is_failing: AtomicBool,
-    /// Bytes that were kept.
-    kept: AtomicU64,
-}
-
-impl CopyOnRead {
-    pub(crate) fn new(is_on: bool) -> CopyOnRead {
-        CopyOnRead { is_on: AtomicBool::new(is_on), ..CopyOnRead::default() }
-    }
-}
 
 impl Disk {
     /// Whether what clients read of the layers below is kept in the top image.
@@ -46,8 +30,8 @@ impl Disk {
 
     /// Begins or ends it, for requests from now on. Any thread.
     ///
-    /// Errors: `PermissionDenied` for a disk that is not written; `Unsupported` to begin it where the top
-    /// is no qcow2 image, which has nothing below it.
+    /// Errors: `PermissionDenied` for a disk that is not written; `Unsupported` to begin it where
+    /// the top is no qcow2 image, which has nothing below it.
     pub fn set_copy_on_read(&self, is_on: bool) -> Result<(), Error> {
         if is_on {
             if self.is_read_only() {

@@ -12,6 +12,5 @@ mod throttled;
 mod write;
 mod write_back;
 
-pub(crate) use copy_on_read::CopyOnRead;
 pub use map::{Mapped, Mapping, View};
 pub use status::MapEntry;

@@ -47,8 +47,9 @@ pub(crate) struct ImageArgs {
     /// make it look like another format the next time; `--format raw` allows them. A file that is
     /// opened with `raw` and written keeps a note of that (the extended attribute
     /// user.ringdisk.format), and where it can keep none the writes stay refused. `serve
-    /// --vhost-user-blk` asks for the format of what is not qcow2 and has no such note. An image with the note that begins
-    /// like another format, and a block device that does, are not guessed: say what they are.
+    /// --vhost-user-blk` asks for the format of what is not qcow2 and has no such note. An image
+    /// with the note that begins like another format, and a block device that does, are not
+    /// guessed: say what they are.
     #[arg(short, long, value_parser = format_parser())]
     pub(crate) format: Option<Format>,
 

@@ -87,8 +87,8 @@ fn errors_of_a_server_are_those_of_the_requests() {
     assert!(piece(disk.path(), 3 * MIB, 4096) == pattern(3, MIB, 4096));
     drop(file);
     disk.stop();
-    // Every second read of a copy fails: it says so and ends. Of 64 pieces apart, which are read one
-    // by one, all succeed once in 2^64 runs.
+    // Every second read of a copy fails: it says so and ends. Of 64 pieces apart, which are read
+    // one by one, all succeed once in 2^64 runs.
     let scattered = d.join("scattered.img");
     images::sparse(&scattered, 64 * MIB);
     let file = fs::File::options().write(true).open(&scattered).expect("open");

@@ -89,7 +89,7 @@ pub(crate) struct NbdDiskArgs {
     #[arg(skip = true)]
     pub(crate) allocation_depth: bool,
 
-    /// Offer a bitmap that records, as it is at the start: callers of `qemu-nbd` name all there are.
+    /// Offer a bitmap that records, as it is at the start: callers of `qemu-nbd` name all of them.
     #[arg(skip)]
     pub(crate) shows_recording: bool,
 }

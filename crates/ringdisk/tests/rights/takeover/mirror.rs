@@ -12,8 +12,8 @@ use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::{Mounted, scratch, text};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, SocketFlags,
-    SocketType, recvmsg, send, socketpair,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, Shutdown,
+    SocketFlags, SocketType, recvmsg, send, shutdown, socketpair,
 };
 
 use crate::common::tools::ringdisk;
@@ -28,6 +28,7 @@ fn word(said: &str) -> (OwnedFd, OwnedFd) {
     let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None);
     let (kept, given) = pair.expect("sockets");
     send(&kept, said.as_bytes(), SendFlags::NOSIGNAL).expect("said");
+    shutdown(&kept, Shutdown::Write).expect("nothing more is said");
     (kept, given)
 }
 
