@@ -19,7 +19,7 @@ use crate::limits::mount_at;
 use crate::process::{Finished, Process, command, ok_words, patient, run, until};
 
 /// How long a mount may take to answer on a busy machine.
-const READY: Duration = Duration::from_secs(20);
+const READY: Duration = Duration::from_secs(60);
 /// How long a mount may be there without a word that it is ready: a pipe or a shell may have
 /// swallowed the word.
 const QUIET: Duration = Duration::from_secs(2);

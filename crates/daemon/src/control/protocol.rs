@@ -344,7 +344,8 @@ impl Command {
                 ..Refusal::usage(format!(
                     "no such command: '{}'; known: stats, topology, describe, metrics, events, \
                      resize, snapshot, commit, stream, mirror, backing, accel, copy-on-read, \
-                     limit, checkpoint-begin, checkpoint-end, checkpoint-list, checkpoint-dirty, {}, stop",
+                     limit, checkpoint-begin, checkpoint-end, checkpoint-list, checkpoint-dirty, \
+                     {}, stop",
                     other.escape_debug(),
                     JobCommand::NAMES
                 ))

@@ -70,26 +70,32 @@ impl Shown {
     /// was given this.
     ///
     /// * `disk`: as it is served now: commands may have put another image on top of the one that
-    ///   was named, which may have another format.
+    ///   was named, which may have another format, and may have moved the disk to another one.
     ///
     /// Errors: each option with both values.
     pub fn check(&self, new: &Shown, disk: &Disk) -> Result<(), String> {
         let layers = disk.layers();
-        let top = layers.first().map(|top| Image {
-            name: top.name().to_string_lossy().into_owned(),
-            identity: top.file().and_then(|file| file.identity()),
+        let images = layers.iter().map(|layer| {
+            let image = Image {
+                name: layer.name().to_string_lossy().into_owned(),
+                identity: layer.file().and_then(|file| file.identity()),
+            };
+            (image, layer.format().map(Format::name))
         });
-        let format = layers.first().and_then(|top| top.format()).map(Format::name);
-        self.compare(new, top.as_ref(), format)
+        self.compare(new, &images.collect::<Vec<_>>())
     }
 
-    /// * `format`: of the image on top.
-    fn compare(
-        &self,
-        new: &Shown,
-        top: Option<&Image>,
-        format: Option<&str>,
-    ) -> Result<(), String> {
+    /// * `layers`: images and their formats, the one on top first.
+    fn compare(&self, new: &Shown, layers: &[(Image, Option<&'static str>)]) -> Result<(), String> {
+        let top = layers.first().map(|(image, _)| image);
+        // Where a mirror has moved the disk, the image that it was moved to may have others on top.
+        let has_moved = |old: &Image| !layers.iter().any(|(image, _)| old.is(image));
+        let known = match &self.image {
+            Some(old) if has_moved(old) => layers,
+            _ => layers.get(..1).unwrap_or_default(),
+        };
+        let named =
+            new.image.as_ref().and_then(|new| known.iter().find(|(image, _)| new.is(image)));
         let value = |text: &str| match text {
             "" => String::from("not given"),
             text => format!("'{}'", visible(text)),
@@ -97,20 +103,20 @@ impl Shown {
         let mut differences = Vec::new();
         if let (Some(old), Some(new)) = (&self.image, &new.image)
             && !new.is(old)
-            && !top.is_some_and(|top| new.is(top))
+            && named.is_none()
         {
             // What is on top now is what one has to name from now on.
             let served = top.map_or(&old.name, |top| &top.name);
             differences.push(format!("the image is {}, not {}", value(served), value(&new.name)));
         }
-        // The words for the image on top are about that one.
-        let is_about_top = match (&self.image, &new.image) {
-            (Some(old), Some(new)) => !new.is(old),
-            _ => false,
+        // The words for another image are about that one.
+        let other = match (&self.image, &new.image) {
+            (Some(old), Some(new)) if !new.is(old) => named.or(layers.first()),
+            _ => None,
         };
+        let format = other.and_then(|(_, format)| *format);
         for (option, old) in &self.options {
-            let is_format = option == "--format" && is_about_top;
-            let old = format.filter(|_| is_format).unwrap_or(old);
+            let old = format.filter(|_| option == "--format").unwrap_or(old);
             if let Some(new) = new.options.get(option).filter(|new| *new != old) {
                 differences.push(format!("{option} is {} there, {} here", value(old), value(new)));
             }

@@ -65,7 +65,7 @@ async fn finish(
     name: &str,
     bytes: &mut [u8],
 ) {
-    let known = load.stop();
+    let known = load.halt(ring).await;
     bytes[..known.len()].copy_from_slice(&known);
     assert_same(&read_steps(ring, &disk, 1 << 20).await, bytes);
     assert_eq!(disk.close(ring).await, Ok(()));
@@ -250,13 +250,13 @@ fn internal_snapshots_are_made_applied_and_deleted_under_clients() {
         let create = |name: &str| SnapshotChange::Create(name.to_owned());
         disk.snapshot(&ring, create("busy")).await.expect("create");
         load.progress(&ring, SOME).await;
-        let then = load.stop();
+        let then = load.halt(&ring).await;
         disk.snapshot(&ring, create("quiet")).await.expect("create");
         let load = Load::start(&disk, &then, 18);
         load.progress(&ring, SOME).await;
         disk.snapshot(&ring, SnapshotChange::Delete("busy".to_owned())).await.expect("delete");
         load.progress(&ring, SOME).await;
-        drop(load.stop());
+        drop(load.halt(&ring).await);
         let error = disk.snapshot(&ring, SnapshotChange::Apply("busy".to_owned())).await;
         assert_eq!(error.expect_err("gone").kind(), ErrorKind::Invalid);
         disk.snapshot(&ring, SnapshotChange::Apply("quiet".to_owned())).await.expect("apply");

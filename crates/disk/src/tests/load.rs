@@ -67,18 +67,13 @@ impl Load {
         }
     }
 
-    /// As [`Load::stop`], where tasks of the ring do something for which clients may wait.
+    /// Ends the load; what the disk must have where the clients worked. Tasks of the ring go on
+    /// meanwhile: clients may wait for them.
     pub(crate) async fn halt(self, ring: &Ring) -> Vec<u8> {
         self.stop.store(true, Ordering::Relaxed);
         while !self.threads.iter().all(JoinHandle::is_finished) {
             ring.sleep(std::time::Duration::from_millis(1)).await;
         }
-        self.stop()
-    }
-
-    /// Ends the load; what the disk must have where the clients worked.
-    pub(crate) fn stop(self) -> Vec<u8> {
-        self.stop.store(true, Ordering::Relaxed);
         let mut bytes = Vec::new();
         for thread in self.threads {
             for part in thread.join().expect("the clients of a thread") {

@@ -165,7 +165,11 @@ fn survive(format: &'static str, packed: bool, inflight: bool, seed: u64) {
 
 #[test]
 fn limits_that_a_command_has_set_outlive_the_server() {
-    let server = Server::start("qcow2", &["--limit", "iops=1000"]);
+    let directory = scratch();
+    let pidfile = directory.path().join("pid");
+    let server = Server::start("qcow2", &["--limit", "iops=1000", "--pidfile", text(&pidfile)]);
+    // Before, nobody takes the place of a server that is killed.
+    until(LIMIT, || pidfile.exists().then_some(())).expect("it serves");
     let limits = || {
         let shown = until(LIMIT, || Some(server.ctl(&["limit"])).filter(|it| it.code() == Some(0)));
         shown.expect("it answers").stdout

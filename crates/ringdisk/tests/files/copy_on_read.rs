@@ -20,9 +20,10 @@ fn what_was_read_is_in_the_image_on_top() {
     qemu_img(d, &create).ok();
     let disk = serve(&d.join("top.qcow2"), &["--copy-on-read"]);
     assert!(piece(disk.path(), 2 * MIB, 1 << 20) == pattern(3, 2 * MIB, 1 << 20));
-    ctl(&disk, &["copy-on-read", "off"]).ok().says("kept no longer");
+    let said = |word| ctl(&disk, &["copy-on-read", word]).ok().out;
+    assert!(said("off").contains("kept no longer"));
     assert!(piece(disk.path(), 8 * MIB, 1 << 20) == pattern(3, 8 * MIB, 1 << 20));
-    ctl(&disk, &["copy-on-read", "on"]).ok().says("is kept in the image on top now");
+    assert!(said("on").contains("is kept in the image on top now"));
     assert!(piece(disk.path(), 12 * MIB, 1 << 20) == pattern(3, 12 * MIB, 1 << 20));
     assert_eq!(disk.stop().code(), Some(0));
     assert_clean(&d.join("top.qcow2"));
@@ -44,7 +45,7 @@ fn a_disk_that_cannot_keep_what_is_read_says_so() {
     let d = directory.path();
     images::raw(&d.join("base.raw"), MIB, 3);
     let disk = serve(&d.join("base.raw"), &["--format", "raw"]);
-    ctl(&disk, &["copy-on-read", "on"]).ends(3).says("no qcow2 image");
+    ctl(&disk, &["copy-on-read", "on"]).ends(11).says("no qcow2 image");
     ctl(&disk, &["copy-on-read", "perhaps"]).ends(2);
     assert_eq!(disk.stop().code(), Some(0));
     let words = ["mount", "--read-only", "--copy-on-read", "base.raw", "disk"];

@@ -174,7 +174,7 @@ fn a_target_is_left_as_a_copy_of_one_instant() {
             load.progress(&ring, SOME).await;
             let error = mirror.control.complete(true).expect_err("another size");
             assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
-            let known = load.stop();
+            let known = load.halt(&ring).await;
             mirror.control.complete(false).expect("complete");
             assert_eq!(mirror.end(&ring).await.expect("mirror"), MirrorEnd::Copied);
             assert_eq!(disk.write(&ring, 0, &junk).await, Ok(1 << 20));
@@ -386,7 +386,7 @@ fn target_fails(options: MirrorOptions, on_error: OnError, errno: Errno) {
         progress.set_on_error(OnError::Ignore);
         let mirror = Running::with(&ring, &disk, Arc::clone(&target), options, progress);
         assert!(mirror.control.ready().await);
-        let known = load.stop();
+        let known = load.halt(&ring).await;
         mirror.control.complete(false).expect("complete");
         mirror.end(&ring).await.expect("mirror");
         assert_same(&sim.image()[..known.len()], &known);
@@ -473,7 +473,7 @@ fn a_target_that_fails_in_the_last_step_leaves_the_disk() {
             progress.resume();
             assert_eq!(mirror.end(&ring).await.expect("mirror"), MirrorEnd::Pivoted);
             load.progress(&ring, SOME).await;
-            let known = load.stop();
+            let known = load.halt(&ring).await;
             assert_eq!(disk.close(&ring).await, Ok(()));
             assert_same(&sim.image()[..known.len()], &known);
         });
@@ -508,7 +508,7 @@ fn a_target_is_on_stable_storage_when_clients_go_on_with_it() {
             let mirror = Running::start(&ring, &disk, target, BACKGROUND);
             assert!(mirror.control.ready().await);
             load.progress(&ring, SOME).await;
-            let known = load.stop();
+            let known = load.halt(&ring).await;
             mirror.control.complete(true).expect("complete");
             assert_eq!(mirror.end(&ring).await.expect("mirror"), MirrorEnd::Pivoted);
             for seed in 0..4 {
@@ -620,7 +620,7 @@ fn suspended(options: &MirrorOptions, is_ready: bool, records: bool) {
             assert!(mirror.control.ready().await);
         }
         load.progress(&ring, SOME).await;
-        let known = load.stop();
+        let known = load.halt(&ring).await;
         disk.suspend_for_hand_over(vec![Arc::clone(&progress)]);
         let handed = disk.hand_over(&ring).await.expect("the mirror stops");
         mirror.end(&ring).await.expect_err("suspended");
@@ -643,7 +643,7 @@ fn suspended(options: &MirrorOptions, is_ready: bool, records: bool) {
         load.progress(&ring, SOME).await;
         mirror.control.complete(true).expect("it can switch over");
         assert_eq!(mirror.end(&ring).await.expect("mirror"), MirrorEnd::Pivoted);
-        let known = load.stop();
+        let known = load.halt(&ring).await;
         assert_same(&read_steps(&ring, &new, 1 << 20).await[..known.len()], &known);
         assert_eq!(new.close(&ring).await, Ok(()));
     });
