@@ -62,7 +62,7 @@ async fn at_once(ring: &Ring, disk: &Arc<Disk>, expected: &[u8], seed: u64) -> V
     assert_same(&read_steps(ring, checkpoint.disk(), 1 << 20).await, &before);
     assert_eq!(checkpoint.state(), CheckpointState::Running);
     checkpoint.end(ring, CheckpointEnd::Drop).await.expect("the end");
-    let expected = load.halt(&ring).await;
+    let expected = load.halt(ring).await;
     assert_same(&read_steps(ring, disk, 1 << 20).await[..expected.len()], &expected);
     expected
 }
@@ -81,7 +81,7 @@ async fn known(ring: &Ring, disk: &Arc<Disk>, expected: Vec<u8>, seed: u64) -> V
         assert!(reader.join().expect("a reader") > 0);
     }
     checkpoint.end(ring, CheckpointEnd::Drop).await.expect("the end");
-    load.halt(&ring).await
+    load.halt(ring).await
 }
 
 #[test]
