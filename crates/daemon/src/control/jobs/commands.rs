@@ -1,10 +1,11 @@
 //! What clients of the control socket ask of the jobs of a disk.
 //!
-//! Promises: nothing but `job-wait` waits for a job.
+//! Promises: nothing but `job-wait` waits for a job. While another process takes the disk over,
+//! commands wait for a moment, as that may be given up.
 
 use std::pin::pin;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ringdisk_disk::Progress;
 use ringdisk_ring::Ring;
@@ -18,6 +19,10 @@ use crate::failure::{Exit, Failure};
 
 /// How often a client that waits is told how far the job is.
 const REPORT: Duration = Duration::from_millis(200);
+/// How long a command waits for a hand-over, of which clients notice less.
+const HAND_OVER: Duration = Duration::from_secs(2);
+/// How often it looks.
+const HAND_OVER_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 impl Jobs {
     /// Does what is asked for.
@@ -40,6 +45,10 @@ impl Jobs {
         let job = self.find(id)?;
         if let JobCommand::Wait(_) = command {
             return wait(ring, &job, progress).await;
+        }
+        let end = Instant::now() + HAND_OVER;
+        while self.check_stays().is_err() && !progress.is_cancelled() && Instant::now() < end {
+            ring.sleep(HAND_OVER_POLL_INTERVAL).await;
         }
         check_goes_on(&job)?;
         self.check_stays()?;

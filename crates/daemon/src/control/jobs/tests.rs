@@ -167,6 +167,34 @@ fn a_job_stands_still_for_a_hand_over_and_goes_on_where_that_ends() {
 }
 
 #[test]
+fn a_command_waits_for_the_end_of_a_hand_over_that_is_given_up() {
+    let jobs = Arc::new(Jobs::default());
+    let job = jobs.begin(new(None, &["a"])).expect("a job");
+    on_ring(async |ring| {
+        let moving = jobs.begin_move();
+        let (all, inner, answer) = (Arc::clone(&jobs), ring.clone(), Rc::new(Cell::new(None)));
+        let slot = Rc::clone(&answer);
+        let command = JobCommand::Cancel(Named { id: job.id().to_owned() });
+        ring.spawn(async move {
+            let told = all.execute(&inner, &command, "", &Arc::default()).await;
+            slot.set(Some(told.map(drop)));
+        });
+        ring.sleep(Duration::from_millis(50)).await;
+        assert!(answer.take().is_none(), "it waits");
+        assert!(!job.progress().is_cancelled());
+        drop(moving);
+        loop {
+            if let Some(told) = answer.take() {
+                told.expect("the job is here");
+                break;
+            }
+            ring.sleep(Duration::from_millis(1)).await;
+        }
+        assert!(job.progress().is_cancelled());
+    });
+}
+
+#[test]
 fn each_state_of_a_job_is_an_event() {
     let (jobs, events) = (Jobs::default(), Events::default());
     let job = jobs.begin(new(None, &["a"])).expect("a job");
