@@ -7,7 +7,7 @@ pub mod targets;
 use std::cell::RefCell;
 
 use ringdisk_qcow2::{
-    CheckVerdict, GuestOffset, ImageBytes, Nothing, OpenOptions, Qcow2, check_bytes,
+    Bytes, CheckVerdict, GuestOffset, ImageBytes, Nothing, OpenOptions, Qcow2, check_bytes,
 };
 use ringdisk_ring::{Config, Errno, IoBuf, Ring, Runtime};
 use ringdisk_testkit::layout::Shape;
@@ -73,7 +73,7 @@ pub fn options(input: &mut Input<'_>) -> OpenOptions {
     let choice = input.byte();
     OpenOptions {
         writable: true,
-        metadata_cache_bytes: (choice & 1 == 1).then_some(0),
+        metadata_cache_bytes: (choice & 1 == 1).then_some(Bytes::ZERO),
         discard_no_unref: choice & 6 == 6,
         ..OpenOptions::default()
     }
@@ -86,10 +86,11 @@ pub async fn operate(
     input: &mut Input<'_>,
     model: &mut [u8],
 ) -> Result<(), Errno> {
-    let size = image.virtual_size().min(model.len() as u64);
+    let size = image.virtual_size().0.min(model.len() as u64);
     let (kind, at) = (input.byte(), input.below(size));
     let len = (1 + input.below(20_000)).min(size - at);
     let range = at as usize..(at + len) as usize;
+    let len = Bytes(len);
     let byte = input.byte();
     match kind % 8 {
         0..=3 => {
@@ -132,8 +133,8 @@ pub fn damage(sim: &SimStorage, input: &mut Input<'_>) {
 struct Look<'a>(&'a SimStorage);
 
 impl ImageBytes for Look<'_> {
-    fn image_len(&self) -> u64 {
-        self.0.len()
+    fn image_len(&self) -> Bytes {
+        Bytes(self.0.len())
     }
 
     fn read_into(&self, offset: u64, out: &mut [u8]) {

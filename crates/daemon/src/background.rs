@@ -70,6 +70,52 @@ pub fn run_child() -> Result<u8, Failure> {
     }
 }
 
+/// What a process does that was asked to serve in the background.
+#[derive(Debug)]
+pub enum Turn {
+    /// It serves; with a way to say that it is ready, where its parent waits for that.
+    Serves(Option<Background>),
+    /// Its child serves, or has failed; the exit code.
+    Parent(u8),
+}
+
+impl Turn {
+    /// Finds out whether this process is the one that serves; else starts that.
+    ///
+    /// * `is_kept`: a process that keeps what this one serves is its parent, and is in the
+    ///   background already.
+    /// * `start`: starts the child, such as [`run_child`].
+    ///
+    /// Errors: those of `start`, and of [`Background::enter`].
+    pub fn take(
+        is_kept: bool,
+        start: impl FnOnce() -> Result<u8, Failure>,
+    ) -> Result<Turn, Failure> {
+        if is_kept && Role::Kept.is_ours() {
+            return Ok(Turn::Serves(None));
+        }
+        if Role::Background.is_ours() || Role::Device.is_ours() {
+            return Background::enter().map(|background| Turn::Serves(Some(background)));
+        }
+        start().map(Turn::Parent)
+    }
+}
+
+/// Refuses sockets of a service manager, which a child in the background does not get.
+///
+/// Errors: there are some.
+pub fn refuse_passed_sockets() -> Result<(), Failure> {
+    let is_ours = |pid: String| pid == std::process::id().to_string();
+    if !std::env::var("LISTEN_PID").is_ok_and(is_ours) {
+        return Ok(());
+    }
+    Err(Failure::new(
+        Exit::Usage,
+        "a process in the background does not get the sockets of the service manager",
+    )
+    .hint("leave --daemonize out; the manager waits for Type=notify"))
+}
+
 /// The child's way to say that it is ready.
 #[derive(Debug)]
 pub struct Background {

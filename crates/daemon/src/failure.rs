@@ -4,11 +4,15 @@
 //! change their meaning; a message says each thing once, although some errors repeat their causes
 //! and some do not.
 
+mod cause;
+
 use std::error::Error as StdError;
 use std::io;
 
 use ringdisk_export::HaltReason;
 use ringdisk_ring::SetupError;
+
+pub use cause::Cause;
 
 /// How the program ends. The numbers are an interface: scripts match on them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -152,6 +156,7 @@ pub struct Failure {
     pub exit: Exit,
     message: String,
     hint: Option<String>,
+    cause: Option<Box<Cause>>,
     /// A code of the command's own, where it has qemu-img's.
     code: Option<u8>,
     /// The signal that ended the command.
@@ -161,13 +166,15 @@ pub struct Failure {
 impl Failure {
     /// * `message`: the object and the reason.
     pub fn new(exit: Exit, message: impl Into<String>) -> Failure {
-        Failure { exit, message: message.into(), hint: None, code: None, signal: None }
+        let message = message.into();
+        Failure { exit, message, hint: None, cause: None, code: None, signal: None }
     }
 
     /// From an error with all of its causes.
     pub fn caused(exit: Exit, error: &(dyn StdError + 'static)) -> Failure {
         let exit = if exit == Exit::Image && is_full(error) { Exit::Storage } else { exit };
-        Failure::new(exit, chain(error))
+        let cause = Cause::of(error).map(Box::new);
+        Failure { cause, ..Failure::new(exit, chain(error)) }
     }
 
     /// From an error of the system while `doing` was being done.
@@ -186,6 +193,12 @@ impl Failure {
     /// Adds what the user can do, shown on a line of its own.
     pub fn hint(mut self, hint: impl Into<String>) -> Failure {
         self.hint = Some(hint.into());
+        self
+    }
+
+    /// Adds the cause, for programs.
+    pub fn because(mut self, cause: Cause) -> Failure {
+        self.cause = Some(Box::new(cause));
         self
     }
 
@@ -225,7 +238,21 @@ impl Failure {
     /// Puts what was being done in front of the message.
     pub fn context(mut self, doing: impl std::fmt::Display) -> Failure {
         self.message = format!("{doing}: {}", self.message);
+        self.cause = self.cause.map(|cause| Box::new(cause.of_part()));
         self
+    }
+
+    /// Why, where a program could act on that or say it in words of its own.
+    pub fn cause(&self) -> Option<&Cause> {
+        self.cause.as_deref()
+    }
+
+    /// What is wrong with an image, wherever in its chain that is.
+    pub fn image_cause(&self) -> Option<&ringdisk_disk::Cause> {
+        match self.cause() {
+            Some(Cause::Image(cause)) => Some(cause.root()),
+            _ => None,
+        }
     }
 
     /// The message.

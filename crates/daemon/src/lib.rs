@@ -5,6 +5,17 @@
 //! ([`failure::Exit`]) and says what the user can do; nothing that comes from a socket, the
 //! environment or another process ends in a panic.
 //!
+//! ```
+//! use ringdisk_daemon::failure::{Exit, Failure};
+//! use ringdisk_daemon::size::{parse_size, parse_time};
+//!
+//! assert_eq!(parse_size("1.5K")?, 1536);
+//! assert_eq!(parse_time("250us")?.as_micros(), 250);
+//! let failure = Failure::new(Exit::Usage, parse_size("a lot").unwrap_err()).hint("see --help");
+//! assert_eq!(failure.exit.code(), 2);
+//! # Ok::<(), String>(())
+//! ```
+//!
 //! Modules use those above them in this list, never those below:
 //! - [`failure`], [`size`], [`when`], [`log_target`], [`terminal`]: errors with exit codes,
 //!   numbers, times and text for people, and where messages go;
@@ -17,7 +28,8 @@
 //!   [`background`] starts it so for `--daemonize`;
 //! - [`confine`]: the sandbox; [`new_file`], [`pidfile`], [`mountpoint`]: names that go at the end;
 //! - [`control`]: control sockets, and the registry in which they are found; [`sockets`]: those of
-//!   front ends; [`run_as`]: the user that a process serves as;
+//!   front ends; [`run_as`]: the user that a process serves as; [`unmount`]: the end of a mount of
+//!   any process;
 //! - [`watchdog`]: says to a manager that queue threads answer;
 //! - [`processes`], [`rates`]: all disks that are served on this machine, and what they do;
 //! - [`keep`] and [`upgrade`]: how a successor goes on with what a process served.
@@ -53,6 +65,7 @@ pub mod stats;
 pub mod stopping;
 pub mod terminal;
 pub mod topology;
+pub mod unmount;
 pub mod upgrade;
 pub mod watchdog;
 pub mod when;

@@ -24,7 +24,7 @@ use rustix::fs::{CWD, FlockOperation, OFlags, RenameFlags, fcntl_lock, renameat_
 use rustix::io::Errno;
 use rustix::process::geteuid;
 
-use crate::failure::{Exit, Failure, words};
+use crate::failure::{Cause, Exit, Failure, words};
 use crate::helper;
 use crate::pid_text;
 
@@ -83,10 +83,7 @@ impl Pidfile {
             }
             return Ok(Pidfile { path: path.to_owned(), file, stays: false });
         }
-        Err(Failure::new(
-            Exit::General,
-            format!("cannot create PID file: '{}' comes and goes", path.display()),
-        ))
+        Err(refused(Exit::General, format!("'{}' comes and goes", path.display())))
     }
 }
 
@@ -140,8 +137,7 @@ fn open_existing(path: &Path) -> Result<Option<File>, Failure> {
     let flags = (OFlags::NONBLOCK | OFlags::NOFOLLOW).bits().cast_signed();
     let opened = OpenOptions::new().read(true).write(true).custom_flags(flags).open(path);
     let refuse = |what: &str| {
-        let text = format!("cannot create PID file: '{}' {what}", path.display());
-        Err(Failure::new(Exit::General, text)
+        Err(refused(Exit::General, format!("'{}' {what}", path.display()))
             .hint("give another name, or remove that file if nobody needs it"))
     };
     let mut file = match opened {
@@ -155,7 +151,7 @@ fn open_existing(path: &Path) -> Result<Option<File>, Failure> {
         return refuse("is not a regular file");
     }
     if meta.uid() != geteuid().as_raw() {
-        return refuse("belongs to somebody else, who could put another pid into it");
+        return refuse("belongs to another user, who could put another pid into it");
     }
     if meta.nlink() > 1 {
         return refuse("has other names, too");
@@ -220,11 +216,8 @@ fn lock_for(path: &Path, file: &File, how: FlockOperation) -> Result<(), Failure
         Ok(()) => Ok(()),
         Err(errno @ (Errno::AGAIN | Errno::ACCESS)) => {
             let reason = words(&io::Error::from(errno));
-            Err(Failure::new(
-                Exit::Locked,
-                format!("cannot create PID file: Cannot lock pid file: {reason}"),
-            )
-            .hint(format!("the process named in '{}' still runs", path.display())))
+            Err(refused(Exit::Locked, format!("Cannot lock pid file: {reason}"))
+                .hint(format!("the process named in '{}' still runs", path.display())))
         }
         Err(errno) => Err(cannot(path, "Cannot lock pid file: ", &errno.into())),
     }
@@ -259,11 +252,15 @@ fn is_named(path: &Path, file: &File) -> bool {
 
 /// The failure, in the words that scripts know from QEMU's daemons.
 fn cannot(path: &Path, what: &str, error: &io::Error) -> Failure {
-    Failure::system(
-        format!("cannot create PID file: {what}'{}'", path.display()),
-        error,
-        Exit::General,
-    )
+    let file = format!("{what}'{}'", path.display());
+    let why = format!("{file}: {}", words(error));
+    Failure::system(format!("cannot create PID file: {file}"), error, Exit::General)
+        .because(Cause::PidFile { why })
+}
+
+/// The same, where the system reported no error.
+fn refused(exit: Exit, why: String) -> Failure {
+    Failure::new(exit, format!("cannot create PID file: {why}")).because(Cause::PidFile { why })
 }
 
 #[cfg(test)]

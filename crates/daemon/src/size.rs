@@ -5,6 +5,8 @@
 
 use std::time::Duration;
 
+use crate::failure::{Cause, Exit, Failure};
+
 /// Powers of 1024 by their letter. Factors are bytes.
 const UNITS: [(char, u128); 6] = [
     ('K', 1 << 10),
@@ -27,7 +29,7 @@ const TIMES: [(&str, u128); 5] = [
 /// Largest size: file offsets are signed 64-bit numbers.
 pub const SIZE_MAX: u64 = i64::MAX as u64;
 
-/// Digits after the point that are read; `0.000000001` of a unit is the finest anybody means, and
+/// Digits after the point that are read; `0.000000001` of a unit is finer than a user means, and
 /// the arithmetic stays far inside 128 bits.
 const FRACTION_DIGITS_MAX: usize = 9;
 
@@ -103,25 +105,24 @@ impl SizeChange {
     /// The new size of a disk of `old` bytes.
     ///
     /// Errors: nothing or less would be left, or more than there can be.
-    pub fn apply(self, old: u64) -> Result<u64, String> {
-        let size = self.applied(old)?;
+    pub fn apply(self, old: u64) -> Result<u64, Failure> {
+        let refuse = |text: String| Failure::new(Exit::Usage, text);
+        let nothing_left = |text: String| refuse(text).because(Cause::NothingLeft);
+        let size = match self {
+            SizeChange::To(size) => size,
+            SizeChange::Grow(by) => {
+                old.checked_add(by).filter(|size| *size <= SIZE_MAX).ok_or_else(|| {
+                    refuse(format!("{old} bytes and {by} more are too large for any disk"))
+                })?
+            }
+            SizeChange::Shrink(by) => old.checked_sub(by).ok_or_else(|| {
+                nothing_left(format!("the disk has {old} bytes, so it cannot lose {by}"))
+            })?,
+        };
         if size == 0 && old > 0 {
-            return Err(String::from("nothing would be left of the disk"));
+            return Err(nothing_left(String::from("nothing would be left of the disk")));
         }
         Ok(size)
-    }
-
-    fn applied(self, old: u64) -> Result<u64, String> {
-        match self {
-            SizeChange::To(size) => Ok(size),
-            SizeChange::Grow(by) => old
-                .checked_add(by)
-                .filter(|size| *size <= SIZE_MAX)
-                .ok_or_else(|| format!("{old} bytes and {by} more are too large for any disk")),
-            SizeChange::Shrink(by) => old
-                .checked_sub(by)
-                .ok_or_else(|| format!("the disk has {old} bytes, so it cannot lose {by}")),
-        }
     }
 }
 

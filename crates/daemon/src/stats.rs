@@ -253,13 +253,13 @@ pub fn layer_json(layer: &Layer, requests: u64) -> Value {
             "hit-rate": hit_rate(counters.loads, requests),
             "evictions": counters.evictions,
             "dirty": counters.dirty,
-            "capacity-bytes": counters.capacity_bytes,
+            "capacity-bytes": counters.capacity_bytes.0,
         })
     });
     json!({
         "filename": layer.name().to_string_lossy(),
         "format": layer.format().map(Format::name),
-        "size": layer.size(),
+        "size": layer.size().0,
         "metadata-cache": cache,
         "name-lost": layer.lost_name(),
     })
@@ -290,7 +290,7 @@ impl Report {
                 counters.loads,
                 counters.evictions,
                 counters.dirty,
-                human_size(counters.capacity_bytes),
+                human_size(counters.capacity_bytes.0),
             );
         }
         text

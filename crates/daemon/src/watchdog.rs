@@ -22,7 +22,7 @@ use crate::notify::{Notify, Word, watch};
 
 /// How often it is looked whether a thread that was asked has answered: so many times in the
 /// manager's time.
-const LOOKS: u32 = 40;
+const POLLS: u32 = 40;
 
 /// The thread; dropping it ends that.
 #[derive(Debug)]
@@ -75,7 +75,7 @@ fn watch_over(time: Duration, pulses: &[Pulse], alive: &dyn Fn(), ending: &Recei
         let begun = Instant::now();
         pulses.iter().for_each(Pulse::ask);
         while !pulses.iter().all(Pulse::is_well) {
-            if !waits(time / LOOKS) {
+            if !waits(time / POLLS) {
                 return;
             }
             // It may be too late for that soon.

@@ -11,7 +11,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ringdisk_disk::{
-    Cache, Checkpoint, CheckpointEnd, CheckpointOptions, Disk, ImageOptions, NewBitmap, Source,
+    Bytes, Cache, Checkpoint, CheckpointEnd, CheckpointOptions, Disk, ImageOptions, NewBitmap,
+    Source,
 };
 use ringdisk_ring::{Config, IoBuf, Ring, Runtime};
 use ringdisk_storage::{OpenOptions, Storage};
@@ -55,7 +56,7 @@ fn options(directory: &Path) -> CheckpointOptions {
         "fleecing file",
         &OpenOptions { no_flush: true, ..OpenOptions::default() },
     );
-    CheckpointOptions::new(Arc::new(file.expect("a storage")), READ_BYTES)
+    CheckpointOptions::new(Arc::new(file.expect("a storage")), Bytes(READ_BYTES))
 }
 
 /// A number below `bound`; a simple generator is good enough for places.
@@ -81,7 +82,7 @@ fn clients(
             let (mut state, mut times) = (client * 7919 + 1, Vec::new());
             let places = disk.size() / REQUEST_BYTES;
             while !stop.load(Ordering::Relaxed) {
-                let at = next(&mut state, places) * REQUEST_BYTES;
+                let at = next(&mut state, places.0) * REQUEST_BYTES;
                 let begun = Instant::now();
                 if client % 2 == 0 {
                     disk.write(&ring_, at, &buf).await.expect("write");
@@ -175,7 +176,7 @@ fn reader(frozen: &Arc<Disk>, stop: &AtomicBool) -> u64 {
         let buf = IoBuf::new(1 << 20, 4096);
         let mut bytes = 0;
         while !stop.load(Ordering::Relaxed) {
-            let at = bytes % frozen.size();
+            let at = bytes % frozen.size().0;
             bytes += frozen.read(&ring, at, &buf).await.expect("read") as u64;
         }
         bytes

@@ -7,6 +7,7 @@
 //! is counted without its kind). A separate thread writes the lines, so a standard error that
 //! is not read holds up no queue. At most one line of each kind is written in [`WINDOW`].
 
+use ringdisk_qcow2::Bytes;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -38,7 +39,7 @@ struct Kind {
     errno: Errno,
     /// Offset of the first one, bytes.
     offset: u64,
-    len: u64,
+    len: Bytes,
     why: Option<Failure>,
     is_logged: bool,
     /// Further ones since the last line.
@@ -140,7 +141,7 @@ impl ClientErrors {
     /// * `operation`: such as "a read".
     /// * `offset`, `len`: bytes; both 0 for an operation without a range.
     #[cold]
-    pub fn record(&self, operation: &'static str, offset: u64, len: u64, errno: Errno) {
+    pub fn record(&self, operation: &'static str, offset: u64, len: Bytes, errno: Errno) {
         if !is_failure(errno) {
             return;
         }
@@ -261,7 +262,7 @@ impl Shared {
             };
             // Not under the lock: the write may wait for the reader of standard error.
             let Kind { operation, errno, offset, len, why, .. } = new;
-            let at = if (offset, len) == (0, 0) {
+            let at = if (offset, len) == (0, Bytes::ZERO) {
                 String::new()
             } else {
                 format!(" of {len} bytes at {offset}")
@@ -326,16 +327,16 @@ mod tests {
     #[test]
     fn the_first_of_each_kind_is_logged_at_once_and_the_others_are_counted() {
         let (errors, lines) = logged(LONG);
-        errors.record("a read", 4096, 512, Errno::IO);
+        errors.record("a read", 4096, Bytes(512), Errno::IO);
         let first = lines.recv_timeout(LIMIT).expect("a line");
         assert!(first.starts_with("a read of 512 bytes at 4096 failed for a client: "), "{first}");
-        errors.record("a flush", 0, 0, Errno::NOSPC);
+        errors.record("a flush", 0, Bytes::ZERO, Errno::NOSPC);
         let first = lines.recv_timeout(LIMIT).expect("a line");
         assert!(first.starts_with("a flush failed for a client: "), "{first}");
         for _ in 0..1000 {
-            errors.record("a read", 8192, 512, Errno::IO);
+            errors.record("a read", 8192, Bytes(512), Errno::IO);
         }
-        errors.record("a read", 0, 512, Errno::OPNOTSUPP);
+        errors.record("a read", 0, Bytes(512), Errno::OPNOTSUPP);
         drop(errors);
         // The thread may have had the lock for a moment.
         let rest: Vec<String> = lines.iter().collect();
@@ -349,9 +350,9 @@ mod tests {
     #[test]
     fn counts_are_logged_once_in_a_window_and_a_kind_that_paused_is_new() {
         let (errors, lines) = logged(Duration::from_millis(50));
-        errors.record("a write", 1, 1, Errno::IO);
+        errors.record("a write", 1, Bytes(1), Errno::IO);
         assert!(lines.recv_timeout(LIMIT).expect("a line").contains("at 1 failed for a client"));
-        errors.record("a write", 2, 1, Errno::IO);
+        errors.record("a write", 2, Bytes(1), Errno::IO);
         let text = lines.recv_timeout(LIMIT).expect("a line");
         assert!(text.contains("1 more times") || text.contains("at 2 failed"), "{text}");
         let is_forgotten = || errors.shared.lock().iter().all(Option::is_none);
@@ -360,7 +361,7 @@ mod tests {
             assert!(begun.elapsed() < LIMIT);
             std::thread::yield_now();
         }
-        errors.record("a write", 3, 1, Errno::IO);
+        errors.record("a write", 3, Bytes(1), Errno::IO);
         assert!(lines.recv_timeout(LIMIT).expect("a line").contains("at 3 failed for a client"));
     }
 
@@ -372,11 +373,11 @@ mod tests {
             let _ = sender.send(());
             let _ = gate.recv();
         });
-        errors.record("a read", 0, 1, Errno::IO);
+        errors.record("a read", 0, Bytes(1), Errno::IO);
         lines.recv_timeout(LIMIT).expect("it writes, and waits");
         for _ in 0..10_000 {
-            errors.record("a read", 0, 1, Errno::IO);
-            errors.record("a write", 0, 1, Errno::NOSPC);
+            errors.record("a read", 0, Bytes(1), Errno::IO);
+            errors.record("a write", 0, Bytes(1), Errno::NOSPC);
         }
         drop(errors);
         drop(open);
@@ -389,7 +390,7 @@ mod tests {
             operation: "a read",
             errno: Errno::from_raw_os_error(number),
             offset: 0,
-            len: 1,
+            len: Bytes(1),
             why: None,
             is_logged: false,
             more: 0,

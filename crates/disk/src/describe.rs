@@ -34,17 +34,18 @@ pub fn layer(layer: &Layer) -> Value {
     {
         put("snapshots", info.snapshots.iter().map(snapshot).collect());
     }
-    put("virtual-size", json!(layer.size()));
+    put("virtual-size", json!(layer.size().0));
     put("filename", json!(layer.name().to_string_lossy()));
     if let Some(info) = info {
-        put("cluster-size", json!(info.cluster_size()));
+        put("cluster-size", json!(info.cluster_size().0));
     }
     put("format", json!(layer.format().map_or("null-co", Format::name)));
     if let Some(file) = layer.file() {
         put("actual-size", json!(file.allocated_bytes()));
     }
     if let Some(info) = info {
-        let data = qcow2_data(info, layer);
+        let bitmaps = layer.qcow2().map(|image| image.bitmaps()).unwrap_or_default();
+        let data = qcow2_data(info, &bitmaps, layer);
         put("format-specific", json!({ "type": "qcow2", "data": data }));
         if let Some(full) = layer.full_backing_name() {
             put("full-backing-filename", json!(full));
@@ -67,7 +68,7 @@ fn file_child(layer: &Layer) -> Option<Value> {
     };
     Some(json!({
         "children": [],
-        "virtual-size": file.len().next_multiple_of(SECTOR_BYTES),
+        "virtual-size": file.len().next_multiple_of(SECTOR_BYTES.0),
         "filename": layer.name().to_string_lossy(),
         "format": format,
         "actual-size": file.allocated_bytes(),
@@ -77,7 +78,7 @@ fn file_child(layer: &Layer) -> Option<Value> {
 }
 
 /// `format-specific.data` of qcow2.
-fn qcow2_data(info: &Info, layer: &Layer) -> Value {
+fn qcow2_data(info: &Info, bitmaps: &[ringdisk_qcow2::Bitmap], layer: &Layer) -> Value {
     let mut data = Map::new();
     let mut put = |key: &str, value: Value| {
         data.insert(key.to_owned(), value);
@@ -87,8 +88,8 @@ fn qcow2_data(info: &Info, layer: &Layer) -> Value {
     if info.version >= 3 {
         put("lazy-refcounts", json!(info.lazy_refcounts));
     }
-    if !info.bitmaps.is_empty() {
-        put("bitmaps", info.bitmaps.iter().map(bitmap).collect());
+    if !bitmaps.is_empty() {
+        put("bitmaps", bitmaps.iter().map(bitmap).collect());
     }
     put("refcount-bits", json!(info.refcount_bits));
     if info.version >= 3 {
@@ -117,7 +118,7 @@ fn bitmap(bitmap: &ringdisk_qcow2::Bitmap) -> Value {
     json!({
         "flags": flags,
         "name": bitmap.name,
-        "granularity": bitmap.granularity_bytes,
+        "granularity": bitmap.granularity_bytes.0,
     })
 }
 
@@ -134,7 +135,7 @@ fn snapshot(snapshot: &Snapshot) -> Value {
         "date-nsec": snapshot.date_nanoseconds,
         "vm-clock-sec": snapshot.vm_clock_nanoseconds / NANOSECONDS,
         "id": snapshot.id,
-        "vm-state-size": snapshot.vm_state_bytes,
+        "vm-state-size": snapshot.vm_state_bytes.0,
     });
     if let Value::Object(rest) = rest {
         value.extend(rest);

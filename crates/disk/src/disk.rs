@@ -5,17 +5,20 @@
 //! touches no reference count that another thread touches.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
-use ringdisk_qcow2::HostOffset;
+use ringdisk_qcow2::{Bytes, GuestOffset, HostOffset};
+use ringdisk_ring::Ring;
 use ringdisk_storage::Storage;
 use ringdisk_throttle::{Changed, Member};
 
+use crate::background::{Background, Turn};
 use crate::events::Events;
 use crate::graph::{Drained, Gateway, Graph, Pass, State, Window};
 use crate::kept_reads::CopyOnRead;
 use crate::layer::{Layer, Node, Raw, SectorGuard};
+use crate::long_changes::LongChanges;
 use crate::notices::Notices;
 use crate::options::{DetectZeroes, Discard};
 use crate::task_mutex::TaskMutex;
@@ -37,11 +40,15 @@ pub struct Disk {
     options: ImageOptions,
     /// Held by each change of the graph, so that changes run one after the other.
     changes: TaskMutex,
-    /// A long change (a commit, the comparison of backing files) is under way; other changes are
-    /// refused.
-    pub(crate) is_busy: AtomicBool,
+    /// Long changes (a commit, the comparison of backing files) that are under way; most other
+    /// changes are refused meanwhile.
+    pub(crate) long: LongChanges,
+    /// Backups that are under way.
+    pub(crate) backups: AtomicUsize,
     /// Long changes that stop when the disk is handed over.
     pub(crate) suspends: std::sync::Mutex<Vec<Arc<Progress>>>,
+    /// Calls of [`Disk::resume`] that hold, or wait for, the lock of changes.
+    pub(crate) resuming: AtomicUsize,
     /// The kernel has a descriptor of the image.
     pub(crate) is_lent: AtomicBool,
     /// A duplicate of the descriptor that the kernel has; it holds the locks.
@@ -61,6 +68,8 @@ pub struct Disk {
     pub(crate) handed_limits: OnceLock<Changed>,
     pub(crate) notices: Notices,
     pub(crate) copy_on_read: CopyOnRead,
+    /// Whose turn it is of the work beside clients.
+    background: Background,
     /// A write-back was asked for, and the ring of its task was closed: the next request starts
     /// another one.
     pub(crate) is_write_back_orphaned: AtomicBool,
@@ -123,12 +132,12 @@ impl Disk {
         let read_only = options.read_only || storage.is_read_only();
         let name = PathBuf::from(storage.name());
         let raw = Raw::new(storage);
-        let mut layer = Layer::new(Node::Raw(raw), size);
+        let mut layer = Layer::new(Node::Raw(raw), Bytes(size));
         layer.name = name;
         layer.is_writable = !read_only;
         let mut parts = Parts::new(options);
         parts.policy.read_only = read_only;
-        parts.window = Window::new(options.window_offset, options.window_size);
+        parts.window = Window::new(GuestOffset(options.window_offset), options.window_size);
         Disk::build(vec![layer], parts)
     }
 
@@ -139,14 +148,16 @@ impl Disk {
         graph.window = parts.window;
         let copies_on_read = parts.options.copy_on_read;
         Arc::new_cyclic(|this| Disk {
-            size: AtomicU64::new(graph.visible_size()),
+            size: AtomicU64::new(graph.visible_size().0),
             gateway: Gateway::new(graph),
             policy: parts.policy,
             read_only_reason: parts.read_only_reason,
             options: parts.options,
             changes: TaskMutex::default(),
-            is_busy: AtomicBool::new(false),
+            long: LongChanges::default(),
+            backups: AtomicUsize::new(0),
             suspends: std::sync::Mutex::default(),
+            resuming: AtomicUsize::new(0),
             is_lent: AtomicBool::new(false),
             lent: std::sync::Mutex::default(),
             shown_on: AtomicU64::new(0),
@@ -159,14 +170,15 @@ impl Disk {
             handed_limits: OnceLock::new(),
             notices: Notices::default(),
             copy_on_read: CopyOnRead::new(copies_on_read),
+            background: Background::default(),
             is_write_back_orphaned: AtomicBool::new(false),
             this: Weak::clone(this),
         })
     }
 
     /// Size, bytes; any number, also 0.
-    pub fn size(&self) -> u64 {
-        self.size.load(Ordering::Acquire)
+    pub fn size(&self) -> Bytes {
+        Bytes(self.size.load(Ordering::Acquire))
     }
 
     /// Whether writes are refused with EROFS.
@@ -184,7 +196,7 @@ impl Disk {
     /// one; to be logged once.
     pub fn protection_reason(&self) -> Option<String> {
         let graph = self.graph();
-        let is_in_sight = SectorGuard::covers(HostOffset(graph.window.start));
+        let is_in_sight = SectorGuard::covers(HostOffset(graph.window.start.0));
         graph.guard.as_ref().filter(|_| is_in_sight).map(|guard| guard.reason())
     }
 
@@ -233,15 +245,15 @@ impl Disk {
 
     /// Bytes that the top image takes on its storage, external data file included; 0 for null. For
     /// a window of an image: at most its size, since the allocation of a part is not counted.
-    pub fn allocated_bytes(&self) -> u64 {
+    pub fn allocated_bytes(&self) -> Bytes {
         let graph = self.graph();
         let layer = graph.top();
         let (Some(file), Some(data)) = (layer.file(), layer.data_storage()) else {
-            return 0;
+            return Bytes::ZERO;
         };
-        let mut bytes = file.allocated_bytes();
+        let mut bytes = Bytes(file.allocated_bytes());
         if !Arc::ptr_eq(file, data) {
-            bytes = bytes.saturating_add(data.allocated_bytes());
+            bytes = bytes.saturating_add(Bytes(data.allocated_bytes()));
         }
         if graph.window.is_part() { bytes.min(graph.visible_size()) } else { bytes }
     }
@@ -304,14 +316,14 @@ impl Disk {
 
     /// The part of the image that the disk is: first byte and, where it was given, length, in
     /// bytes. `None`: the whole image.
-    pub fn window(&self) -> Option<(u64, Option<u64>)> {
+    pub fn window(&self) -> Option<(u64, Option<Bytes>)> {
         let window = self.graph().window;
-        window.is_part().then(|| (window.start, window.len()))
+        window.is_part().then(|| (window.start.0, window.len()))
     }
 
     /// Calls `callback` with each new size in bytes, on the thread that made the change; also when
     /// the content changed as a whole (a snapshot was applied), with the size as it is.
-    pub fn watch_size(&self, callback: impl Fn(u64) + Send + Sync + 'static) -> SizeWatch {
+    pub fn watch_size(&self, callback: impl Fn(Bytes) + Send + Sync + 'static) -> SizeWatch {
         self.watchers.add(Arc::new(callback))
     }
 
@@ -332,7 +344,35 @@ impl Disk {
     /// time could wait for a change that waits for the first.
     #[inline]
     pub(crate) async fn enter(&self) -> Pass<'_> {
-        self.gateway.enter().await
+        let pass = self.gateway.enter().await;
+        match pass.state {
+            // Boxed: the future of a plain request stays small.
+            State::Quiet => Box::pin(self.enter_again(pass)).await,
+            State::Active | State::Inactive | State::Broken => pass,
+        }
+    }
+
+    /// Waits where a disk that was handed over is about to go on here: a hand-over that failed is
+    /// no error of its clients.
+    async fn enter_again<'a>(&'a self, pass: Pass<'a>) -> Pass<'a> {
+        let mut pass = pass;
+        while pass.state == State::Quiet && self.resuming.load(Ordering::Acquire) > 0 {
+            drop(pass);
+            // The thread that resumes it has come before.
+            drop(self.changes.lock().await);
+            pass = self.gateway.enter_beside_clients().await;
+        }
+        pass
+    }
+
+    /// As [`Disk::enter`], for work of the disk itself: it does not count as a client's.
+    pub(crate) async fn enter_beside_clients(&self) -> Pass<'_> {
+        self.gateway.enter_beside_clients().await
+    }
+
+    /// Waits for the turn of a piece of a job, or of a read of a checkpoint ([`Background::turn`]).
+    pub(crate) async fn turn(&self, ring: &Ring) -> Turn<'_> {
+        self.background.turn(ring, || self.gateway.entered()).await
     }
 
     /// Whether a change excludes all requests at this moment, so that they wait for it.
@@ -386,8 +426,8 @@ impl Disk {
     }
 
     /// Sets the size that clients see, bytes.
-    pub(crate) fn set_size(&self, size: u64) {
-        self.size.store(size, Ordering::Release);
+    pub(crate) fn set_size(&self, size: Bytes) {
+        self.size.store(size.0, Ordering::Release);
     }
 
     pub(crate) fn chain_watch(&self) -> &ChainWatch {

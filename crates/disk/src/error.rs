@@ -7,6 +7,8 @@ use std::error::Error as StdError;
 use std::fmt;
 use std::io;
 
+use crate::cause::{Cause, words};
+
 /// What went wrong, for callers that decide by it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -48,6 +50,7 @@ pub struct Error {
     message: String,
     errno: Option<rustix::io::Errno>,
     source: Option<Box<dyn StdError + Send + Sync + 'static>>,
+    cause: Option<Box<Cause>>,
 }
 
 impl Error {
@@ -55,7 +58,7 @@ impl Error {
     ///
     /// * `message`: one sentence that names the object, the reason and the way out.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Error {
-        Error { kind, message: message.into(), errno: None, source: None }
+        Error { kind, message: message.into(), errno: None, source: None, cause: None }
     }
 
     /// Adds the cause; `Display` of this error does not repeat it.
@@ -69,7 +72,36 @@ impl Error {
     #[must_use]
     pub fn context(mut self, context: impl fmt::Display) -> Error {
         self.message = format!("{context}: {}", self.message);
+        self.cause = self.cause.map(|cause| Box::new(cause.of_part()));
         self
+    }
+
+    /// Adds the cause, for programs.
+    #[must_use]
+    pub(crate) fn because(mut self, cause: impl Into<Option<Cause>>) -> Error {
+        self.cause = cause.into().map(Box::new);
+        self
+    }
+
+    /// Says that this happened to a backing file.
+    ///
+    /// * `file`: its name, for people.
+    /// * `of`: what the message says behind the name.
+    pub(crate) fn of_backing_file(self, file: &str, of: &str) -> Error {
+        let cause = Cause::of_backing_file(file.to_owned(), &self.message, self.cause());
+        self.context(format_args!("backing file '{file}'{of}")).because(cause)
+    }
+
+    /// A file cannot be opened.
+    ///
+    /// * `what`: `the image ` or nothing.
+    pub(crate) fn not_opened(what: &str, file: &str, errno: rustix::io::Errno) -> Error {
+        let cause = ringdisk_storage::Cause::NotOpened {
+            file: file.to_owned(),
+            why: why(errno),
+            is_missing: errno == rustix::io::Errno::NOENT,
+        };
+        Error::os(format_args!("cannot open {what}'{file}'"), errno).because(Cause::Storage(cause))
     }
 
     /// An error of the operating system while `doing` was being done.
@@ -83,16 +115,7 @@ impl Error {
             Errno::CANCELED => ErrorKind::Cancelled,
             _ => ErrorKind::Io,
         };
-        let hint = match errno {
-            Errno::MFILE => "; raise the limit with `ulimit -n`",
-            Errno::ROFS => "; open it read-only",
-            _ => "",
-        };
-        let cause = io::Error::from(errno);
-        // The operating system's text carries "(os error N)"; users need the words only.
-        let text = cause.to_string();
-        let words = text.split(" (os error").next().unwrap_or_default();
-        let mut error = Error::new(kind, format!("{doing}: {words}{hint}"));
+        let mut error = Error::new(kind, format!("{doing}: {}", why(errno)));
         error.errno = Some(errno);
         error
     }
@@ -114,10 +137,26 @@ impl Error {
         self
     }
 
+    /// Why, for programs that act on it or say it in words of their own.
+    pub fn cause(&self) -> Option<&Cause> {
+        self.cause.as_deref()
+    }
+
     /// The message without the causes.
     pub fn message(&self) -> &str {
         &self.message
     }
+}
+
+/// What the operating system says, and what the user can do.
+fn why(errno: rustix::io::Errno) -> String {
+    use rustix::io::Errno;
+    let hint = match errno {
+        Errno::MFILE => "; raise the limit with `ulimit -n`",
+        Errno::ROFS => "; open it read-only",
+        _ => "",
+    };
+    format!("{}{hint}", words(&io::Error::from(errno)))
 }
 
 impl fmt::Display for Error {

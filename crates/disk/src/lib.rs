@@ -4,12 +4,13 @@
 //! or rings:
 //!
 //! ```
+//! use ringdisk_disk::Bytes;
 //! use ringdisk_disk::blocking::{CreateOptions, Image, create};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let directory = tempfile::tempdir()?;
 //! let path = directory.path().join("disk.qcow2");
-//! create(&path, &CreateOptions { size: 1 << 30, ..CreateOptions::default() })?;
+//! create(&path, &CreateOptions { size: Bytes(1 << 30), ..CreateOptions::default() })?;
 //!
 //! let image = Image::open(&path)?;
 //! image.write_at(&[7; 4096], 1 << 20)?;
@@ -40,17 +41,22 @@
 //!
 //! ```text
 //! options, name, resolve ◄ layer ◄ chain ◄ graph ◄ disk ◄ request ◄ partition ◄ open
-//! open ◄ live ◄ ownership, jobs, checkpoint      open ◄ blocking
+//! open ◄ live ◄ ownership, jobs, checkpoint ◄ backup      open ◄ blocking
 //! ```
 
 #![forbid(unsafe_code)]
 // Tests await an open inside several blocks of their own, and the compiler counts the depth.
 #![cfg_attr(test, recursion_limit = "256")]
 
+mod background;
+mod backup;
 pub mod blocking;
+mod cause;
 mod chain;
 mod checkpoint;
 mod client_errors;
+mod clock;
+mod commit_options;
 pub mod describe;
 mod disk;
 mod error;
@@ -62,6 +68,7 @@ mod kept_reads;
 mod layer;
 mod limits;
 mod live;
+mod long_changes;
 mod lost_names;
 pub mod name;
 pub mod names_note;
@@ -83,20 +90,24 @@ mod tests;
 mod watch;
 pub mod xattr;
 
+pub use backup::{Backup, BackupOptions, BackupSync};
+pub use cause::Cause;
 pub use chain::{BlockStatus, PIECES_MAX};
 pub use checkpoint::{
     Checkpoint, CheckpointEnd, CheckpointOptions, CheckpointState, DirtyRanges, Held, NewBitmap,
     Prepared,
 };
 pub use client_errors::ClientErrors;
+pub use commit_options::CommitOptions;
 pub use disk::Disk;
 pub use error::{Error, ErrorKind};
 pub use events::{Batch, Event, Events, QUEUE_MAX as EVENTS_MAX};
 pub use layer::Layer;
+pub use layer::guard::SECTOR_ALIGN;
 pub use limits::BlockLimits;
 pub use live::{
-    Backing, CommitOptions, MirrorControl, MirrorEnd, MirrorLeft, MirrorOptions, MirrorSync,
-    NewSize, OverlayOptions, ResizeOptions, Resized, SnapshotChange, StreamOptions,
+    Backing, MirrorControl, MirrorEnd, MirrorLeft, MirrorOptions, MirrorSync, NewSize,
+    OverlayOptions, ResizeOptions, Resized, SnapshotChange, StreamOptions,
 };
 pub use open::{guess, note_file};
 pub use options::{
@@ -107,6 +118,7 @@ pub use ownership::HandOver;
 pub use plain::Plain;
 pub use progress::{OnError, Pause, Progress};
 pub use request::{MapEntry, Mapped, Mapping, View};
+pub use ringdisk_qcow2::Bytes;
 pub use ringdisk_ring::Errno;
 pub use watch::{Change, SizeWatch};
 

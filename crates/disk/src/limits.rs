@@ -3,24 +3,24 @@
 //! Promises: every size is a power of two, or a multiple of one; requests that do not fit the
 //! limits still work.
 
-use ringdisk_qcow2::Info;
-use ringdisk_storage::Topology;
+// Sector of partition tables and of QEMU's counts, too.
+pub use ringdisk_qcow2::limits::SECTOR as SECTOR_BYTES;
+use ringdisk_qcow2::{Bytes, Info};
+use ringdisk_storage::DeviceLimits;
 
 use crate::Disk;
 use crate::options::Discard;
 
-/// Sector of the qcow2 format, of partition tables and of QEMU's counts, bytes.
-pub const SECTOR_BYTES: u64 = 512;
 /// The smallest block, bytes.
 const BLOCK_MIN: u32 = 512;
 /// Block of a disk that is stored nowhere, bytes.
 const NULL_BLOCK: u32 = 4096;
 /// The largest discard, bytes: a guest that discards a whole disk does so in pieces that other
 /// requests can get between.
-const DISCARD_MAX: u64 = 1 << 30;
+const DISCARD_MAX: Bytes = Bytes(1 << 30);
 /// The largest request for zeroes, bytes: where they must be written this takes a moment on any
 /// disk.
-const ZEROES_MAX: u64 = 64 << 20;
+const ZEROES_MAX: Bytes = Bytes(64 << 20);
 
 /// Block sizes, limits and abilities of a disk. All in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,13 +40,13 @@ pub struct BlockLimits {
     /// may stay allocated.
     pub discard_align: u32,
     /// The largest discard to be sent at once; a multiple of `discard_align`.
-    pub discard_max: u64,
+    pub discard_max: Bytes,
     /// Zeroes may be written without sending them.
     pub can_write_zeroes: bool,
     /// Such zeroes may give space back.
     pub zeroes_may_unmap: bool,
     /// The largest range of zeroes to be sent at once.
-    pub zeroes_max: u64,
+    pub zeroes_max: Bytes,
 }
 
 impl Disk {
@@ -70,15 +70,15 @@ impl Disk {
                 zeroes_max: ZEROES_MAX,
             };
         };
-        let below = storage.topology();
+        let below = storage.device_limits();
         let discards = self.policy().discard == Discard::Unmap && writable;
         let info = top.qcow2().map(|image| image.info());
         // An image can free clusters for its own use, whatever the storage can do.
         let can_discard = discards && (below.can_discard || info.is_some());
         let discard_align = info.map_or(below.discard_align, |info| unit(info, below));
         let max = below.discard_max.filter(|_| info.is_none());
-        let max = max.map_or(DISCARD_MAX, |max| max.min(DISCARD_MAX));
-        let align = u64::from(discard_align);
+        let max = max.map_or(DISCARD_MAX, |max| Bytes(max).min(DISCARD_MAX));
+        let align = Bytes::from(discard_align);
         BlockLimits {
             logical_block: if self.cache().direct() { below.logical_block } else { BLOCK_MIN },
             physical_block: below.physical_block,
@@ -86,7 +86,7 @@ impl Disk {
             opt_io: below.opt_io,
             can_discard,
             discard_align,
-            discard_max: (max / align * align).max(align),
+            discard_max: max.align_down(align).max(align),
             can_write_zeroes: writable,
             zeroes_may_unmap: can_discard,
             zeroes_max: ZEROES_MAX,
@@ -95,7 +95,7 @@ impl Disk {
 }
 
 /// The unit that a qcow2 image can free: a cluster, or a subcluster where it has them.
-fn unit(info: &Info, below: Topology) -> u32 {
+fn unit(info: &Info, below: DeviceLimits) -> u32 {
     let cluster = u32::try_from(info.cluster_size()).unwrap_or(1 << 21);
     let unit = if info.extended_l2 { cluster / 32 } else { cluster };
     unit.max(below.logical_block).max(BLOCK_MIN)

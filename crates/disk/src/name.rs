@@ -10,13 +10,14 @@ mod node;
 mod quotes;
 mod words;
 
+use ringdisk_qcow2::Bytes;
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 use ringdisk_storage::NbdAddress;
 
-use crate::{Error, ErrorKind, Format};
+use crate::{Cause, Error, ErrorKind, Format};
 
 pub use node::NodeOptions;
 pub use words::{image_options, option_words};
@@ -38,7 +39,7 @@ pub struct FileName {
     /// First byte of a raw image, bytes (`json:` only).
     pub raw_offset: u64,
     /// Size of a raw image, bytes (`json:` only).
-    pub raw_size: Option<u64>,
+    pub raw_size: Option<Bytes>,
     /// The name says that the file is to be used without its own backing file
     /// (`"backing": null`).
     pub without_backing: bool,
@@ -116,7 +117,8 @@ impl FileName {
     ///
     /// Errors: as [`image_options`] and [`FileName::parse`].
     pub fn of_options(text: &str) -> Result<FileName, Error> {
-        let json = image_options(text).map_err(invalid)?;
+        let json = image_options(text)
+            .map_err(|why| invalid(why).because(Cause::NoNode { options: text.to_owned() }))?;
         json::parse(json.as_bytes())
     }
 

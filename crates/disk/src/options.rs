@@ -2,6 +2,7 @@
 //!
 //! Promises: plain data with defaults; nothing here opens a file.
 
+use ringdisk_qcow2::Bytes;
 use std::fmt;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -249,7 +250,7 @@ pub struct ImageOptions {
     pub window_offset: u64,
     /// Size of the disk that is served, bytes; `None`: to the end of the disk of the image. A disk
     /// with a given size cannot be resized.
-    pub window_size: Option<u64>,
+    pub window_size: Option<Bytes>,
     /// Serve this partition of the image's disk, numbered as the kernel does, instead of an offset
     /// and a size. Its table is read when the image is opened.
     pub partition: Option<u32>,
@@ -268,7 +269,7 @@ pub struct ImageOptions {
     /// the written image are noted now, so that names that are written there later do not count.
     pub note_names: bool,
     /// Memory cap of the metadata cache of each qcow2 layer, bytes; `None`: sized by the image.
-    pub metadata_cache_bytes: Option<u64>,
+    pub metadata_cache_bytes: Option<Bytes>,
     /// Take no locks (QEMU's `force-share`); only with `read_only`.
     pub force_share: bool,
     /// Take no locks on the images below the one on top, all of which are only read.
@@ -323,7 +324,7 @@ pub enum Source {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NullOptions {
     /// Size of the disk, bytes.
-    pub size: u64,
+    pub size: Bytes,
     /// Reads return zeroes; otherwise they leave the buffer as it is.
     pub read_zeroes: bool,
     /// How long each read, write, flush and write-zeroes takes; zero: no wait.

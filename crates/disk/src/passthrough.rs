@@ -6,6 +6,7 @@
 //! the size of the disk. The file is never lengthened by setting its length: that could cut off
 //! data that the kernel has appended meanwhile.
 
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -90,7 +91,7 @@ impl Disk {
     /// Callers that decide something by the size call this first.
     ///
     /// Errors: those of fstat(2).
-    pub async fn follow_length(&self, ring: &Ring) -> Result<u64, Errno> {
+    pub async fn follow_length(&self, ring: &Ring) -> Result<Bytes, Errno> {
         if !self.is_lent() {
             return Ok(self.size());
         }
@@ -100,8 +101,8 @@ impl Disk {
         // Asked and stored under one lock, else an older answer could be stored after a newer one.
         let _alone = self.length_check.lock().await;
         // On a helper thread: a file system that does not answer must not stop the queue.
-        let len = ring.offload(move || storage.refresh_len()).await?;
-        graph.top().size.store(len, Ordering::Release);
+        let len = Bytes(ring.offload(move || storage.refresh_len()).await?);
+        graph.top().size.store(len.0, Ordering::Release);
         self.set_size(len);
         Ok(len)
     }
@@ -119,14 +120,14 @@ impl Disk {
         &self,
         ring: &Ring,
         raw: &Raw,
-        (before, size): (u64, u64),
-        (from, mode): (u64, Preallocation),
+        (before, size): (Bytes, Bytes),
+        (from, mode): (GuestOffset, Preallocation),
         progress: &Progress,
     ) -> Result<(), Errno> {
         let moved = if size < before {
-            raw.storage.set_len(ring, size).await
+            raw.storage.set_len(ring, size.0).await
         } else {
-            raw.storage.extend(ring, from, size, mode, &|| progress.check()).await
+            raw.storage.extend(ring, from.0, size.0, mode, &|| progress.check()).await
         };
         let len = self.follow_length(ring).await;
         if let Ok(len) = len

@@ -6,6 +6,7 @@
 //! change reports before it waits that it is coming, and afterwards that it is over
 //! ([`Disk::watch_changes`]).
 
+use ringdisk_qcow2::Bytes;
 use std::os::fd::OwnedFd;
 
 use ringdisk_storage::{Kind, Limits};
@@ -22,7 +23,7 @@ pub struct Plain {
     /// A duplicate of this process's descriptor, with its locks.
     pub fd: OwnedFd,
     /// Bytes.
-    pub size: u64,
+    pub size: Bytes,
     /// It is a block device, not a regular file.
     pub is_block_device: bool,
     /// Writes are to be refused.

@@ -3,22 +3,25 @@
 //! Promises: any thread may look, cancel, pause or limit at any time. The operation calls
 //! [`Progress::check`] or [`Progress::pace`] between two steps, so a cancelled operation ends after
 //! the present step, and leaves every image as sound as before. A paused operation rests: no timer
-//! runs, and whoever resumes or cancels it wakes it.
+//! runs, and the thread that resumes or cancels it wakes it.
 //!
 //! The counters are atomics. [`Progress::pace`] takes a lock, held for a few instructions, once for
 //! each piece that is copied; requests of clients never come here.
 
 mod gate;
 
+use ringdisk_qcow2::Bytes;
 use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ringdisk_ring::{Errno, Ring};
 
+use crate::Error;
+use crate::clock::now;
 use gate::Gate;
 pub use gate::{OnError, Pause};
 
@@ -40,21 +43,21 @@ impl Progress {
     }
 
     /// Finished work, bytes; at most [`Progress::total`] once the total is known.
-    pub fn done(&self) -> u64 {
-        self.done.load(Ordering::Relaxed)
+    pub fn done(&self) -> Bytes {
+        Bytes(self.done.load(Ordering::Relaxed))
     }
 
     /// Total work, bytes; may grow while clients write. 0: not known yet.
-    pub fn total(&self) -> u64 {
-        self.total.load(Ordering::Relaxed)
+    pub fn total(&self) -> Bytes {
+        Bytes(self.total.load(Ordering::Relaxed))
     }
 
     /// Finished part, 0.0 to 1.0; 0.0 while the total is not known.
     #[allow(clippy::cast_precision_loss)] // Shown to people.
     pub fn fraction(&self) -> f64 {
         match self.total() {
-            0 => 0.0,
-            total => (self.done() as f64 / total as f64).min(1.0),
+            Bytes::ZERO => 0.0,
+            total => (self.done().0 as f64 / total.0 as f64).min(1.0),
         }
     }
 
@@ -81,11 +84,18 @@ impl Progress {
         self.suspended.load(Ordering::Acquire)
     }
 
+    /// Whether an operation has ended with this error since it was suspended, and not for another
+    /// reason.
+    pub fn was_suspended(&self, error: &Error) -> bool {
+        let is_cut = error.errno() == Some(Errno::CANCELED);
+        is_cut && self.is_suspended() && !self.is_cancelled()
+    }
+
     /// The operation begins again here: pause, limit and a cancellation stay.
     pub fn begin_again(&self) {
         self.suspended.store(false, Ordering::Release);
-        self.set_done(0);
-        self.set_total(0);
+        self.set_done(Bytes::ZERO);
+        self.set_total(Bytes::ZERO);
         self.gate().wake();
     }
 
@@ -96,23 +106,23 @@ impl Progress {
     }
 
     /// Sets the total work, bytes.
-    pub fn set_total(&self, bytes: u64) {
-        self.total.store(bytes, Ordering::Relaxed);
+    pub fn set_total(&self, bytes: Bytes) {
+        self.total.store(bytes.0, Ordering::Relaxed);
     }
 
     /// Adds to the total work, bytes.
-    pub fn add_total(&self, bytes: u64) {
-        self.total.fetch_add(bytes, Ordering::Relaxed);
+    pub fn add_total(&self, bytes: Bytes) {
+        self.total.fetch_add(bytes.0, Ordering::Relaxed);
     }
 
     /// Adds to the finished work, bytes.
-    pub fn add_done(&self, bytes: u64) {
-        self.done.fetch_add(bytes, Ordering::Relaxed);
+    pub fn add_done(&self, bytes: Bytes) {
+        self.done.fetch_add(bytes.0, Ordering::Relaxed);
     }
 
     /// Sets the finished work, bytes.
-    pub fn set_done(&self, bytes: u64) {
-        self.done.store(bytes, Ordering::Relaxed);
+    pub fn set_done(&self, bytes: Bytes) {
+        self.done.store(bytes.0, Ordering::Relaxed);
     }
 
     /// Marks all work as finished.
@@ -127,7 +137,7 @@ impl Progress {
     ///   may be more than the limit has for a second: the pieces after it wait for it.
     ///
     /// Errors: `ECANCELED` when it was cancelled, also in the middle of a wait.
-    pub async fn pace(&self, ring: &Ring, bytes: u64) -> Result<(), Errno> {
+    pub async fn pace(&self, ring: &Ring, bytes: Bytes) -> Result<(), Errno> {
         loop {
             self.check()?;
             let wait = self.gate().enter(now(), bytes);
@@ -144,7 +154,7 @@ impl Progress {
 
     /// Counts bytes of pieces that have passed already ([`Progress::pace`] with 0): the pieces
     /// after them wait for them.
-    pub fn charge(&self, bytes: u64) {
+    pub fn charge(&self, bytes: Bytes) {
         self.gate().charge(now(), bytes);
     }
 
@@ -157,7 +167,7 @@ impl Progress {
         if errno == Errno::CANCELED || !self.gate().fail(errno) {
             return Err(errno);
         }
-        self.pace(ring, 0).await
+        self.pace(ring, Bytes::ZERO).await
     }
 
     /// Lets the operation rest after the present pieces.
@@ -208,10 +218,10 @@ impl Progress {
         poll_fn(|context| self.gate().poll_change(turn, context)).await;
     }
 
-    /// Waits for something that the operation cannot do without; after a cancellation only for a
-    /// while longer. `None`: it was given up, and the future is dropped.
+    /// Waits for something that the operation cannot do without; after a cancellation, or when it
+    /// is suspended, only for a while longer. `None`: it was given up, and the future is dropped.
     ///
-    /// * `grace`: how long it is waited for after a cancellation.
+    /// * `grace`: how long it is waited for then.
     pub(crate) async fn or_given_up<T>(
         &self,
         ring: &Ring,
@@ -221,7 +231,7 @@ impl Progress {
         let mut awaited = pin!(awaited);
         loop {
             let turn = self.turn();
-            if self.is_cancelled() {
+            if self.is_cancelled() || self.is_suspended() {
                 return ring.within(grace, awaited).await.ok();
             }
             let mut changed = pin!(self.changed(turn));
@@ -239,12 +249,6 @@ impl Progress {
     fn gate(&self) -> MutexGuard<'_, Gate> {
         self.gate.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// The time since some fixed moment of this process.
-fn now() -> Duration {
-    static START: OnceLock<Instant> = OnceLock::new();
-    START.get_or_init(Instant::now).elapsed()
 }
 
 #[cfg(test)]

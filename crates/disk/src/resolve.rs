@@ -23,7 +23,7 @@ use rustix::fs::{self, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
 use crate::name::{printable_path, shell_path};
-use crate::{Error, ErrorKind};
+use crate::{Cause, Error, ErrorKind};
 
 /// Symbolic links followed for one name; the kernel's own limit (`MAXSYMLINKS`).
 pub const SYMLINKS_MAX: u32 = 40;
@@ -192,6 +192,7 @@ impl Resolver {
                 shell_path(path),
             ),
         )
+        .because(Cause::PathNotAllowed)
     }
 
     /// The single file that the user allowed under this path.
@@ -455,7 +456,7 @@ impl Held {
         let name = printable_path(path);
         let flags = OFlags::PATH | OFlags::CLOEXEC;
         let fd = fs::open(path, flags, Mode::empty())
-            .map_err(|errno| Error::os(format!("cannot open the image '{name}'"), errno))?;
+            .map_err(|errno| Error::not_opened("the image ", &name, errno))?;
         identify(&fd, &name)?;
         Ok(Held { fd, name })
     }
@@ -474,16 +475,16 @@ impl Held {
 fn of_walk(error: WalkError, name: &str) -> Error {
     match error {
         WalkError::NotAnImage(kind) => not_an_image(name, kind),
-        WalkError::Os(errno) => Error::os(format!("cannot open '{name}'"), errno),
-        WalkError::NoProc => Error::new(
-            ErrorKind::Unsupported,
-            format!(
-                "cannot open '{name}': /proc is not there; mount it with `mount -t proc proc /proc`"
-            ),
-        ),
-        WalkError::Outside | WalkError::Raced => {
-            Error::os(format!("cannot open '{name}'"), Errno::AGAIN)
+        WalkError::Os(errno) => Error::not_opened("", name, errno),
+        WalkError::NoProc => {
+            let why = "/proc is not there; mount it with `mount -t proc proc /proc`";
+            let text = format!("cannot open '{name}': {why}");
+            let (file, why) = (name.to_owned(), why.to_owned());
+            Error::new(ErrorKind::Unsupported, text).because(Cause::Storage(
+                ringdisk_storage::Cause::NotOpened { file, why, is_missing: false },
+            ))
         }
+        WalkError::Outside | WalkError::Raced => Error::not_opened("", name, Errno::AGAIN),
     }
 }
 
@@ -509,6 +510,7 @@ fn check_stat(stat: &Stat) -> Result<(u64, u64), WalkError> {
 }
 
 fn not_an_image(name: &str, kind: FileType) -> Error {
+    let is_directory = kind == FileType::Directory;
     let kind = match kind {
         FileType::Directory => "a directory",
         FileType::Fifo => "a FIFO",
@@ -520,6 +522,11 @@ fn not_an_image(name: &str, kind: FileType) -> Error {
     Error::new(
         ErrorKind::NotAnImage,
         format!("'{name}' is {kind}; an image is a regular file or a block device"),
+    )
+    .because(
+        is_directory.then(|| {
+            Cause::Storage(ringdisk_storage::Cause::IsDirectory { file: name.to_owned() })
+        }),
     )
 }
 

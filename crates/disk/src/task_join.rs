@@ -33,7 +33,7 @@ impl<T> Drop for Over<T> {
     }
 }
 
-/// Runs `task` as a task of the ring, at once, and gives its result to whoever awaits the answer.
+/// Runs `task` as a task of the ring, at once, and gives its result to the task that awaits it.
 pub(crate) fn spawn<T: 'static>(
     ring: &Ring,
     task: impl Future<Output = T> + 'static,

@@ -1,12 +1,15 @@
 //! A mutex for tasks, held across awaits by rare operations: changes of the disk, and writes to the
 //! first sector of a probed raw image.
 //!
-//! Promises: a waiting task blocks no thread; dropping the guard lets the next task in. Tasks of
-//! several rings may wait for one mutex. Requests that do not need the mutex never touch it.
+//! Promises: tasks get it in the order in which they came, so none waits while others take it again
+//! and again; a waiting task blocks no thread. Tasks of several rings may wait for one mutex.
+//! Requests that do not need the mutex never touch it.
 
-use std::future::poll_fn;
+use std::collections::VecDeque;
+use std::future::Future;
+use std::pin::Pin;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::task::{Poll, Waker};
+use std::task::{Context, Poll, Waker};
 
 /// The mutex.
 #[derive(Debug, Default)]
@@ -17,7 +20,18 @@ pub(crate) struct TaskMutex {
 #[derive(Debug, Default)]
 struct State {
     is_held: bool,
-    waiters: Vec<Waker>,
+    /// Number of the next task that comes.
+    next: u64,
+    /// Tasks that wait, by their numbers.
+    waiting: VecDeque<(u64, Waker)>,
+}
+
+/// Waits for the mutex; gives its place up on drop.
+#[derive(Debug)]
+pub(crate) struct Lock<'a> {
+    mutex: &'a TaskMutex,
+    /// Of its place among those that wait, once it was polled.
+    number: Option<u64>,
 }
 
 /// Proof that the mutex is held; releases it on drop.
@@ -27,21 +41,9 @@ pub(crate) struct TaskGuard<'a> {
 }
 
 impl TaskMutex {
-    /// Waits until the mutex is free, then holds it.
-    pub(crate) async fn lock(&self) -> TaskGuard<'_> {
-        poll_fn(|context| {
-            let mut state = self.state();
-            if state.is_held {
-                if !state.waiters.iter().any(|w| w.will_wake(context.waker())) {
-                    state.waiters.push(context.waker().clone());
-                }
-                return Poll::Pending;
-            }
-            state.is_held = true;
-            Poll::Ready(())
-        })
-        .await;
-        TaskGuard { mutex: self }
+    /// Waits until the mutex is free and all that came before have had it, then holds it.
+    pub(crate) fn lock(&self) -> Lock<'_> {
+        Lock { mutex: self, number: None }
     }
 
     /// The state; a panic of another holder leaves it valid, so poison is ignored.
@@ -50,15 +52,61 @@ impl TaskMutex {
     }
 }
 
+impl State {
+    /// Who has it next, when it is free.
+    fn next_waker(&self) -> Option<Waker> {
+        let first = self.waiting.front().filter(|_| !self.is_held);
+        first.map(|(_, waker)| waker.clone())
+    }
+}
+
+impl<'a> Future for Lock<'a> {
+    type Output = TaskGuard<'a>;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<TaskGuard<'a>> {
+        let this = self.get_mut();
+        let mut state = this.mutex.state();
+        let number = this.number.unwrap_or(state.next);
+        if this.number.replace(number).is_none() {
+            state.next += 1;
+            state.waiting.push_back((number, context.waker().clone()));
+        }
+        if !state.is_held && state.waiting.front().is_some_and(|(first, _)| *first == number) {
+            state.waiting.pop_front();
+            state.is_held = true;
+            this.number = None;
+            return Poll::Ready(TaskGuard { mutex: this.mutex });
+        }
+        if let Some((_, waker)) = state.waiting.iter_mut().find(|(other, _)| *other == number) {
+            waker.clone_from(context.waker());
+        }
+        Poll::Pending
+    }
+}
+
+impl Drop for Lock<'_> {
+    fn drop(&mut self) {
+        let Some(number) = self.number else { return };
+        let next = {
+            let mut state = self.mutex.state();
+            state.waiting.retain(|(other, _)| *other != number);
+            // It may have been woken for a mutex that is free.
+            state.next_waker()
+        };
+        if let Some(waker) = next {
+            waker.wake();
+        }
+    }
+}
+
 impl Drop for TaskGuard<'_> {
     fn drop(&mut self) {
-        // All waiters are woken: one that was dropped meanwhile must not swallow the only wake.
-        let waiters = {
+        let next = {
             let mut state = self.mutex.state();
             state.is_held = false;
-            std::mem::take(&mut state.waiters)
+            state.next_waker()
         };
-        for waker in waiters {
+        if let Some(waker) = next {
             waker.wake();
         }
     }

@@ -3,6 +3,7 @@
 //! Promises: a callback runs on the thread of the change, without any lock of this module held, so
 //! it may register or drop watches itself; it must not block. Control path.
 
+use ringdisk_qcow2::Bytes;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
@@ -11,7 +12,7 @@ use ringdisk_throttle::Changed;
 use crate::layer::Layer;
 
 /// One callback: new size in bytes.
-type Callback = Arc<dyn Fn(u64) + Send + Sync>;
+type Callback = Arc<dyn Fn(Bytes) + Send + Sync>;
 
 /// The callbacks of a disk.
 #[derive(Default)]
@@ -131,7 +132,7 @@ impl Watchers {
     }
 
     /// Calls all callbacks.
-    pub(crate) fn notify(&self, size: u64) {
+    pub(crate) fn notify(&self, size: Bytes) {
         let callbacks: Vec<Callback> = {
             let list = self.list();
             list.entries.iter().map(|(_, c)| Arc::clone(c)).collect()

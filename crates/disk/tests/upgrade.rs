@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use ringdisk_disk::{
-    Cache, Disk, Errno, ErrorKind, Format, HandOver, ImageOptions, NullOptions, Source,
+    Bytes, Cache, Disk, Errno, ErrorKind, Format, HandOver, ImageOptions, NullOptions, Source,
 };
 use ringdisk_ring::{Config, IoBuf, Ring, Runtime};
 use ringdisk_storage::{Lock, OpenOptions, Storage};
@@ -132,7 +132,7 @@ fn goes_on(mut socket: &UnixStream) {
             ImageOptions { temporary: handed.description.contains("temporary"), ..options() };
         let disk = Disk::open_handed(&ring, handed, &options).await.expect("open");
         assert!(disk.is_active());
-        assert_eq!(disk.size(), SIZE);
+        assert_eq!(disk.size(), Bytes(SIZE));
         holds(&ring, &disk, 1 << 20, 70_000, 2).await;
         write(&ring, &disk, 1 << 20, 4096, 3).await;
         write(&ring, &disk, 2 << 20, 70_000, 4).await;
@@ -396,11 +396,11 @@ fn a_disk_that_waits_for_its_guest_and_a_null_disk_can_be_handed_over() {
         new.activate(&ring, LIMIT).await.expect("activate");
         holds(&ring, &new, 0, 4096, 1).await;
 
-        let null = NullOptions { size: 12_345, read_zeroes: true, latency: Duration::ZERO };
+        let null = NullOptions { size: Bytes(12_345), read_zeroes: true, latency: Duration::ZERO };
         let handed = Disk::null(&null).hand_over(&ring).await.expect("hand over");
         assert!(handed.fds.is_empty());
         let new = Disk::open_handed(&ring, handed, &options()).await.expect("open");
-        assert_eq!(new.size(), 12_345);
+        assert_eq!(new.size(), Bytes(12_345));
         holds(&ring, &new, 0, 4096, 0).await;
     });
 }

@@ -160,7 +160,7 @@ impl Queue {
             },
             b'F' => self.disk.flush(&self.ring).await.map(|()| 0),
             b'S' if data.len() == size_of::<u64>() => {
-                data.copy_from_slice(0, &self.disk.size().to_le_bytes());
+                data.copy_from_slice(0, &self.disk.size().0.to_le_bytes());
                 Ok(data.len())
             }
             _ => Err(Errno::INVAL),

@@ -31,6 +31,7 @@ mod halt;
 mod hand_over;
 mod idle;
 mod in_flight;
+pub mod keep;
 mod options;
 mod pending;
 mod placement;

@@ -67,7 +67,7 @@ impl Pulse {
         let mut bytes = [0; STAT_BYTES];
         match self.stat.as_ref().map(|stat| stat.read_at(&mut bytes, 0)) {
             Some(Ok(len)) => matches!(state(&bytes[..len]), Some(b'D' | b'X' | b'Z')),
-            // There is no such thread (ESRCH), whoever has its number now.
+            // There is no such thread (ESRCH); another one may have its number.
             Some(Err(_)) => true,
             None => false,
         }

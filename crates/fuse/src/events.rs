@@ -1,6 +1,6 @@
 //! What the control thread of an export hears.
 //!
-//! Promises: sending never waits. Any thread sends; the control thread ([`crate::keeper`])
+//! Promises: sending never waits. Any thread sends; the control thread ([`crate::control`])
 //! receives.
 
 use std::sync::mpsc::Sender;

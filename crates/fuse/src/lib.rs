@@ -1,5 +1,25 @@
 //! A disk as a file: mount, FUSE protocol, and what each file operation does on a disk.
 //!
+//! ```
+//! use ringdisk_disk::{Bytes, Disk, NullOptions};
+//! use ringdisk_fuse::{Export, ExportOptions};
+//!
+//! # let directory = tempfile::tempdir()?;
+//! # let file = directory.path().join("disk");
+//! let disk = Disk::null(&NullOptions { size: Bytes(1 << 20), ..NullOptions::default() });
+//! std::fs::write(&file, "")?;
+//! match Export::start(disk, ExportOptions::new(&file)) {
+//!     Ok(export) => {
+//!         assert_eq!(std::fs::metadata(&file)?.len(), 1 << 20);
+//!         export.stop_handle().stop();
+//!         export.wait()?;
+//!     }
+//!     // Without /dev/fuse, or without the right to mount.
+//!     Err(why) => eprintln!("{why}"),
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
 //! Rooms, from the wire inwards:
 //! - [`abi`]: structures and numbers of the protocol;
 //! - [`request`], [`reply`], [`negotiate`]: bytes to typed requests, results to bytes, the INIT
@@ -14,17 +34,17 @@
 //! - `transport`: which transport is taken;
 //! - `dev`: the transport over `/dev/fuse`: queues, entries, and where requests are served;
 //! - `queue`: what a queue is to every transport; `thread`: what joins them on its thread;
-//! - [`export`], `keeper`: an export from its mount to its end;
+//! - [`export`], `control`: an export from its mount to its end;
 //! - [`kept`], `terms`: what of it another process can go on with.
 
 #![deny(unsafe_code)]
 
 pub mod abi;
+mod control;
 mod dev;
 mod events;
 pub mod export;
 pub mod file;
-mod keeper;
 pub mod kept;
 pub mod mount;
 pub mod negotiate;
@@ -34,13 +54,13 @@ pub mod reply;
 pub mod request;
 mod serve;
 mod terms;
+#[doc(hidden)]
+pub mod testing;
 mod thread;
 pub mod topology;
 mod transport;
 mod uring;
 
-#[doc(hidden)]
-pub use export::TestSettings;
 pub use export::{Export, ExportOptions, HandOverHandle, Prepared, StopHandle};
 pub use ringdisk_export::stats::{Histogram, QueueStats, Stats};
 pub use ringdisk_export::{

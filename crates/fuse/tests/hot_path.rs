@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use ringdisk_disk::{Disk, ImageOptions, NullOptions, Source};
+use ringdisk_disk::{Bytes, Disk, ImageOptions, NullOptions, Source};
 use ringdisk_fuse::{CommonOptions, Export, ExportOptions};
 use ringdisk_ring::{Config, Runtime};
 use ringdisk_testkit::process::until;
@@ -66,7 +66,7 @@ fn served<T>(disk: Arc<Disk>, threads: usize, client: impl FnOnce(&Export, &Path
 }
 
 fn null(latency: Duration) -> Arc<Disk> {
-    Disk::null(&NullOptions { size: 1 << 30, read_zeroes: false, latency })
+    Disk::null(&NullOptions { size: Bytes(1 << 30), read_zeroes: false, latency })
 }
 
 /// Allocations during `REQUESTS` reads and writes, after as many that warm up.

@@ -4,7 +4,7 @@
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
-use ringdisk_disk::{Disk, NullOptions};
+use ringdisk_disk::{Bytes, Disk, NullOptions};
 use ringdisk_fuse::mount::table;
 use ringdisk_fuse::{CommonOptions, Export, ExportOptions};
 use ringdisk_testkit::process::until;
@@ -20,8 +20,11 @@ fn two_hundred_exports_leave_no_descriptor_thread_or_mount_behind() {
     std::fs::write(&path, b"").unwrap();
     let mut before = (0, 0);
     for round in 0..201 {
-        let disk =
-            Disk::null(&NullOptions { size: 1 << 20, read_zeroes: true, ..NullOptions::default() });
+        let disk = Disk::null(&NullOptions {
+            size: Bytes(1 << 20),
+            read_zeroes: true,
+            ..NullOptions::default()
+        });
         let options = ExportOptions {
             common: CommonOptions::with_threads(2),
             ..ExportOptions::new(path.clone())

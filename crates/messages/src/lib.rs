@@ -32,6 +32,7 @@
 #![deny(unsafe_code)]
 
 mod peek;
+pub mod state;
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;

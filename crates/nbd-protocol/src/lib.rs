@@ -5,6 +5,15 @@
 //! long. What is built for a request or its reply allocates nothing. All numbers of the wire are
 //! big-endian.
 //!
+//! ```
+//! use ringdisk_nbd_protocol::numbers::command;
+//! use ringdisk_nbd_protocol::request::{Request, Style};
+//!
+//! let read = Request { command: command::READ, offset: 4096, len: 512, cookie: 7, flags: 0 };
+//! assert_eq!(Request::parse(Style::Simple, &read.to_compact()), Ok(read));
+//! assert!(Request::parse(Style::Simple, &[0; 28]).is_err());
+//! ```
+//!
 //! - [`numbers`]: magic numbers, options, commands, flags, errors and limits;
 //! - [`handshake`]: the greeting, the heads of options and of their replies;
 //! - [`options`]: the data of options and of their replies;

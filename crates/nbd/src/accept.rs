@@ -1,7 +1,8 @@
 //! Takes clients: tasks of the first queue thread, one for each listening socket.
 //!
 //! Promises: a new connection goes to the thread that has the fewest; while as many are served as
-//! the options allow, no client is accepted, and handshakes have less time. No part of a request.
+//! the options allow, no client is accepted; while handshakes take all the room that is left, they
+//! have less time; a crowd of clients is a few lines of the log. No part of a request.
 
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
@@ -12,8 +13,10 @@ use ringdisk_ring::{Errno, Fd, Parker};
 use rustix::net::{AddressFamily, SocketFlags, acceptfrom_with, sockopt};
 
 use crate::connection;
+use crate::hand_over::HandedClient;
 use crate::peers::address_of;
 use crate::queue::{Place, Queue, Work};
+use crate::rarely::Crowd;
 
 /// `EPOLLIN`.
 const POLL_IN: u32 = 1;
@@ -29,6 +32,31 @@ pub(crate) fn listen(queue: &Rc<Queue>, listener: OwnedFd, peers: Vec<ThreadHand
     queue.ring.spawn(accept(Rc::clone(queue), listener, peers, room));
 }
 
+/// Goes on with clients that another process has served, where they may use the disks here, too:
+/// that process may have been taken over, or have had other rules.
+///
+/// * `peers`: as for [`listen`].
+pub(crate) fn take_up(queue: &Rc<Queue>, clients: Vec<HandedClient>, peers: &[ThreadHandle<Work>]) {
+    let tls = queue.shared.tls.as_ref();
+    if tls.is_some_and(|tls| tls.required) && !clients.is_empty() {
+        let count = clients.len();
+        tracing::warn!("{count} NBD clients without TLS are disconnected: it is required now");
+        return;
+    }
+    for HandedClient { socket, address, before } in clients {
+        if !may_come(queue, &socket) {
+            continue;
+        }
+        let thread = queue.shared.places.emptiest();
+        let place = Place::take(&queue.shared, thread, address);
+        if thread == queue.number {
+            connection::take_up(queue, socket, place, before);
+        } else if let Some(peer) = peers.get(thread) {
+            peer.send(move |queue| connection::take_up(queue, socket, place, before));
+        }
+    }
+}
+
 /// Takes clients. Ends with the export.
 async fn accept(
     queue: Rc<Queue>,
@@ -36,18 +64,22 @@ async fn accept(
     peers: Vec<ThreadHandle<Work>>,
     room: Rc<Parker>,
 ) {
-    let (ring, shared) = (&queue.ring, &queue.shared);
+    let (ring, shared, places) = (&queue.ring, &queue.shared, &queue.shared.places);
     while !queue.is_ending.get() {
         if ring.poll(Fd::of(&listener), POLL_IN).await.is_err() {
             return;
         }
+        // Another process may come to take them.
+        queue.moving.wait(ring).await;
         if queue.is_ending.get() {
             return;
         }
-        if shared.is_full() {
-            shared.set_crowded(true);
+        if places.is_full() {
+            say_crowded(&queue);
+            // Where as many use the export as may, the end of a handshake makes no room.
+            let hurry = (!places.is_used_up()).then(|| places.hurry());
             room.park(ring).await;
-            shared.set_crowded(false);
+            drop(hurry);
             continue;
         }
         match acceptfrom_with(&listener, SocketFlags::CLOEXEC) {
@@ -55,7 +87,7 @@ async fn accept(
                 if !may_come(&queue, &socket) {
                     continue;
                 }
-                let thread = shared.emptiest();
+                let thread = places.emptiest();
                 let place = Place::take(shared, thread, address.and_then(address_of));
                 if thread == queue.number {
                     connection::serve(&queue, socket, place);
@@ -65,10 +97,38 @@ async fn accept(
             }
             Err(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => {}
             Err(errno) => {
-                tracing::warn!("a client cannot be accepted: {errno}");
+                queue.log.warn(ring, || format!("a client cannot be accepted: {errno}"));
+                let hurry = places.hurry();
                 ring.sleep(RETRY).await;
+                drop(hurry);
             }
         }
+    }
+}
+
+/// No client can be accepted, and one waits.
+fn say_crowded(queue: &Queue) {
+    let places = &queue.shared.places;
+    let (in_use, count) = (places.max_connections(), places.connections());
+    if !places.is_used_up() && places.all_sockets_are_in_use() {
+        queue.log.crowded(Crowd::Files, || {
+            format!(
+                "{count} NBD clients are served: the limit of open files (RLIMIT_NOFILE) allows no \
+                 more, further ones wait"
+            )
+        });
+    } else if !places.is_used_up() {
+        queue.log.crowded(Crowd::Handshakes, || {
+            format!(
+                "{count} NBD clients are connected, not all of them past their handshakes: those \
+                 that say nothing are sent away, the others and further ones wait"
+            )
+        });
+    } else if in_use > 1 {
+        // Of one client it is what was asked for.
+        queue.log.crowded(Crowd::Served, || {
+            format!("{in_use} NBD clients are served (--max-connections): further ones wait")
+        });
     }
 }
 
@@ -84,14 +144,18 @@ fn may_come(queue: &Queue, socket: &OwnedFd) -> bool {
             let allows = allowed.allows(user, group);
             if !allows {
                 let process = peer.pid.as_raw_nonzero();
-                tracing::warn!(
-                    "process {process} is sent away: user {user}, group {group} is not allowed"
-                );
+                queue.log.warn(&queue.ring, || {
+                    format!(
+                        "process {process} is sent away: user {user}, group {group} is not allowed"
+                    )
+                });
             }
             allows
         }
         Err(errno) => {
-            tracing::warn!("a client is sent away: the system does not say whose it is: {errno}");
+            queue.log.warn(&queue.ring, || {
+                format!("a client is sent away: the system does not say whose it is: {errno}")
+            });
             false
         }
     }

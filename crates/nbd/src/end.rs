@@ -21,13 +21,15 @@ pub(crate) enum End {
     TooSlow,
     /// TLS has failed, or does not let the client in.
     Tls(String),
+    /// It has not ended: it stands still for a successor, between two messages.
+    StandsStill,
 }
 
 impl End {
     /// For people; `None`: nothing to tell.
     pub(crate) fn text(&self) -> Option<String> {
         match self {
-            End::Clean => None,
+            End::Clean | End::StandsStill => None,
             End::Truncated => Some(String::from("it closed the connection within a message")),
             End::Socket(errno) => Some(errno.to_string()),
             End::Protocol(what) => Some(String::from(*what)),

@@ -17,26 +17,17 @@ use ringdisk_nbd_protocol::options::{
 };
 use ringdisk_nbd_protocol::request::Style;
 
+use crate::agreed::Agreed;
 use crate::end::{End, within_a_message};
 use crate::exported::Exported;
 use crate::input::Input;
-use crate::queue::{InUse, Queue};
+use crate::queue::Queue;
 use crate::transport::Transport;
 
 /// Longest data of an option that is looked at, bytes: some names of 4096 bytes each.
 const OPTION_BYTES_MAX: u32 = 64 << 10;
 /// Longest data of an option that is skipped, bytes; a longer one ends the connection.
 const SKIPPED_BYTES_MAX: u32 = 32 << 20;
-
-/// What both sides agreed on.
-#[derive(Debug)]
-pub(crate) struct Agreed {
-    pub(crate) export: Arc<Exported>,
-    pub(crate) style: Style,
-    /// Places in the export's contexts; the number of a context on the wire is its place in this
-    /// list.
-    pub(crate) contexts: Vec<usize>,
-}
 
 /// What options have set so far.
 struct Handshake<'a> {
@@ -65,12 +56,13 @@ enum Next {
 /// An error reply: its kind and its text.
 type Refusal = (u32, String);
 
-/// Speaks with a client until transmission begins. `None`: the client has ended the handshake.
+/// Speaks with a client until transmission can begin. Gives what was agreed on, and the reply that
+/// begins the transmission phase. `None`: the client has ended the handshake.
 pub(crate) async fn handshake(
     queue: &Rc<Queue>,
     transport: &Transport,
     input: &mut Input,
-) -> Result<Option<(Agreed, InUse)>, End> {
+) -> Result<Option<(Agreed, Vec<u8>)>, End> {
     let flags = handshake_flags::FIXED_NEWSTYLE | handshake_flags::NO_ZEROES;
     transport.send(&greeting(flags)).await?;
     let client = parse_client_flags(input.take().await?)?;
@@ -111,9 +103,11 @@ pub(crate) async fn handshake(
             // A third party may have put them there: they are not the client's words.
             return Err(End::Protocol("bytes behind STARTTLS that are not encrypted"));
         }
-        // Before the client hears of it: another client may go meanwhile, and be the last one.
-        let in_use = matches!(next, Next::Transmission(_)).then(|| InUse::begin(queue));
-        transport.send(&std::mem::take(&mut state.out)).await?;
+        let out = std::mem::take(&mut state.out);
+        if let Next::Transmission(export) = next {
+            return Ok(Some((state.agree(export), out)));
+        }
+        transport.send(&out).await?;
         match next {
             Next::Option => {}
             Next::Tls => {
@@ -122,10 +116,7 @@ pub(crate) async fn handshake(
                 }
                 state.begin_again();
             }
-            Next::Ended => return Ok(None),
-            Next::Transmission(export) => {
-                return Ok(in_use.map(|in_use| (state.agree(export), in_use)));
-            }
+            Next::Ended | Next::Transmission(_) => return Ok(None),
         }
     }
 }
@@ -226,7 +217,7 @@ impl Handshake<'_> {
         let has_contexts =
             chosen.is_some_and(|(named, ids)| Arc::ptr_eq(named, export) && !ids.is_empty());
         let flags = export.flags(self.style, has_contexts);
-        ExportInfo { size: export.disk.size(), flags }
+        ExportInfo { size: export.disk.size().0, flags }
     }
 
     fn export_name(&mut self, data: &[u8]) -> Result<Next, End> {

@@ -91,6 +91,15 @@ impl Input {
         (self.start, self.end) = (0, rest.len());
     }
 
+    /// Takes all bytes that were not used yet, those that are not read from the socket among them.
+    pub(crate) fn take_all(&mut self) -> Vec<u8> {
+        let mut bytes = vec![0; self.len()];
+        self.peek(&mut bytes);
+        (self.start, self.end) = (0, 0);
+        bytes.append(&mut self.transport.take_back());
+        bytes
+    }
+
     /// Reads until so many bytes are there, at most [`INPUT_BYTES`].
     ///
     /// Errors: as [`Input::read`].
@@ -131,15 +140,15 @@ impl Input {
         Ok(())
     }
 
-    /// Fills `to` from its byte `done` on: what comes is read straight into it.
+    /// Fills `to` from its byte `done` on, which counts what is there: what comes is read straight
+    /// into it.
     ///
     /// Errors: as [`Input::discard`].
-    pub(crate) async fn read_into(&mut self, to: &IoBuf, done: usize) -> Result<(), End> {
-        let mut done = done;
-        while done < to.len() {
-            match self.transport.read(&to.slice(done..to.len())).await? {
+    pub(crate) async fn read_into(&mut self, to: &IoBuf, done: &mut usize) -> Result<(), End> {
+        while *done < to.len() {
+            match self.transport.read(&to.slice(*done..to.len())).await? {
                 0 => return Err(End::Truncated),
-                count => done += count,
+                count => *done += count,
             }
         }
         Ok(())

@@ -6,48 +6,57 @@
 //! warm; all requests that are there are taken together, and all replies that are finished leave in
 //! one system call.
 //!
-//! ```no_run
+//! ```
 //! use std::os::unix::net::UnixListener;
 //! use std::sync::Arc;
 //!
-//! use ringdisk_disk::{Disk, NullOptions};
+//! use ringdisk_disk::{Bytes, Disk, NullOptions};
 //! use ringdisk_nbd::{Export, NamedDisk, NbdOptions};
 //!
-//! let disk = Disk::null(&NullOptions { size: 1 << 30, ..NullOptions::default() });
-//! let listeners = vec![UnixListener::bind("/run/nbd.sock")?.into()];
+//! let disk = Disk::null(&NullOptions { size: Bytes(1 << 30), ..NullOptions::default() });
+//! # let directory = tempfile::tempdir()?;
+//! # let path = directory.path().join("nbd.sock");
+//! let listeners = vec![UnixListener::bind(path)?.into()];
 //! let export = Export::start(vec![NamedDisk::new("", disk)], listeners, NbdOptions::default())?;
 //! export.stop_handle().stop();
 //! println!("{} requests", export.wait()?.total().requests);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Modules use one another in one direction only: [`options`] ◄ `exported` ◄ `ending`, `idle`,
-//! `peers` ◄ `queue` (what a queue thread has) ◄ `end` ◄ `transport` ◄ `input` ◄ `handshake` ◄
-//! `session` (requests) ◄ `connection` ◄ `accept` ◄ `export` (control thread, with
-//! `leaving`), `on_ring` (a ring of the caller). The wire is in
-//! `ringdisk-nbd-protocol`.
+//! Modules use one another in one direction only: [`options`] ◄ `exported` ◄ `agreed`, `end`,
+//! `ending`, `idle`, `peers`, `places`, `rarely` ◄ `transport`, `moved` (connections that stand
+//! still) ◄ `queue` (what a queue thread has) ◄ `input` ◄ `handshake` ◄ `session` (requests) ◄
+//! `connection` ◄ `accept`, `hand_over` (the state for a successor) ◄ `export` (control thread,
+//! with `leaving`), `on_ring` (a ring of the caller). The wire is in `ringdisk-nbd-protocol`.
 
 #![forbid(unsafe_code)]
 
 mod accept;
+mod agreed;
 mod connection;
 mod end;
 mod ending;
 mod export;
 mod exported;
+mod hand_over;
 mod handshake;
 mod idle;
 mod input;
 mod leaving;
+mod moved;
 mod on_ring;
 pub mod options;
 mod peers;
+mod places;
 mod queue;
+mod rarely;
 mod session;
 mod transport;
 
+pub use ending::HandOverHandle;
 pub use ending::StopHandle;
 pub use export::Export;
+pub use hand_over::{Handed, HandedClients};
 pub use leaving::DiskHandle;
 pub use on_ring::RingExport;
 pub use options::{AllowedUsers, DirtyBitmap, NamedDisk, NbdOptions, TlsOptions};

@@ -54,7 +54,8 @@ impl RingExport {
         })?;
         let exports = disks.into_iter().map(|disk| Arc::new(Exported::new(disk, options)));
         let exports = Arc::new(Exports::new(exports.collect()));
-        let shared = Arc::new(Shared::new(exports, options, 1));
+        // The ring has something else to do: handshakes take places of clients here.
+        let shared = Arc::new(Shared::new(exports, options, 1, options.max_connections));
         let (cells, ending) = (Arc::new(QueueCells::default()), Arc::new(Ending::default()));
         let queue = Rc::new(Queue::new(ring.clone(), cells, shared, ending, 0));
         for listener in listeners {
@@ -66,7 +67,7 @@ impl RingExport {
     /// Clients that are connected.
     #[must_use]
     pub fn connections(&self) -> usize {
-        self.queue.shared.connections()
+        self.queue.shared.places.connections()
     }
 
     /// Ends it: requests in flight are answered, later ones get ESHUTDOWN, clients are sent away.

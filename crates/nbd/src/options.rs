@@ -91,7 +91,8 @@ impl AllowedUsers {
 pub struct NbdOptions {
     /// Name, queue threads, whether writes are refused on all disks.
     pub common: CommonOptions,
-    /// Connections at once, 1..=[`CONNECTIONS_MAX`]; those above wait without a greeting.
+    /// Clients that use the disks at once, 1..=[`CONNECTIONS_MAX`]; those above wait, without a
+    /// greeting or, when they were greeted before, at their `GO`.
     pub max_connections: usize,
     /// How long a handshake may take; `None`: any time.
     pub handshake_limit: Option<Duration>,

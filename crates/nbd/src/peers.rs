@@ -40,6 +40,8 @@ pub(crate) struct Peers(Mutex<List>);
 #[derive(Debug, Default)]
 struct List {
     next: u64,
+    /// Another process has the clients: they do not go.
+    have_moved: bool,
     peers: BTreeMap<u64, Peer>,
 }
 
@@ -51,6 +53,11 @@ impl Peers {
     /// The clients now.
     pub(crate) fn list(&self) -> Vec<Peer> {
         self.lock().peers.values().cloned().collect()
+    }
+
+    /// Another process has the clients from now on.
+    pub(crate) fn have_moved(&self) {
+        self.lock().have_moved = true;
     }
 
     /// Lists a client until the guard is dropped.
@@ -119,8 +126,13 @@ pub(crate) fn log_name(export: &str) -> String {
 
 impl Drop for Listed {
     fn drop(&mut self) {
-        self.peers.lock().peers.remove(&self.number);
-        self.tell("client-gone", "has gone");
+        let mut list = self.peers.lock();
+        list.peers.remove(&self.number);
+        let has_moved = list.have_moved;
+        drop(list);
+        if !has_moved {
+            self.tell("client-gone", "has gone");
+        }
     }
 }
 

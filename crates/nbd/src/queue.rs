@@ -1,14 +1,14 @@
 //! What a queue thread has for itself, and what the threads of an export share.
 //!
-//! Promises: a connection counts as one of its thread until its [`Place`] is dropped; at the end of
-//! an export requests in flight are answered before clients are sent away.
+//! Promises: a connection counts as one of its thread until its [`Place`] is dropped, and as one
+//! that uses the export until its [`InUse`] is dropped, never more of them than there may be; at
+//! the end of an export requests in flight are answered before clients are sent away.
 
 use std::cell::{Cell, RefCell};
+use std::io;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
-use std::sync::Arc;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use ringdisk_export::stats::QueueCells;
@@ -19,8 +19,12 @@ use rustix::net::{Shutdown, shutdown};
 use crate::ending::Ending;
 use crate::exported::{Exported, Exports};
 use crate::idle::Idle;
+use crate::moved::{Moved, Moving, Standing};
 use crate::options::{AllowedUsers, NbdOptions, TlsOptions};
 use crate::peers::Peers;
+use crate::places::{InLine, Places};
+use crate::rarely::Rarely;
+use crate::transport::Transport;
 
 /// How often the end of an export looks whether the last replies have left.
 const DRAIN_POLL: Duration = Duration::from_millis(2);
@@ -34,17 +38,21 @@ pub(crate) struct Shared {
     pub(crate) peers: Arc<Peers>,
     pub(crate) tls: Option<TlsOptions>,
     pub(crate) allowed_users: Option<AllowedUsers>,
-    max_connections: usize,
-    /// A client waits for room.
-    is_crowded: AtomicBool,
-    /// Connections of each thread.
-    counts: Vec<AtomicUsize>,
-    /// The thread that accepts.
-    first: OnceLock<ThreadHandle<Work>>,
+    pub(crate) places: Places,
+    /// Copies of the listening sockets, for a successor.
+    listeners: Mutex<Vec<OwnedFd>>,
+    /// All threads; the first one accepts.
+    threads: OnceLock<Vec<ThreadHandle<Work>>>,
 }
 
 impl Shared {
-    pub(crate) fn new(exports: Arc<Exports>, options: &NbdOptions, threads: usize) -> Shared {
+    /// * `sockets_max`: clients at once, with those in their handshakes.
+    pub(crate) fn new(
+        exports: Arc<Exports>,
+        options: &NbdOptions,
+        threads: usize,
+        sockets_max: usize,
+    ) -> Shared {
         Shared {
             exports,
             handshake_limit: options.handshake_limit,
@@ -52,47 +60,50 @@ impl Shared {
             peers: Arc::default(),
             tls: options.tls.clone(),
             allowed_users: options.allowed_users.clone(),
-            max_connections: options.max_connections,
-            is_crowded: AtomicBool::new(false),
-            counts: (0..threads).map(|_| AtomicUsize::new(0)).collect(),
-            first: OnceLock::new(),
+            places: Places::new(options.max_connections, sockets_max, threads),
+            listeners: Mutex::default(),
+            threads: OnceLock::new(),
         }
     }
 
-    /// Names the thread that accepts. Once.
-    pub(crate) fn set_first(&self, first: ThreadHandle<Work>) {
-        let _ = self.first.set(first);
+    /// Sets the copies of the listening sockets; none: nobody listens from here any more.
+    pub(crate) fn set_listeners(&self, listeners: Vec<OwnedFd>) {
+        *self.listeners.lock().unwrap_or_else(PoisonError::into_inner) = listeners;
+    }
+
+    /// Copies of the listening sockets.
+    ///
+    /// Errors: descriptors are short.
+    pub(crate) fn listeners(&self) -> io::Result<Vec<OwnedFd>> {
+        let listeners = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
+        listeners.iter().map(OwnedFd::try_clone).collect()
+    }
+
+    /// Names all threads; the first one accepts. Once.
+    pub(crate) fn set_threads(&self, threads: Vec<ThreadHandle<Work>>) {
+        let _ = self.threads.set(threads);
+    }
+
+    /// All threads; none where the ring is the caller's.
+    fn threads(&self) -> &[ThreadHandle<Work>] {
+        self.threads.get().map_or(&[], Vec::as_slice)
     }
 
     /// Does something on the thread that accepts, soon.
     pub(crate) fn tell_first(&self, job: impl FnOnce(&Rc<Queue>) + Send + 'static) {
-        if let Some(first) = self.first.get() {
+        if let Some(first) = self.threads().first() {
             first.send(job);
         }
     }
 
-    /// Connections of all threads.
-    pub(crate) fn connections(&self) -> usize {
-        self.counts.iter().map(|count| count.load(Ordering::Acquire)).sum()
-    }
-
-    pub(crate) fn is_full(&self) -> bool {
-        self.connections() >= self.max_connections
-    }
-
-    /// Whether a client waits for room: handshakes have to hurry then.
-    pub(crate) fn is_crowded(&self) -> bool {
-        self.is_crowded.load(Ordering::Acquire)
-    }
-
-    pub(crate) fn set_crowded(&self, is_crowded: bool) {
-        self.is_crowded.store(is_crowded, Ordering::Release);
-    }
-
-    /// The thread with the fewest connections.
-    pub(crate) fn emptiest(&self) -> usize {
-        let counts = self.counts.iter().map(|count| count.load(Ordering::Acquire));
-        counts.enumerate().min_by_key(|(_, count)| *count).map_or(0, |(number, _)| number)
+    /// A connection has ended where there was no room for another one.
+    ///
+    /// * `but`: the number of a thread that knows.
+    fn tell_of_room(&self, but: Option<usize>) {
+        let threads = self.threads().iter().enumerate();
+        for (_, thread) in threads.filter(|(number, _)| Some(*number) != but) {
+            thread.send(|queue| queue.has_room());
+        }
     }
 }
 
@@ -101,6 +112,7 @@ impl Shared {
 pub(crate) struct Place {
     shared: Arc<Shared>,
     thread: usize,
+    has_left: bool,
     /// Of a client over TCP.
     pub(crate) address: Option<String>,
 }
@@ -108,17 +120,24 @@ pub(crate) struct Place {
 impl Place {
     /// * `address`: of a client over TCP.
     pub(crate) fn take(shared: &Arc<Shared>, thread: usize, address: Option<String>) -> Place {
-        shared.counts[thread].fetch_add(1, Ordering::AcqRel);
-        Place { shared: Arc::clone(shared), thread, address }
+        shared.places.take(thread);
+        Place { shared: Arc::clone(shared), thread, has_left: false, address }
+    }
+
+    /// The connection has ended.
+    pub(crate) fn leave(mut self, queue: &Queue) {
+        self.has_left = true;
+        if self.shared.places.leave(self.thread) {
+            queue.has_room_everywhere();
+        }
     }
 }
 
 impl Drop for Place {
+    /// The connection has not begun, or its thread ends.
     fn drop(&mut self) {
-        let was_full = self.shared.is_full();
-        self.shared.counts[self.thread].fetch_sub(1, Ordering::AcqRel);
-        if was_full {
-            self.shared.tell_first(|queue| queue.has_room());
+        if !self.has_left && self.shared.places.leave(self.thread) {
+            self.shared.tell_of_room(None);
         }
     }
 }
@@ -129,7 +148,36 @@ impl Drop for Place {
 pub(crate) struct InUse(Rc<Queue>);
 
 impl InUse {
-    pub(crate) fn begin(queue: &Rc<Queue>) -> InUse {
+    /// Waits until one more client may use the export. `None`: the export ends.
+    pub(crate) async fn begin(queue: &Rc<Queue>) -> Option<InUse> {
+        let places = &queue.shared.places;
+        let mut waits: Option<(InLine<'_>, Rc<Parker>)> = None;
+        while !queue.is_ending.get() {
+            if places.try_use(waits.as_ref().map(|(line, _)| line)) {
+                if let Some((line, place)) = waits {
+                    queue.stop_waiting(&place);
+                    drop(line);
+                }
+                queue.shared.idle.begin();
+                // Of several that left, only the first one has told of it, and the next in line may
+                // be another thread's.
+                if !places.is_used_up() {
+                    queue.has_room_everywhere();
+                }
+                return Some(InUse(Rc::clone(queue)));
+            }
+            match &waits {
+                Some((_, place)) => place.park(&queue.ring).await,
+                // A place may have been given back before it waited.
+                None => waits = Some((places.wait_in_line(), queue.begin_waiting())),
+            }
+        }
+        None
+    }
+
+    /// A client that another process has let use the export, however many there are here.
+    pub(crate) fn taken_over(queue: &Rc<Queue>) -> InUse {
+        queue.shared.places.use_anyway();
         queue.shared.idle.begin();
         InUse(Rc::clone(queue))
     }
@@ -137,6 +185,9 @@ impl InUse {
 
 impl Drop for InUse {
     fn drop(&mut self) {
+        if self.0.shared.places.end_use() {
+            self.0.has_room_everywhere();
+        }
         // At the end of the thread no task begins any more.
         if !self.0.is_ending.get() && !std::thread::panicking() {
             self.0.client_has_gone();
@@ -178,6 +229,14 @@ impl QueueWork for Work {
     }
 }
 
+/// A connection in its transmission phase.
+#[derive(Debug)]
+struct Used {
+    export: Arc<Exported>,
+    socket: Rc<OwnedFd>,
+    transport: Rc<Transport>,
+}
+
 /// What a queue thread has for itself.
 #[derive(Debug)]
 pub(crate) struct Queue {
@@ -189,14 +248,20 @@ pub(crate) struct Queue {
     pub(crate) admission: Admission,
     /// Of all connections.
     pub(crate) sockets: RefCell<Vec<Rc<OwnedFd>>>,
-    /// Those in their transmission phase, with the disk that each uses.
-    sessions: RefCell<Vec<(Arc<Exported>, Rc<OwnedFd>)>>,
+    /// Those in their transmission phase.
+    sessions: RefCell<Vec<Used>>,
+    /// Requests of connections wait for a successor, or to go on here.
+    pub(crate) moving: Moving,
     /// Replies that have not left, on all connections.
     pub(crate) unsent: Cell<usize>,
     /// Requests that come are answered with ESHUTDOWN.
     pub(crate) is_ending: Cell<bool>,
     /// Where the tasks that accept wait for room.
     pub(crate) acceptors: RefCell<Vec<Rc<Parker>>>,
+    /// Where clients that have asked for a disk wait for room, in their order.
+    waiting: RefCell<Vec<Rc<Parker>>>,
+    /// For lines of the log that clients cause.
+    pub(crate) log: Rc<Rarely>,
 }
 
 impl Queue {
@@ -217,15 +282,47 @@ impl Queue {
             admission: Admission::default(),
             sockets: RefCell::default(),
             sessions: RefCell::default(),
+            moving: Moving::default(),
             unsent: Cell::new(0),
             is_ending: Cell::new(false),
             acceptors: RefCell::default(),
+            waiting: RefCell::default(),
+            log: Rc::default(),
         }
     }
 
-    /// A connection has ended where there was no room for another one.
+    /// A connection has ended where there was no room for another one. The first in line looks; it
+    /// wakes the next one if there is more room.
     fn has_room(&self) {
+        self.wake_next();
+        self.wake_acceptors();
+    }
+
+    /// The same, for those on all threads.
+    fn has_room_everywhere(&self) {
+        self.has_room();
+        self.shared.tell_of_room(Some(self.number));
+    }
+
+    /// The client that has waited longest on this thread looks for room.
+    fn wake_next(&self) {
+        self.waiting.borrow().first().iter().for_each(|place| place.unpark(&self.ring));
+    }
+
+    /// One for each listening socket.
+    fn wake_acceptors(&self) {
         self.acceptors.borrow().iter().for_each(|room| room.unpark(&self.ring));
+    }
+
+    /// A client waits for room, behind all others of this thread.
+    fn begin_waiting(&self) -> Rc<Parker> {
+        let place = Rc::new(Parker::default());
+        self.waiting.borrow_mut().push(Rc::clone(&place));
+        place
+    }
+
+    fn stop_waiting(&self, place: &Rc<Parker>) {
+        self.waiting.borrow_mut().retain(|other| !Rc::ptr_eq(other, place));
     }
 
     /// A client that had come to its first request has gone: if it was the last one, the export
@@ -236,7 +333,7 @@ impl Queue {
         }
     }
 
-    /// Nobody has come yet: the export ends unless somebody does in time. Where the limit is zero
+    /// No client has come yet: the export ends unless one does in time. Where the limit is zero
     /// it waits for the first client however long that takes.
     pub(crate) fn nobody_has_come(self: &Rc<Queue>) {
         if self.shared.idle.limit.is_some_and(|limit| !limit.is_zero()) {
@@ -259,17 +356,29 @@ impl Queue {
     }
 
     /// A connection uses a disk from now on. `false`: the disk has left the export.
-    pub(crate) fn begin_session(&self, export: &Arc<Exported>, socket: &Rc<OwnedFd>) -> bool {
+    pub(crate) fn begin_session(
+        &self,
+        export: &Arc<Exported>,
+        socket: &Rc<OwnedFd>,
+        transport: &Rc<Transport>,
+    ) -> bool {
         if export.is_leaving() {
             return false;
         }
-        self.sessions.borrow_mut().push((Arc::clone(export), Rc::clone(socket)));
+        if self.moving.is_held() {
+            transport.stand_still();
+        }
+        self.sessions.borrow_mut().push(Used {
+            export: Arc::clone(export),
+            socket: Rc::clone(socket),
+            transport: Rc::clone(transport),
+        });
         true
     }
 
     /// The connection uses no disk any more.
     pub(crate) fn end_session(&self, socket: &Rc<OwnedFd>) {
-        self.sessions.borrow_mut().retain(|(_, other)| !Rc::ptr_eq(other, socket));
+        self.sessions.borrow_mut().retain(|used| !Rc::ptr_eq(&used.socket, socket));
     }
 
     /// Ends the connections that use a disk which leaves the export: requests in flight are
@@ -279,13 +388,12 @@ impl Queue {
     pub(crate) async fn dismiss(&self, export: &Arc<Exported>, limit: Duration) {
         let shut = |how| {
             let sessions = self.sessions.borrow();
-            let theirs = sessions.iter().filter(|(used, _)| Arc::ptr_eq(used, export));
-            for (_, socket) in theirs {
-                let _ = shutdown(&**socket, how);
+            for used in sessions.iter().filter(|used| Arc::ptr_eq(&used.export, export)) {
+                let _ = shutdown(&*used.socket, how);
             }
         };
         let gone = async || {
-            while self.sessions.borrow().iter().any(|(used, _)| Arc::ptr_eq(used, export)) {
+            while self.sessions.borrow().iter().any(|used| Arc::ptr_eq(&used.export, export)) {
                 self.ring.sleep(DRAIN_POLL).await;
             }
         };
@@ -296,12 +404,77 @@ impl Queue {
         }
     }
 
+    /// Lets all connections stand still between two messages: requests in flight are answered, no
+    /// further one is begun, and no client is taken. Clients that do not take their replies are
+    /// disconnected.
+    ///
+    /// * `limit`: for replies to leave.
+    ///
+    /// Returns the connections that can go to another process; `None`: they go on here meanwhile.
+    pub(crate) async fn suspend(&self, limit: Duration) -> Option<Vec<Moved>> {
+        let turn = self.moving.hold();
+        self.sessions.borrow().iter().for_each(|used| used.transport.stand_still());
+        self.admission.hold(&self.ring).await;
+        let stands = async || {
+            while self.moving.is_turn(turn) && !self.all_stand_still() {
+                self.ring.sleep(DRAIN_POLL).await;
+            }
+        };
+        let shut = |is_late: &dyn Fn(&Used) -> bool| {
+            for used in self.sessions.borrow().iter().filter(|used| is_late(used)) {
+                let _ = shutdown(&*used.socket, Shutdown::Both);
+            }
+        };
+        if self.ring.within(limit, stands()).await.is_err() {
+            shut(&|used| !self.stands_still(used));
+            // What is left to be sent then is for connections that do not go along anyway.
+            if self.ring.within(limit, stands()).await.is_err() {
+                shut(&|used| used.transport.is_encrypted());
+                stands().await;
+            }
+        }
+        self.moving.is_turn(turn).then(|| self.moving.pack())
+    }
+
+    /// Whether nothing of a connection is in flight that is to leave.
+    fn stands_still(&self, used: &Used) -> bool {
+        used.transport.is_encrypted() || self.moving.has(&used.socket)
+    }
+
+    fn all_stand_still(&self) -> bool {
+        let sessions = self.sessions.borrow();
+        self.unsent.get() == 0 && sessions.iter().all(|used| self.stands_still(used))
+    }
+
+    /// Ends [`Queue::suspend`]: all connections go on here.
+    pub(crate) fn go_on(&self) {
+        if self.moving.release(&self.ring) {
+            self.sessions.borrow().iter().for_each(|used| used.transport.go_on());
+            self.admission.release(&self.ring);
+        }
+    }
+
+    /// Another process has the connections. Those that could not go end.
+    pub(crate) fn leave(&self) {
+        self.is_ending.set(true);
+        for used in self.sessions.borrow().iter().filter(|used| used.transport.is_encrypted()) {
+            let _ = shutdown(&*used.socket, Shutdown::Both);
+        }
+    }
+
+    /// A connection waits until it is clear which process goes on. Gives its bytes back if it is
+    /// this one.
+    pub(crate) async fn stand_still(&self, standing: Standing) -> Vec<u8> {
+        self.moving.stand(&self.ring, standing).await
+    }
+
     /// Takes no more requests, waits for those in flight, then sends clients away.
     ///
     /// * `limit`: for the last replies to leave.
     pub(crate) async fn drain(&self, limit: Duration) {
         self.is_ending.set(true);
-        self.has_room();
+        self.waiting.borrow().iter().for_each(|place| place.unpark(&self.ring));
+        self.wake_acceptors();
         self.admission.hold(&self.ring).await;
         let sent = async {
             while self.unsent.get() > 0 {

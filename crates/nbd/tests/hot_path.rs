@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use ringdisk_disk::{Disk, Format, ImageOptions, NullOptions, Source};
+use ringdisk_disk::{Bytes, Disk, Format, ImageOptions, NullOptions, Source};
 use ringdisk_nbd::{CommonOptions, Export, NamedDisk, NbdOptions};
 use ringdisk_nbd_protocol::numbers::{command, option};
 use ringdisk_nbd_protocol::options::{InfoRequest, push_option};
@@ -110,7 +110,7 @@ fn warm_requests_allocate_nothing_and_share_system_calls() {
     let raw = ImageOptions { format: Some(Format::Raw), ..ImageOptions::default() };
     let raw = runtime.block_on(Disk::open(&ring, Source::Path(image), &raw)).unwrap();
     drop((ring, runtime));
-    let null = NullOptions { size: 1 << 30, read_zeroes: false, latency: Duration::ZERO };
+    let null = NullOptions { size: Bytes(1 << 30), read_zeroes: false, latency: Duration::ZERO };
     let disks = [("null", Disk::null(&null)), ("raw", raw)];
     for (name, disk) in disks {
         let socket = directory.path().join(name);

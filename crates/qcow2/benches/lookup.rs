@@ -10,7 +10,7 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use ringdisk_qcow2::{GuestOffset, OpenOptions, Qcow2};
+use ringdisk_qcow2::{Bytes, GuestOffset, OpenOptions, Qcow2};
 use ringdisk_ring::{Config, Runtime};
 use ringdisk_storage::Storage;
 
@@ -37,7 +37,10 @@ fn image(directory: &Path, name: &str, writable: bool) -> Arc<Qcow2> {
         let options = OpenOptions { writable, ..OpenOptions::default() };
         let image = Qcow2::open(&ring, storage, &options).await.expect("a good image");
         for offset in (0..DISK_BYTES).step_by(1 << 20) {
-            image.map(&ring, GuestOffset(offset), REQUEST_BYTES).await.expect("a good image");
+            image
+                .map(&ring, GuestOffset(offset), Bytes(REQUEST_BYTES))
+                .await
+                .expect("a good image");
         }
         Arc::new(image)
     })
@@ -50,7 +53,7 @@ fn look_up(image: &Qcow2, seed: u64, count: u64) {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         let offset = (state >> 20) % (DISK_BYTES / REQUEST_BYTES) * REQUEST_BYTES;
         let _grace = image.enter();
-        let extent = image.map_cached(black_box(GuestOffset(offset)), REQUEST_BYTES);
+        let extent = image.map_cached(black_box(GuestOffset(offset)), Bytes(REQUEST_BYTES));
         assert!(black_box(extent).is_ok_and(|extent| extent.is_some()));
     }
 }

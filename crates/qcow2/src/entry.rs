@@ -14,7 +14,7 @@ use crate::limits::SECTOR;
 use crate::run::ExtentKind;
 
 use crate::concurrent::region::{MovingRegion, Region};
-use crate::units::{GuestOffset, HostOffset};
+use crate::units::{Bytes, GuestOffset, HostOffset};
 
 /// Bits 9 to 55: host offset of a table or cluster.
 pub(crate) const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
@@ -33,9 +33,9 @@ const L2_RESERVED: u64 = !(OFFSET_MASK | COPIED | COMPRESSED);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Lengths {
     /// The image file.
-    pub(crate) file: u64,
+    pub(crate) file: Bytes,
     /// The file with the data: the same, or the external data file.
-    pub(crate) data: u64,
+    pub(crate) data: Bytes,
 }
 
 /// The rules by which entries of one image are read.
@@ -68,7 +68,7 @@ impl Rules {
         metadata: [Region; 3],
     ) -> Rules {
         let zero_flag = if version >= 3 && !geometry.extended { ZERO } else { 0 };
-        let alignment = (geometry.cluster_size() - 1) & OFFSET_MASK;
+        let alignment = (geometry.cluster_size().0 - 1) & OFFSET_MASK;
         Rules {
             cluster_bits: geometry.cluster_bits,
             extended: geometry.extended,
@@ -81,7 +81,7 @@ impl Rules {
     }
 
     /// Whether a range of the image file lies where other things are.
-    pub(crate) fn overlaps_metadata(&self, start: HostOffset, len: u64) -> bool {
+    pub(crate) fn overlaps_metadata(&self, start: HostOffset, len: Bytes) -> bool {
         let Some(end) = start.checked_add(len) else { return true };
         start < HostOffset(1 << self.cluster_bits)
             || self.metadata.iter().any(|region| region.overlaps(start, end))
@@ -90,8 +90,12 @@ impl Rules {
     /// Host offset of the L2 table that an L1 entry names; `None`: there is no table.
     ///
     /// Errors: `EIO` for an entry that cannot be right.
-    pub(crate) fn l2_table(&self, entry: u64, file_len: u64) -> Result<Option<HostOffset>, Errno> {
-        let cluster_size = 1 << self.cluster_bits;
+    pub(crate) fn l2_table(
+        &self,
+        entry: u64,
+        file_len: Bytes,
+    ) -> Result<Option<HostOffset>, Errno> {
+        let cluster_size = Bytes(1 << self.cluster_bits);
         let offset = HostOffset(entry & OFFSET_MASK);
         if entry & L1_RESERVED != 0 || !offset.is_multiple_of(cluster_size) {
             return Err(Errno::IO);
@@ -99,7 +103,7 @@ impl Rules {
         if offset == HostOffset(0) {
             return Ok(None);
         }
-        if offset.0 >= file_len || self.overlaps_metadata(offset, cluster_size) {
+        if offset.from_start() >= file_len || self.overlaps_metadata(offset, cluster_size) {
             return Err(Errno::IO);
         }
         Ok(Some(offset))
@@ -133,10 +137,10 @@ impl Rules {
         &self,
         entry: u64,
         bitmap: u64,
-        in_cluster: u64,
+        in_cluster: Bytes,
         lengths: Lengths,
-    ) -> Result<(ExtentKind, u64), Errno> {
-        let cluster_size = 1u64 << self.cluster_bits;
+    ) -> Result<(ExtentKind, Bytes), Errno> {
+        let cluster_size = Bytes(1 << self.cluster_bits);
         let rest = cluster_size - in_cluster;
         if entry & COMPRESSED != 0 {
             let cluster = self.compressed(entry, bitmap, lengths)?;
@@ -174,8 +178,8 @@ impl Rules {
         &self,
         bitmap: u64,
         present: bool,
-        in_cluster: u64,
-    ) -> Result<(bool, bool, u64), Errno> {
+        in_cluster: Bytes,
+    ) -> Result<(bool, bool, Bytes), Errno> {
         // The two halves of the word.
         #[allow(clippy::cast_possible_truncation)]
         let (allocated, zeroes) = (bitmap as u32, (bitmap >> 32) as u32);
@@ -193,20 +197,20 @@ impl Rules {
             _ => !(allocated | zeroes),
         };
         let count = u64::from((alike >> index).trailing_ones());
-        let end = (index + count) << subcluster_bits;
+        let end = Bytes::of_clusters(index + count, subcluster_bits);
         Ok((zero, data, end - in_cluster))
     }
 
     /// Host offset and length in bytes of a compressed cluster, up to the end of its last sector.
-    pub(crate) fn compressed_place(&self, entry: u64) -> (HostOffset, u64) {
-        let host = entry & ((1 << self.compressed_offset_bits) - 1);
+    pub(crate) fn compressed_place(&self, entry: u64) -> (HostOffset, Bytes) {
+        let host = HostOffset(entry & ((1 << self.compressed_offset_bits) - 1));
         let sectors = (entry & (COMPRESSED - 1)) >> self.compressed_offset_bits;
-        (HostOffset(host), (sectors + 1) * SECTOR - host % SECTOR)
+        (host, (sectors + 1) * SECTOR - host % SECTOR)
     }
 
     /// The entry of a compressed cluster of `len` bytes at `host`.
-    pub(crate) fn compressed_entry(&self, host: HostOffset, len: u64) -> u64 {
-        let sectors = (host.0 + len - 1) / SECTOR - host.0 / SECTOR;
+    pub(crate) fn compressed_entry(&self, host: HostOffset, len: Bytes) -> u64 {
+        let sectors = (host.from_start() + len - Bytes(1)) / SECTOR - host.from_start() / SECTOR;
         COMPRESSED | sectors << self.compressed_offset_bits | host.0
     }
 
@@ -217,8 +221,8 @@ impl Rules {
         }
         let (host, len) = self.compressed_place(entry);
         // The last sector may be cut by the end of the file: what is needed of it is there.
-        let len = len.min(lengths.file.saturating_sub(host.0));
-        if len == 0 || self.overlaps_metadata(host, len) {
+        let len = len.min(lengths.file.saturating_sub(host.from_start()));
+        if len == Bytes::ZERO || self.overlaps_metadata(host, len) {
             return Err(Errno::IO);
         }
         // At most 2^13 sectors of 512 bytes.
@@ -230,16 +234,16 @@ impl Rules {
 /// there reads as zeroes.
 fn data_piece(
     host: HostOffset,
-    in_cluster: u64,
-    rest: u64,
-    data_len: u64,
-) -> Result<(ExtentKind, u64), Errno> {
-    if host.0 >= data_len {
+    in_cluster: Bytes,
+    rest: Bytes,
+    data_len: Bytes,
+) -> Result<(ExtentKind, Bytes), Errno> {
+    if host.from_start() >= data_len {
         return Err(Errno::IO);
     }
     let offset = host + in_cluster;
-    if offset.0 >= data_len {
+    if offset.from_start() >= data_len {
         return Ok((ExtentKind::Zero { offset: Some(offset) }, rest));
     }
-    Ok((ExtentKind::Data { offset }, rest.min(data_len - offset.0)))
+    Ok((ExtentKind::Data { offset }, rest.min(data_len - offset.from_start())))
 }

@@ -7,6 +7,8 @@
 use std::borrow::Cow;
 use std::fmt;
 
+use crate::cause::Cause;
+
 /// What sort of failure it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -38,6 +40,7 @@ pub struct Error {
     reason: String,
     advice: Cow<'static, str>,
     source: Option<Box<dyn std::error::Error + Send + Sync>>,
+    cause: Option<Box<Cause>>,
 }
 
 impl Error {
@@ -56,6 +59,7 @@ impl Error {
             reason: reason.into(),
             advice: advice.into(),
             source: None,
+            cause: None,
         }
     }
 
@@ -102,6 +106,17 @@ impl Error {
         errno.is_some_and(|errno| {
             [Errno::NOSPC, Errno::DQUOT].contains(&Errno::from_raw_os_error(errno))
         })
+    }
+
+    /// Adds what is missing, for programs.
+    pub(crate) fn because(mut self, cause: Cause) -> Error {
+        self.cause = Some(Box::new(cause));
+        self
+    }
+
+    /// What is missing, where that is what is wrong.
+    pub fn cause(&self) -> Option<&Cause> {
+        self.cause.as_deref()
     }
 
     /// The sort of failure.

@@ -9,7 +9,7 @@ use crate::info::{FeatureClass, FeatureName, UnknownExtension};
 use crate::limits::{
     EXTENSIONS_MAX, FEATURE_NAMES_MAX, FILE_NAME_BYTES_MAX, FORMAT_NAME_BYTES_MAX,
 };
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 const END: u32 = 0;
 pub(crate) const BACKING_FORMAT: u32 = 0xe279_2aca;
@@ -29,7 +29,7 @@ pub(crate) const FEATURE_NAME_BYTES: usize = 48;
 pub(crate) struct BitmapDirectory {
     pub(crate) count: u32,
     pub(crate) offset: HostOffset,
-    pub(crate) len: u64,
+    pub(crate) len: Bytes,
 }
 
 impl BitmapDirectory {
@@ -37,14 +37,14 @@ impl BitmapDirectory {
     pub(crate) fn parse(data: &[u8]) -> Option<BitmapDirectory> {
         let data = <&[u8; 24]>::try_from(data).ok().filter(|data| u32_at(&data[..], 4) == 0)?;
         let (count, len, offset) = (u32_at(data, 0), u64_at(data, 8), u64_at(data, 16));
-        Some(BitmapDirectory { count, offset: HostOffset(offset), len })
+        Some(BitmapDirectory { count, offset: HostOffset(offset), len: Bytes(len) })
     }
 
     /// The content of the extension.
     pub(crate) fn to_bytes(self) -> [u8; 24] {
         let mut bytes = [0; 24];
         bytes[..4].copy_from_slice(&self.count.to_be_bytes());
-        bytes[8..16].copy_from_slice(&self.len.to_be_bytes());
+        bytes[8..16].copy_from_slice(&self.len.0.to_be_bytes());
         bytes[16..].copy_from_slice(&self.offset.0.to_be_bytes());
         bytes
     }

@@ -4,13 +4,13 @@
 
 use crate::concurrent::slices::SliceIndex;
 use crate::limits::SLICE_BYTES_MAX;
-use crate::units::{GuestCluster, GuestOffset};
+use crate::units::{Bytes, GuestCluster, GuestOffset};
 
 /// The numbers that turn a guest offset into indexes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Geometry {
     /// Size of the disk in bytes.
-    pub(crate) virtual_size: u64,
+    pub(crate) virtual_size: Bytes,
     /// log2 of the cluster size in bytes.
     pub(crate) cluster_bits: u32,
     /// L2 entries have two words.
@@ -23,7 +23,7 @@ pub(crate) struct Geometry {
 
 impl Geometry {
     /// * `cluster_bits`: 9 to 21, checked before.
-    pub(crate) fn new(virtual_size: u64, cluster_bits: u32, extended: bool) -> Geometry {
+    pub(crate) fn new(virtual_size: Bytes, cluster_bits: u32, extended: bool) -> Geometry {
         let entry_bits = if extended { 4 } else { 3 };
         let table_bits = cluster_bits - entry_bits;
         let slice_bits = SLICE_BYTES_MAX.ilog2().min(cluster_bits) - entry_bits;
@@ -31,13 +31,13 @@ impl Geometry {
     }
 
     /// Cluster size in bytes.
-    pub(crate) fn cluster_size(&self) -> u64 {
-        1 << self.cluster_bits
+    pub(crate) fn cluster_size(&self) -> Bytes {
+        Bytes(1 << self.cluster_bits)
     }
 
     /// Smallest part of a cluster that an L2 entry can call zero, bytes.
-    pub(crate) fn zero_unit(&self) -> u64 {
-        if self.extended { 1 << (self.cluster_bits - 5) } else { self.cluster_size() }
+    pub(crate) fn zero_unit(&self) -> Bytes {
+        if self.extended { Bytes(1 << (self.cluster_bits - 5)) } else { self.cluster_size() }
     }
 
     /// Words of one L2 entry.
@@ -62,12 +62,12 @@ impl Geometry {
 
     /// Entries that the L1 table needs for the whole disk.
     pub(crate) fn l1_entries(&self) -> u64 {
-        self.virtual_size.div_ceil(1 << self.table_shift())
+        self.virtual_size.clusters(self.table_shift())
     }
 
     /// Slices that the disk has, `None` when that does not fit (L1 over its limit).
     pub(crate) fn slices(&self) -> Option<u32> {
-        let slices = self.virtual_size.div_ceil(1 << (self.cluster_bits + self.slice_bits));
+        let slices = self.virtual_size.clusters(self.cluster_bits + self.slice_bits);
         u32::try_from(slices).ok().filter(|slices| *slices < u32::MAX)
     }
 
@@ -111,9 +111,9 @@ impl Geometry {
     }
 
     /// Byte offset of `slice` inside its L2 table.
-    pub(crate) fn slice_in_table(&self, slice: SliceIndex) -> u64 {
+    pub(crate) fn slice_in_table(&self, slice: SliceIndex) -> Bytes {
         let in_table = u64::from(slice.0) & ((1 << (self.table_bits - self.slice_bits)) - 1);
-        in_table * self.slice_bytes() as u64
+        in_table * Bytes::of(self.slice_bytes())
     }
 
     /// Index of the entry of `offset` inside its slice.
@@ -126,11 +126,11 @@ impl Geometry {
 
     /// The end of the disk.
     pub(crate) fn end(&self) -> GuestOffset {
-        GuestOffset(self.virtual_size)
+        GuestOffset::after(self.virtual_size)
     }
 
     /// Offset inside the cluster.
-    pub(crate) fn in_cluster(&self, offset: GuestOffset) -> u64 {
-        offset.0 & (self.cluster_size() - 1)
+    pub(crate) fn in_cluster(&self, offset: GuestOffset) -> Bytes {
+        Bytes(offset.0 & (self.cluster_size().0 - 1))
     }
 }

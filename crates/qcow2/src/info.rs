@@ -3,7 +3,7 @@
 //!
 //! Promises: plain values.
 
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 /// How the compressed clusters of an image are compressed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -60,9 +60,9 @@ pub struct Snapshot {
     /// Run time of the guest until the snapshot, in nanoseconds.
     pub vm_clock_nanoseconds: u64,
     /// Size of the saved machine state in bytes, 0 when there is none.
-    pub vm_state_bytes: u64,
+    pub vm_state_bytes: Bytes,
     /// Size of the disk when the snapshot was taken, in bytes.
-    pub disk_bytes: Option<u64>,
+    pub disk_bytes: Option<Bytes>,
     /// Instruction counter of the guest, where the image records one.
     pub instruction_count: Option<u64>,
     /// Host offset of the L1 table of the snapshot. Not checked: only listed here.
@@ -77,7 +77,7 @@ pub struct Bitmap {
     /// Name that the user gave.
     pub name: String,
     /// Bytes of disk for each bit: a power of two.
-    pub granularity_bytes: u64,
+    pub granularity_bytes: Bytes,
     /// Its contents cannot be trusted: it was in use when the image was last closed, or it has
     /// flags or extra data that ringdisk does not know.
     pub in_use: bool,
@@ -106,7 +106,7 @@ pub struct Info {
     /// log2 of the cluster size in bytes, 9 to 21.
     pub cluster_bits: u32,
     /// Size of the disk in bytes; not always a multiple of 512.
-    pub virtual_size: u64,
+    pub virtual_size: Bytes,
     /// Width of a reference count: 1, 2, 4, … 64.
     pub refcount_bits: u32,
     /// Bytes of the header: 72 in version 2, at least 104 in version 3.
@@ -160,8 +160,8 @@ pub struct Info {
 
 impl Info {
     /// Cluster size in bytes: 512 to 2 MiB, a power of two.
-    pub fn cluster_size(&self) -> u64 {
-        1 << self.cluster_bits
+    pub fn cluster_size(&self) -> Bytes {
+        Bytes(1 << self.cluster_bits)
     }
 
     /// The `compat` value that `qemu-img` prints: `0.10` for version 2, `1.1` for version 3.

@@ -4,7 +4,7 @@
 //! use std::sync::Arc;
 //!
 //! use ringdisk_qcow2::{
-//!     CreateOptions, ExtentKind, GuestOffset, Nothing, OpenOptions, Qcow2, create,
+//!     Bytes, CreateOptions, ExtentKind, GuestOffset, Nothing, OpenOptions, Qcow2, create,
 //! };
 //! use ringdisk_ring::{Config, IoBuf, Runtime};
 //! use ringdisk_storage::{self as storage, Storage};
@@ -17,7 +17,7 @@
 //! let mut runtime = Runtime::new(Config::default())?;
 //! let ring = runtime.ring().clone();
 //! runtime.block_on(async {
-//!     let size = CreateOptions { size: 1 << 30, ..CreateOptions::default() };
+//!     let size = CreateOptions { size: Bytes(1 << 30), ..CreateOptions::default() };
 //!     create(&ring, &file, None, &size).await?;
 //!     let writable = OpenOptions { writable: true, ..OpenOptions::default() };
 //!     let image = Qcow2::open(&ring, file, &writable).await?;
@@ -29,7 +29,7 @@
 //!     image.write(&ring, at, &buf, &Nothing).await?;
 //!     image.flush(&ring).await?;
 //!
-//!     let extent = image.map(&ring, at, 4096).await?;
+//!     let extent = image.map(&ring, at, Bytes(4096)).await?;
 //!     let ExtentKind::Data { offset } = extent.kind else { unreachable!("it was written") };
 //!     image.data_storage().read(&ring, offset.0, &buf).await?;
 //!     assert_eq!(&buf.to_vec()[..4], b"boot");
@@ -75,6 +75,7 @@
 #![forbid(unsafe_code)]
 
 mod bitmaps;
+mod cause;
 mod check;
 mod compressed;
 mod concurrent;
@@ -104,6 +105,7 @@ mod model;
 #[cfg(test)]
 mod tests;
 
+pub use cause::Cause;
 pub use check::{CheckHooks, CheckOptions, CheckReport, CheckVerdict, Repair, check};
 #[doc(hidden)]
 pub use check::{ImageBytes, check_bytes};
@@ -120,4 +122,4 @@ pub use measure::{Measure, Measurement, measure_raw};
 pub use ops::{BitmapContents, ResizeOptions, SnapshotMap, SnapshotNeed};
 pub use run::{Extent, ExtentKind};
 pub use snapshots::SnapshotChoice;
-pub use units::{GuestCluster, GuestOffset, HostCluster, HostOffset};
+pub use units::{Bytes, GuestCluster, GuestOffset, HostCluster, HostOffset};

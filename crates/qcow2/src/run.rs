@@ -3,13 +3,13 @@
 //! Promises: pure; no allocation.
 
 use crate::compressed::Compressed;
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 /// A range of the disk whose bytes are found in one way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
     /// Length in bytes, at least 1 and at most what was asked for.
-    pub len: u64,
+    pub len: Bytes,
     /// Where the bytes are.
     pub kind: ExtentKind,
 }
@@ -38,21 +38,21 @@ pub enum ExtentKind {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Run {
     kind: Option<ExtentKind>,
-    len: u64,
+    len: Bytes,
 }
 
 impl Run {
     pub(crate) fn new() -> Run {
-        Run { kind: None, len: 0 }
+        Run { kind: None, len: Bytes::ZERO }
     }
 
     /// Bytes so far.
-    pub(crate) fn len(&self) -> u64 {
+    pub(crate) fn len(&self) -> Bytes {
         self.len
     }
 
     /// Adds `len` bytes of `kind`. False: they do not belong to the same extent, nothing changed.
-    pub(crate) fn push(&mut self, kind: ExtentKind, len: u64) -> bool {
+    pub(crate) fn push(&mut self, kind: ExtentKind, len: Bytes) -> bool {
         let Some(first) = self.kind else {
             *self = Run { kind: Some(kind), len };
             return true;

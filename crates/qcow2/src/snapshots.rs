@@ -9,17 +9,18 @@ use std::str::FromStr;
 use ringdisk_ring::Ring;
 use ringdisk_storage::Storage;
 
+use crate::cause::Cause;
 use crate::concurrent::region::Region;
 use crate::error::{Error, ErrorKind};
 use crate::extensions::{u16_at, u32_at, u64_at};
 use crate::header::Header;
 use crate::info::Snapshot;
 use crate::limits::{
-    L1_BYTES_MAX, SNAPSHOT_ENTRY_BYTES_MIN as ENTRY_BYTES_MIN, SNAPSHOT_EXTRA_BYTES_MAX,
+    L1_BYTES_MAX, SECTOR, SNAPSHOT_ENTRY_BYTES_MIN as ENTRY_BYTES_MIN, SNAPSHOT_EXTRA_BYTES_MAX,
     SNAPSHOT_TABLE_BYTES_MAX,
 };
 use crate::table::TableReader;
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 /// Reads the table. The region is where it lies, rounded up to clusters.
 ///
@@ -74,8 +75,8 @@ async fn entry(table: &mut TableReader<'_>, file: &str) -> Result<Snapshot, Erro
         date_seconds: u32_at(&head, 16),
         date_nanoseconds: u32_at(&head, 20),
         vm_clock_nanoseconds: u64_at(&head, 24),
-        vm_state_bytes: if extra.len() >= 8 { u64_at(extra, 0) } else { vm_state },
-        disk_bytes: (extra.len() >= 16).then(|| u64_at(extra, 8)),
+        vm_state_bytes: if extra.len() >= 8 { Bytes(u64_at(extra, 0)) } else { Bytes(vm_state) },
+        disk_bytes: (extra.len() >= 16).then(|| u64_at(extra, 8)).map(Bytes),
         // All ones: not recorded.
         instruction_count: (extra.len() >= 24)
             .then(|| u64_at(extra, 16))
@@ -171,16 +172,17 @@ impl SnapshotChoice {
                 storage.name(),
                 format!("Failed to load snapshot: Can't find snapshot '{}'", text.escape_debug()),
                 "list the snapshots of the image to see their names and ids",
-            ));
+            )
+            .because(Cause::NoSnapshotToLoad));
         };
         let size = snapshot.disk_bytes.unwrap_or(header.geometry.virtual_size);
-        let bytes = u64::from(snapshot.l1_entries) * 8;
-        let end = snapshot.l1_table_offset.0.checked_add(bytes);
-        let is_whole = snapshot.l1_table_offset.0.is_multiple_of(header.geometry.cluster_size())
-            && end.is_some_and(|end| end <= storage.len().next_multiple_of(512));
+        let bytes = Bytes(u64::from(snapshot.l1_entries) * 8);
+        let end = snapshot.l1_table_offset.checked_add(bytes);
+        let is_whole = snapshot.l1_table_offset.is_multiple_of(header.geometry.cluster_size())
+            && end.is_some_and(|end| end <= HostOffset(storage.len()).next_multiple_of(SECTOR));
         let mut geometry = header.geometry;
         geometry.virtual_size = size;
-        let needed = i64::try_from(size).ok().map(|_| geometry.l1_entries() * 8);
+        let needed = i64::try_from(size.0).ok().map(|_| Bytes(geometry.l1_entries() * 8));
         if bytes > L1_BYTES_MAX || !is_whole || needed.is_none_or(|bytes| bytes > L1_BYTES_MAX) {
             return Err(Error::corrupt(
                 storage.name(),

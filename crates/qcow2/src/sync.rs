@@ -4,7 +4,7 @@
 //! (`model/`) can build the same source files on simulated ones.
 
 pub(crate) use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-pub(crate) use std::sync::{Arc, Mutex, MutexGuard};
+pub(crate) use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use zerocopy::FromZeros;
 

@@ -7,7 +7,7 @@ use ringdisk_ring::{IoBuf, Ring};
 use ringdisk_storage::Storage;
 
 use crate::error::Error;
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 /// Bytes that are read at a time.
 const PIECE_BYTES: usize = 64 << 10;
@@ -54,7 +54,7 @@ impl<'a> TableReader<'a> {
         storage: &'a Storage,
         what: &'static str,
         offset: HostOffset,
-        len_max: u64,
+        len_max: Bytes,
     ) -> TableReader<'a> {
         let end = offset.saturating_add(len_max).min(HostOffset(storage.len()));
         TableReader { ring, storage, what, offset, end, bytes: Vec::new(), at: 0 }
@@ -76,7 +76,7 @@ impl<'a> TableReader<'a> {
                     format!("{} is not complete at byte {}", self.what, self.end),
                 ));
             }
-            self.offset += piece.len() as u64;
+            self.offset += Bytes::of(piece.len());
             self.bytes.extend_from_slice(&piece);
         }
         let start = self.at;
@@ -93,7 +93,7 @@ impl<'a> TableReader<'a> {
 
     /// Host offset of the byte that [`take`](TableReader::take) gives next.
     pub(crate) fn position(&self) -> HostOffset {
-        self.offset - (self.bytes.len() - self.at) as u64
+        self.offset - Bytes::of(self.bytes.len() - self.at)
     }
 }
 

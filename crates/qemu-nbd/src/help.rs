@@ -4,8 +4,7 @@
 //! (virt-v2v looks for `--selinux-label`), and on the first line of the version the name and the
 //! number of the `qemu-nbd` whose options these are.
 
-/// The release of QEMU whose `qemu-nbd` this command line is.
-const COMPATIBLE_WITH: &str = "11.1.3";
+use crate::VERSION;
 
 /// The help.
 ///
@@ -21,7 +20,7 @@ pub fn help(program: &str) -> String {
 /// * `ringdisk`: our own version.
 #[must_use]
 pub fn version(program: &str, ringdisk: &str) -> String {
-    format!("{program} {COMPATIBLE_WITH} (ringdisk {ringdisk})\n")
+    format!("{program} {VERSION} (ringdisk {ringdisk})\n")
 }
 
 const OPTIONS: &str = "\

@@ -1,8 +1,13 @@
-//! The command line of `qemu-nbd`, for programs that start it: its options, defaults and texts.
+//! QEMU's programs in words: the command line of `qemu-nbd` with its options, defaults and texts,
+//! and failures as `qemu-nbd` and `qemu-img` report them.
 //!
 //! Promises: what `qemu-nbd` 11.1 takes is taken, with the same meaning, or refused with the name
-//! of the option; an error has the text and the exit code of `qemu-nbd`, since scripts look for
-//! them. Only words are judged here: no file is looked at, nothing is opened.
+//! of the option; an error has the text and the exit code of QEMU's program, since scripts look for
+//! them. Only words and the causes of failures are judged here: no file is looked at, nothing is
+//! opened.
+//!
+//! - [`parse`], [`help`], [`version`], [`tls`]: the words of `qemu-nbd`;
+//! - [`nbd_texts`], [`img_texts`]: failures in the words of `qemu-nbd` and of `qemu-img`.
 //!
 //! ```
 //! use ringdisk_qemu_nbd::{Invocation, Listen, parse};
@@ -20,6 +25,8 @@
 
 mod getopt;
 mod help;
+pub mod img_texts;
+pub mod nbd_texts;
 mod objects;
 mod options;
 mod values;
@@ -28,3 +35,6 @@ pub use help::{help, version};
 pub use objects::{Endpoint, Tls, tls};
 pub use options::{Address, Images, Invocation, List, Listen, Serve, TlsWords, UsageError, parse};
 pub use values::{Aio, SnapshotName};
+
+/// The release of QEMU whose programs these are.
+pub const VERSION: &str = "11.1.3";

@@ -151,7 +151,7 @@ fn number(text: &str) -> Result<usize, CpuListError> {
     }
 }
 
-/// What somebody typed, fit for a message.
+/// What a user typed, fit for a message.
 fn shown(text: &str) -> String {
     text.escape_debug().take(40).collect()
 }

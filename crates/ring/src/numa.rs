@@ -41,7 +41,7 @@ fn checked(result: libc::c_long) -> Result<(), Errno> {
     Err(Errno::from_io_error(&error).unwrap_or(Errno::INVAL))
 }
 
-/// Whether somebody gave the calling thread a memory policy (`numactl`, which children inherit).
+/// Whether the user gave the calling thread a memory policy (`numactl`, which children inherit).
 ///
 /// Errors: `ENOSYS` without NUMA, `EPERM` by a filter.
 pub(crate) fn has_policy() -> Result<bool, Errno> {

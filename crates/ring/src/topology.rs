@@ -20,7 +20,7 @@ pub struct Topology {
     pub allowed: CpuList,
     /// Ascending numbers, which need not be dense; at least one node.
     pub nodes: Vec<Node>,
-    /// Somebody chose where the memory of this process comes from (`numactl`), so that it is not
+    /// The user chose where the memory of this process comes from (`numactl`), so that it is not
     /// for us to choose.
     pub has_memory_policy: bool,
 }

@@ -9,20 +9,17 @@
 
 mod cli;
 mod commands;
-mod log;
-mod nbd;
-mod new_image;
-mod serve;
-mod vhost;
 
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
+use ringdisk_console::log;
+use ringdisk_console::operation::end_by_signal;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::helper::{self, start::Role};
-use ringdisk_daemon::{limits, terminal};
+use ringdisk_daemon::{limits, terminal, unmount};
 
 use crate::cli::{Cli, Command};
 
@@ -53,6 +50,9 @@ impl From<Failure> for End {
 fn run() -> u8 {
     if Role::Helper.is_ours() {
         return helper::run();
+    }
+    if Role::Detach.is_ours() {
+        return unmount::run_detacher();
     }
     let mut words = std::env::args_os();
     let program = words.next().unwrap_or_default();
@@ -95,7 +95,7 @@ fn run() -> u8 {
             let failure = commands::lock_advice::add(&cli.command, failure);
             terminal::complain(&failure);
             if let Some(signal) = failure.signal() {
-                commands::operation::end_by_signal(signal);
+                end_by_signal(signal);
             }
             failure.code()
         }

@@ -5,6 +5,8 @@
 
 use rustix::io::Errno;
 
+use crate::cause::Cause;
+
 /// What kind of failure it is, for callers that act on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -38,11 +40,12 @@ pub struct Error {
     errno: Option<Errno>,
     /// The errno again, unless the context says it in better words.
     source: Option<Errno>,
+    cause: Option<Box<Cause>>,
 }
 
 impl Error {
     pub(crate) fn new(kind: ErrorKind, context: String) -> Error {
-        Error { kind, context, errno: None, source: None }
+        Error { kind, context, errno: None, source: None, cause: None }
     }
 
     /// Takes the kind from the errno, whose meaning the context explains.
@@ -60,7 +63,7 @@ impl Error {
             Errno::EXIST => ErrorKind::Exists,
             _ => ErrorKind::Io,
         };
-        Error { kind, context, errno: Some(errno), source: Some(errno) }
+        Error { kind, context, errno: Some(errno), source: Some(errno), cause: None }
     }
 
     pub(crate) fn with_source(mut self, errno: Errno) -> Error {
@@ -69,15 +72,49 @@ impl Error {
         self
     }
 
+    /// Adds the cause, for programs.
+    pub(crate) fn because(mut self, cause: Cause) -> Error {
+        self.cause = Some(Box::new(cause));
+        self
+    }
+
+    /// It could not be opened. The text is `cannot open 'FILE': WHY`.
+    pub(crate) fn not_opened(kind: ErrorKind, file: &str, why: &str) -> Error {
+        let error = Error::new(kind, format!("cannot open '{file}': {why}"));
+        error.because(not_opened(file, why, false))
+    }
+
+    /// As [`Error::not_opened`]; takes the kind from the errno, which `why` explains.
+    pub(crate) fn not_opened_since(file: &str, why: &str, errno: Errno) -> Error {
+        let error = Error::explained(format!("cannot open '{file}': {why}"), errno);
+        error.because(not_opened(file, why, false))
+    }
+
     /// What kind of failure it is.
     pub fn kind(&self) -> ErrorKind {
         self.kind
+    }
+
+    /// Why, for programs that say it in words of their own.
+    pub fn cause(&self) -> Option<&Cause> {
+        self.cause.as_deref()
     }
 
     /// The system's error, if there is one.
     pub fn errno(&self) -> Option<Errno> {
         self.errno
     }
+}
+
+/// The cause of a file that could not be opened.
+pub(crate) fn not_opened(file: &str, why: &str, is_missing: bool) -> Cause {
+    Cause::NotOpened { file: file.to_owned(), why: why.to_owned(), is_missing }
+}
+
+/// The words of the system, without the number that the standard library adds.
+pub(crate) fn words(errno: Errno) -> String {
+    let text = std::io::Error::from(errno).to_string();
+    text.split(" (os error").next().unwrap_or_default().to_owned()
 }
 
 impl std::fmt::Display for Error {

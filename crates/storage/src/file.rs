@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use ringdisk_ring::{Errno, Fd, Ring};
 
-use crate::gate::Gate;
+use crate::block_locks::BlockLocks;
 use crate::kinds::{Kind, Limits};
 use crate::lock::Held;
 use crate::pages;
@@ -42,7 +42,7 @@ pub(crate) struct File {
     /// Bytes. Only a hint for anything but this process: others can change the file.
     pub(crate) len: AtomicU64,
     /// Coordinates writes where they have to be whole blocks; otherwise `None`.
-    pub(crate) gate: Option<Gate>,
+    pub(crate) gate: Option<BlockLocks>,
     /// The same file without O_DIRECT, for the piece of a block at the end of a regular file whose
     /// length is no multiple of the block. It is another open file description and has the same
     /// lock, so that the locks of a process that is killed outlive its last write this way, too.

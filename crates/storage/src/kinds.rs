@@ -93,3 +93,13 @@ pub enum Allocation {
     /// A hole: reads as zeroes.
     Hole,
 }
+
+/// How bytes are made zeroes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Zeroing {
+    /// The space may be given back.
+    pub(crate) may_unmap: bool,
+    /// Write zeroes when there is no quick way; otherwise the error is `EOPNOTSUPP` and nothing has
+    /// changed. (Parts of blocks at either end are always written, once the middle is zeroed.)
+    pub(crate) fallback: bool,
+}

@@ -45,19 +45,22 @@
 //! | row | modules |
 //! |---|---|
 //! | words | `error`, `failure`, `kinds`, `endpoint`, `opener` |
-//! | system calls, waiting | `ffi`, `gate`, `holders`, `sysfs` |
+//! | system calls, waiting | `ffi`, `block_locks`, `holders`, `sysfs` |
 //! | of an open file | `lock`, `options`, `pages`, `probe`, `retry` |
 //! | a file | `file`, `read`, `write`, `extend`, `space` |
 //! | opening | `open`, `reopen` |
 //! | other storage | `nbd` |
-//! | all kinds | `custom`, `storage`, `topology`, `names`, `life`, `outside` |
+//! | all kinds | `custom`, `storage`, `device_limits`, `names`, `life`, `outside` |
 //!
 //! [`Storage`] is shared by all queue threads; its asynchronous methods run on the thread of the
 //! ring that they are given. Opening and the plain methods belong to control threads: they may
 //! block briefly (one system call).
 #![deny(unsafe_code)]
 
+mod block_locks;
+mod cause;
 mod custom;
+mod device_limits;
 mod endpoint;
 mod error;
 mod extend;
@@ -65,7 +68,6 @@ mod failure;
 #[allow(unsafe_code)]
 mod ffi;
 mod file;
-mod gate;
 mod holders;
 mod kinds;
 mod life;
@@ -86,16 +88,16 @@ mod storage;
 mod sysfs;
 #[cfg(test)]
 mod tests;
-mod topology;
 mod write;
 
+pub use cause::{Cause, OtherUse};
 pub use custom::{CustomStorage, LocalFuture};
+pub use device_limits::DeviceLimits;
 pub use endpoint::NbdEndpoint;
 pub use error::{Error, ErrorKind};
 pub use failure::Failure;
 pub use ffi::local_offset;
 pub use kinds::{Allocation, Kind, Limits, Lock, Preallocation};
-pub use lock::{IN_USE_FOR_WRITING, NOT_FOR_OTHERS_TO_WRITE};
 pub use names::NameLost;
 pub use nbd::{
     BadAddress, NBD_PORT, NBD_RECONNECT_DEFAULT, NbdAddress, NbdOptions, NbdServer, NbdTls,
@@ -104,4 +106,3 @@ pub use opener::Opener;
 pub use options::OpenOptions;
 pub use ringdisk_ring::Errno;
 pub use storage::Storage;
-pub use topology::Topology;

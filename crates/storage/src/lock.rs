@@ -26,6 +26,7 @@ use std::os::fd::BorrowedFd;
 
 use rustix::io::Errno;
 
+use crate::cause::{Cause, OtherUse};
 use crate::error::{Error, ErrorKind};
 use crate::kinds::Lock;
 use crate::{ffi, holders};
@@ -290,20 +291,22 @@ fn conflict(
     Ok(None)
 }
 
-/// In the message of a conflict: another program writes, so reading shows bytes that change. A
-/// command that can do that all the same says with which of its options.
-pub const IN_USE_FOR_WRITING: &str = "is in use for writing by";
-/// In the message of a conflict: reading is possible, writing is not.
-pub const NOT_FOR_OTHERS_TO_WRITE: &str = "which does not let others write to it";
-
 fn refusal(fd: BorrowedFd<'_>, name: &str, conflict: Conflict) -> Error {
     let who = holders::describe(fd, conflict.byte);
-    let context = if conflict.used_by_other {
-        format!("'{name}' {IN_USE_FOR_WRITING} {who}. Stop that first")
+    let by = if conflict.used_by_other {
+        OtherUse::Writes
     } else if conflict.byte == Some(ConsistentRead.unshared_byte()) || conflict.byte.is_none() {
-        format!("'{name}' is in use by {who}, which shares it with nobody. Stop that first")
+        OtherUse::Alone
     } else {
-        format!("'{name}' is in use by {who}, {NOT_FOR_OTHERS_TO_WRITE}. Stop that first")
+        OtherUse::NoOtherWriter
     };
-    Error::new(ErrorKind::Locked, context)
+    let how = match by {
+        OtherUse::Writes => format!("is in use for writing by {who}"),
+        OtherUse::Alone => format!("is in use by {who}, which shares it with nobody"),
+        OtherUse::NoOtherWriter => {
+            format!("is in use by {who}, which does not let others write to it")
+        }
+    };
+    let error = Error::new(ErrorKind::Locked, format!("'{name}' {how}. Stop that first"));
+    error.because(Cause::InUse { file: name.to_owned(), by })
 }

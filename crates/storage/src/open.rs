@@ -15,9 +15,10 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{CWD, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
-use crate::error::{Error, ErrorKind};
+use crate::block_locks::BlockLocks;
+use crate::cause::Cause;
+use crate::error::{Error, ErrorKind, not_opened, words};
 use crate::file::{File, real_len};
-use crate::gate::Gate;
 use crate::kinds::{Kind, Lock};
 use crate::options::OpenOptions;
 use crate::sysfs::queue_number;
@@ -81,33 +82,45 @@ fn open_or_create(
 }
 
 fn open_error(path: &Path, name: &str, options: &OpenOptions, errno: Errno) -> Error {
-    let context = match errno {
-        Errno::NOENT if path.as_os_str() == OsStr::new("") => "the image has an empty name".into(),
-        Errno::NOENT if path.is_symlink() => {
-            format!("cannot open '{name}': it is a symbolic link to something that is not there")
+    let why = match errno {
+        Errno::NOENT if path.as_os_str() == OsStr::new("") => {
+            return Error::explained("the image has an empty name".into(), errno);
         }
-        Errno::NOENT => format!("cannot open '{name}': there is no such file"),
-        Errno::EXIST => format!("cannot create '{name}': it exists already"),
-        Errno::ISDIR => format!("cannot open '{name}': it is a directory, not a disk image"),
+        Errno::NOENT if path.is_symlink() => "it is a symbolic link to something that is not there",
+        Errno::NOENT => {
+            let error = Error::not_opened_since(name, "there is no such file", errno);
+            return error.because(not_opened(name, "there is no such file", true));
+        }
+        Errno::EXIST => {
+            return Error::explained(format!("cannot create '{name}': it exists already"), errno);
+        }
+        Errno::ISDIR => "it is a directory, not a disk image",
         // What open(2) says to a socket, and to a device node without a driver.
-        Errno::NXIO | Errno::NODEV => {
-            format!("cannot open '{name}': it is no file, or a device that is not there")
-        }
+        Errno::NXIO | Errno::NODEV => "it is no file, or a device that is not there",
         Errno::ACCESS | Errno::PERM if !options.read_only && can_read(path) => {
-            format!("'{name}' may be read but not written: use --read-only, or change its mode")
+            let text = format!(
+                "'{name}' may be read but not written: use --read-only, or change its mode"
+            );
+            return Error::explained(text, errno);
         }
-        Errno::ACCESS | Errno::PERM => {
-            format!("cannot open '{name}': permission denied; check its owner and mode")
+        Errno::ACCESS | Errno::PERM => "permission denied; check its owner and mode",
+        Errno::ROFS => {
+            let text = format!("'{name}' is on a read-only file system: use --read-only");
+            return Error::explained(text, errno);
         }
-        Errno::ROFS => format!("'{name}' is on a read-only file system: use --read-only"),
-        Errno::TXTBSY => format!("cannot open '{name}' for writing: it is running or swapped to"),
-        Errno::MFILE | Errno::NFILE => {
-            format!("cannot open '{name}': too many open files; raise the limit (ulimit -n)")
+        Errno::TXTBSY => {
+            let text = format!("cannot open '{name}' for writing: it is running or swapped to");
+            return Error::explained(text, errno);
         }
-        Errno::LOOP => format!("cannot open '{name}': too many symbolic links"),
-        _ => return Error::system(format!("cannot open '{name}'"), errno),
+        Errno::MFILE | Errno::NFILE => "too many open files; raise the limit (ulimit -n)",
+        Errno::LOOP => "too many symbolic links",
+        _ => {
+            let why = words(errno);
+            let error = Error::system(format!("cannot open '{name}'"), errno);
+            return error.because(not_opened(name, &why, false));
+        }
     };
-    Error::explained(context, errno)
+    Error::not_opened_since(name, why, errno)
 }
 
 fn can_read(path: &Path) -> bool {
@@ -122,7 +135,11 @@ fn adopt(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<File, Error> 
     let kind = kind_of(&stat).map_err(|what| {
         let context =
             format!("'{name}' is {what}; a disk image is a regular file or a block device");
-        Error::new(ErrorKind::WrongType, context)
+        let error = Error::new(ErrorKind::WrongType, context);
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::Directory => error.because(Cause::IsDirectory { file: name.to_owned() }),
+            _ => error,
+        }
     })?;
     let direct = set_flags(&fd, name, options)?;
     if kind == Kind::BlockDevice
@@ -163,7 +180,7 @@ fn adopt(fd: OwnedFd, name: &str, options: &OpenOptions) -> Result<File, Error> 
         no_flush: options.no_flush,
         limits,
         len: AtomicU64::new(len),
-        gate: whole_blocks.then(Gate::new),
+        gate: whole_blocks.then(BlockLocks::new),
         buffered_twin,
         uses_page_cache: AtomicBool::new(!limits.direct),
         flush_failed: AtomicI32::new(0),
@@ -231,7 +248,8 @@ fn direct_unsupported(name: &str) -> Error {
         "'{name}' is on a file system without direct I/O (O_DIRECT): use --cache writeback, or \
          move the image to another file system"
     );
-    Error::new(ErrorKind::DirectUnsupported, context)
+    let error = Error::new(ErrorKind::DirectUnsupported, context);
+    error.because(Cause::NoDirectIo { file: name.to_owned() })
 }
 
 /// The same file once more, without O_DIRECT.

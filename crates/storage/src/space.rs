@@ -10,10 +10,10 @@ use std::sync::atomic::Ordering;
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use rustix::fs::{FallocateFlags, SeekFrom};
 
+use crate::block_locks::Pass;
 use crate::ffi;
 use crate::file::{File, end_of};
-use crate::gate::Pass;
-use crate::kinds::{Allocation, Kind, Preallocation};
+use crate::kinds::{Allocation, Kind, Preallocation, Zeroing};
 use crate::read::BOUNCE_MAX;
 use crate::retry::{Retry, once};
 
@@ -53,19 +53,13 @@ impl File {
 
     /// Makes bytes read as zeroes; a regular file grows when it must.
     ///
-    /// * `may_unmap`: the space may be given back.
-    /// * `fallback`: write zeroes when there is no quick way; otherwise the error is `EOPNOTSUPP`
-    ///   and nothing has changed. (Parts of blocks at either end are always written, once the
-    ///   middle is zeroed.)
-    ///
     /// Errors: the kernel's, `EROFS`, `ENOSPC` past the end of a block device.
     pub(crate) async fn write_zeroes(
         &self,
         ring: &Ring,
         offset: u64,
         len: u64,
-        may_unmap: bool,
-        fallback: bool,
+        Zeroing { may_unmap, fallback }: Zeroing,
     ) -> Result<(), Errno> {
         self.check_writable()?;
         let end = end_of(offset, len)?;

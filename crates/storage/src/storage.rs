@@ -13,7 +13,7 @@ use crate::endpoint::NbdEndpoint;
 use crate::error::Error;
 use crate::failure;
 use crate::file::{File, end_of};
-use crate::kinds::{Allocation, Kind, Limits, Preallocation};
+use crate::kinds::{Allocation, Kind, Limits, Preallocation, Zeroing};
 use crate::nbd::{self, Nbd, NbdAddress, NbdOptions};
 use crate::options::OpenOptions;
 use crate::{open, reopen};
@@ -341,6 +341,20 @@ impl Storage {
         self.noted(result, "a write", offset, buf.len() as u64)
     }
 
+    /// Writes all of `buf`, as [`Storage::write`] does.
+    ///
+    /// Errors: as there, also after some progress; `EIO` where it takes nothing.
+    pub async fn write_all(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<(), Errno> {
+        let mut done = 0;
+        while done < buf.len() {
+            match self.write(ring, offset + done as u64, &buf.slice(done..buf.len())).await? {
+                0 => return Err(Errno::IO),
+                written => done += written,
+            }
+        }
+        Ok(())
+    }
+
     /// Makes all writes that completed before durable, down to the device.
     ///
     /// Errors: `EIO`, `ENOSPC`, `EDQUOT`: written data may be lost. Every later flush fails too
@@ -385,9 +399,10 @@ impl Storage {
         may_unmap: bool,
         fallback: bool,
     ) -> Result<(), Errno> {
+        let how = Zeroing { may_unmap, fallback };
         let result = match &self.0 {
-            Inner::File(file) => file.write_zeroes(ring, offset, len, may_unmap, fallback).await,
-            Inner::Nbd(nbd) => nbd.write_zeroes(ring, offset, len, may_unmap, fallback).await,
+            Inner::File(file) => file.write_zeroes(ring, offset, len, how).await,
+            Inner::Nbd(nbd) => nbd.write_zeroes(ring, offset, len, how).await,
             Inner::Custom(custom) => {
                 custom.write_zeroes(ring, offset, len, may_unmap, fallback).await
             }
@@ -469,6 +484,24 @@ impl Storage {
             Inner::File(file) => file.allocation(ring, offset, len).await,
             Inner::Nbd(nbd) => nbd.allocation(ring, offset, len).await,
             Inner::Custom(custom) => custom.allocation(ring, offset, len).await,
+        }
+    }
+
+    /// Whether it is an NBD export that was opened to look at a bitmap
+    /// ([`NbdAddress::with_dirty_bitmap`]). Its holes are not known then: all counts as data.
+    pub fn shows_bitmap(&self) -> bool {
+        matches!(&self.0, Inner::Nbd(nbd) if nbd.shows_bitmap())
+    }
+
+    /// Whether the bitmap has marked the byte at `offset`, and for how many bytes that is so (1 to
+    /// `len`; the run may go on after that). (false, 0) at or past the end. Without a bitmap
+    /// nothing is marked.
+    ///
+    /// Errors: those of the server.
+    pub async fn dirty(&self, ring: &Ring, offset: u64, len: u64) -> Result<(bool, u64), Errno> {
+        match &self.0 {
+            Inner::Nbd(nbd) => nbd.dirty(ring, offset, len).await,
+            Inner::File(_) | Inner::Custom(_) => Ok((false, len)),
         }
     }
 }

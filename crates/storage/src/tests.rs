@@ -6,6 +6,7 @@ use std::path::Path;
 
 use ringdisk_ring::{Config, IoBuf, Runtime};
 
+use crate::kinds::Zeroing;
 use crate::{Limits, Lock, OpenOptions, Storage, open};
 
 #[test]
@@ -74,7 +75,9 @@ fn a_hole_that_is_refused_unexpectedly_changes_nothing() {
             assert_eq!(file.write(&ring, 0, &buf).await, Ok(LEN));
             for (offset, len) in [(0, LEN as u64), (512, 8192), (100, 9000), (12_293, 70_000)] {
                 file.refuses_holes.store(false, Ordering::Relaxed);
-                let hole = file.write_zeroes(&ring, offset, len, true, false).await;
+                let hole = file
+                    .write_zeroes(&ring, offset, len, Zeroing { may_unmap: true, fallback: false })
+                    .await;
                 assert_eq!(hole, Err(ringdisk_ring::Errno::OPNOTSUPP), "{len} bytes at {offset}");
                 assert!(file.refuses_holes.load(Ordering::Relaxed), "remembered");
                 assert_eq!(file.read(&ring, 0, &now).await, Ok(LEN));

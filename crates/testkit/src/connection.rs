@@ -25,7 +25,7 @@ pub fn waiting(number: u32) -> io::Result<u32> {
     text.trim().parse().map_err(io::Error::other)
 }
 
-/// Ends a connection by force: whoever waits for it gets an error. Errors: as [`waiting`].
+/// Ends a connection by force: processes that wait for it get an error. Errors: as [`waiting`].
 pub fn abort(number: u32) -> io::Result<()> {
     let file = openat(fusectl()?, format!("{number}/abort"), OFlags::WRONLY, Mode::empty())?;
     rustix::io::write(file, b"1")?;

@@ -365,7 +365,7 @@ pub fn for_user(binary: &str, uid: u32) -> (TempDir, PathBuf) {
 
 /// Copies a program that is to be started. By another process: while we write, the children that
 /// other threads of this one start have the descriptor too, until their exec, and a program that
-/// somebody may write to cannot be started (ETXTBSY).
+/// a process may write to cannot be started (ETXTBSY).
 pub fn copy_program(binary: &str, to: &Path) {
     ok_words(&["cp", binary, text(to)]);
 }

@@ -59,7 +59,11 @@ impl Bucket {
 }
 
 /// Rounds to whole parts; what is too large for a number of them is the largest.
+///
+/// * `time`: 0 and more.
+#[inline]
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // `as` saturates.
 fn parts(time: f64) -> u64 {
-    time.round() as u64
+    // `f64::round` is a call on a processor without SSE 4.1.
+    (time + 0.5) as u64
 }

@@ -1,7 +1,7 @@
 //! Limits that a command has changed: what the next process has to know of them.
 //!
 //! Promises: a change holds as long as the next process is told to begin with the limits with which
-//! the one before began. Where somebody has written other ones down meanwhile, those are newer.
+//! the one before began. Where the user has written other ones down meanwhile, those are newer.
 
 use crate::{Limits, LimitsError};
 

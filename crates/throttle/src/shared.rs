@@ -62,9 +62,16 @@ impl Shared {
         self.held_by[kind as usize].load(Ordering::Relaxed) != 0
     }
 
+    /// The buckets that hold back requests of a kind, with their numbers.
+    #[inline]
     fn held_by(&self, kind: Kind) -> impl Iterator<Item = (usize, &Bucket)> {
-        let bits = self.held_by[kind as usize].load(Ordering::Acquire);
-        self.buckets.iter().enumerate().filter(move |(index, _)| bits & (1 << index) != 0)
+        let mut bits = self.held_by[kind as usize].load(Ordering::Acquire);
+        std::iter::from_fn(move || {
+            let index = bits.trailing_zeros() as usize;
+            // Without its lowest bit.
+            bits &= bits.wrapping_sub(1);
+            Some((index, self.buckets.get(index)?))
+        })
     }
 
     /// Lets a request go on, or says how long it has to wait, nanoseconds.
@@ -79,6 +86,7 @@ impl Shared {
     }
 
     /// Counts a request that goes on.
+    #[inline]
     pub(crate) fn count(&self, now: u64, kind: Kind, bytes: u64) {
         let size = self.iops_size.load(Ordering::Relaxed);
         let requests = if size > 0 && bytes > size { bytes as f64 / size as f64 } else { 1.0 };

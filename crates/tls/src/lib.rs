@@ -5,6 +5,18 @@
 //! by rustls before anything else sees them; the memory of a stream is bounded
 //! ([`STREAM_BYTES_MAX`]). Nothing here knows NBD.
 //!
+//! ```
+//! use ringdisk_tls::{AllowList, Source};
+//!
+//! // Where keys and certificates are: a directory in QEMU's layout, or descriptors.
+//! let keys = Source::parse("/etc/pki/ringdisk")?;
+//! assert!(!keys.has_descriptor());
+//! // Which certificates of clients are let in.
+//! let allowed = AllowList::exact([String::from("CN=backup.example.org")]);
+//! assert!(allowed.allows("CN=backup.example.org") && !allowed.allows("CN=other.example.org"));
+//! # Ok::<(), String>(())
+//! ```
+//!
 //! | module | promises |
 //! |---|---|
 //! | `source`, `pem` | where keys and certificates are, and what is in these files |

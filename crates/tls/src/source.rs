@@ -103,6 +103,12 @@ impl Source {
         Ok(Source::Files { ca, crl, cert, key })
     }
 
+    /// Whether one of the files is a descriptor of the process, which may be read once only.
+    pub fn has_descriptor(&self) -> bool {
+        let Source::Files { ca, crl, cert, key } = self else { return false };
+        [ca, crl, cert, key].into_iter().flatten().any(|path| path.starts_with("/dev/fd"))
+    }
+
     /// Reads the files of a side. Of a directory those that are missing are left out.
     ///
     /// Errors: a file that cannot be read; one that was named and is not there.

@@ -146,18 +146,8 @@ impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Error::Missing { is_installed } => {
-                write!(f, "{DEVICE}: there is none, the module vhost_blk is not loaded; ")?;
-                f.write_str(match is_installed {
-                    Some(true) => "load it: modprobe vhost_blk",
-                    Some(false) => {
-                        "this kernel does not have it: install the package ringdisk-vhost-blk-dkms \
-                         or build it (docs/vhost-blk.md, \"Install\"), then modprobe vhost_blk"
-                    }
-                    None => {
-                        "load it: modprobe vhost_blk (when there is no such module: package \
-                         ringdisk-vhost-blk-dkms, or docs/vhost-blk.md, \"Install\")"
-                    }
-                })
+                let advice = load(*is_installed);
+                write!(f, "{DEVICE}: there is none, the module vhost_blk is not loaded; {advice}")
             }
             Error::NotAllowed { errno } => write!(
                 f,
@@ -222,6 +212,21 @@ impl fmt::Display for Error {
             Error::NotStarted { queue } => write!(f, "{DEVICE}: queue {queue} is not started"),
             Error::NoDisk => write!(f, "{DEVICE}: there is no disk yet"),
             Error::System { doing, errno } => write!(f, "{DEVICE}: could not {doing}: {errno}"),
+        }
+    }
+}
+
+/// How the module is loaded.
+fn load(is_installed: Option<bool>) -> &'static str {
+    match is_installed {
+        Some(true) => "load it: modprobe vhost_blk",
+        Some(false) => {
+            "this kernel does not have it: install the package ringdisk-vhost-blk-dkms or build it \
+             (docs/vhost-blk.md, \"Install\"), then modprobe vhost_blk"
+        }
+        None => {
+            "load it: modprobe vhost_blk (when there is no such module: package \
+             ringdisk-vhost-blk-dkms, or docs/vhost-blk.md, \"Install\")"
         }
     }
 }

@@ -233,13 +233,13 @@ impl Connection {
         }
         let Some(what) = foreign else { return Ok(()) };
         let message = format!(
-            "{name}: a descriptor of {what} is not taken: whoever answers for it could hold up \
+            "{name}: a descriptor of {what} is not taken: the process behind it could hold up \
              every use of it"
         );
         Err(Error::new(ErrorKind::Protocol, message).hint(
             "memory of a guest is a memfd or a file on tmpfs, hugetlbfs, ext4, xfs or btrfs (QEMU: \
              memory-backend-memfd,share=on); what \
-             wakes somebody is an eventfd or a pipe",
+             wakes a process is an eventfd or a pipe",
         ))
     }
 
@@ -249,7 +249,7 @@ impl Connection {
         if !may_bring_sockets(&header) && self.fds.iter().any(is_socket) {
             let message = format!("{}: a socket is not taken", self.name());
             return Err(Error::new(ErrorKind::Protocol, message).hint(
-                "what wakes somebody is an eventfd or a pipe: a socket may hold descriptors that \
+                "what wakes a process is an eventfd or a pipe: a socket may hold descriptors that \
                  take long to close",
             ));
         }

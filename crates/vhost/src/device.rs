@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use ringdisk_disk::{ClientErrors, Disk, Events};
+use ringdisk_disk::{Bytes, ClientErrors, Disk, Events};
 use ringdisk_ring::Errno;
 
 use crate::blk::SERIAL_BYTES;
@@ -223,7 +223,7 @@ impl Device {
     /// An I/O error of the image; not all of them are told.
     pub(crate) fn image_error(&self, what: &'static str, offset: u64, len: u64, errno: Errno) {
         self.counts.image_errors.fetch_add(1, Ordering::Relaxed);
-        self.errors.record(what, offset, len, errno);
+        self.errors.record(what, offset, Bytes(len), errno);
     }
 
     /// The guest asked for what cannot be done; not all of these are told.

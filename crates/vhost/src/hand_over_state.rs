@@ -3,6 +3,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use ringdisk_export::HandOverState;
+use ringdisk_messages::state::{Versions, with_roles};
 use serde::{Deserialize, Serialize};
 
 use crate::closing::Held;
@@ -11,15 +12,14 @@ use crate::session::{SavedVring, Session, SessionState};
 use crate::vet::vet;
 use crate::{Error, ErrorKind};
 
-/// Form of the description; a program that does not know it refuses.
-const VERSION: u32 = 1;
+/// Of the description.
+pub(crate) const VERSIONS: Versions = Versions::new(1, 1);
 /// Descriptors of one export at most: memory, virtqueues (three each), images of a long chain.
 const FDS_MAX: usize = 2048;
 
 /// The description.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Words {
-    version: u32,
     pub(crate) write_cache: bool,
     pub(crate) broken: Option<String>,
     pub(crate) session: Option<SessionWords>,
@@ -214,9 +214,8 @@ impl<D: Descriptors> Packing<D> {
     /// The words.
     ///
     /// Errors: they cannot be written.
-    pub(crate) fn describe(&mut self) -> Result<String, Error> {
-        self.words.version = VERSION;
-        serde_json::to_string(&self.words).map_err(|error| {
+    pub(crate) fn describe(&self) -> Result<String, Error> {
+        VERSIONS.to_text(&self.words).map_err(|error| {
             Error::new(ErrorKind::System, "the export cannot be described").source(error)
         })
     }
@@ -238,7 +237,7 @@ impl Packing<Copies> {
         self.fds.0.push(fd);
     }
 
-    pub(crate) fn finish(mut self) -> Result<HandOverState, Error> {
+    pub(crate) fn finish(self) -> Result<HandOverState, Error> {
         let description = self.describe()?;
         Ok(HandOverState { description, fds: self.fds.0 })
     }
@@ -257,20 +256,17 @@ impl Unpacked {
         let refuse = |what: String| {
             Err(Error::new(ErrorKind::Refused, format!("the hand-over is not understood: {what}")))
         };
-        let words: Words = match serde_json::from_str(&state.description) {
-            Ok(words) => words,
-            Err(error) => return refuse(error.to_string()),
+        let read = VERSIONS.from_text::<Words>(state.description.as_bytes());
+        let named = read.and_then(|words| Ok((with_roles(words.roles.clone(), state.fds)?, words)));
+        let (named, words) = match named {
+            Ok((named, _)) if named.len() > FDS_MAX => {
+                return refuse(format!("{} descriptors are too many", named.len()));
+            }
+            Ok(named) => named,
+            Err(why) => return refuse(why.into()),
         };
-        if words.version != VERSION {
-            let version = words.version;
-            return refuse(format!("its version is {version}, this program knows {VERSION}"));
-        }
-        let (roles, fds) = (words.roles.len(), state.fds.len());
-        if roles != fds || fds > FDS_MAX {
-            return refuse(format!("{fds} descriptors came, it names {roles}"));
-        }
-        let mut all = Vec::with_capacity(fds);
-        for (role, fd) in words.roles.iter().copied().zip(state.fds) {
+        let mut all = Vec::with_capacity(named.len());
+        for (role, fd) in named {
             // An image is judged as one; all else is of a kind that this process may touch without
             // waiting, whatever the sender says.
             let fd = match role {

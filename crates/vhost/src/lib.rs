@@ -1,5 +1,22 @@
 //! A disk for virtual machines: vhost-user-blk.
 //!
+//! ```
+//! use std::os::unix::net::UnixListener;
+//!
+//! use ringdisk_disk::{Bytes, Disk, NullOptions};
+//! use ringdisk_vhost::export::{Export, ExportOptions, Listen};
+//!
+//! # let directory = tempfile::tempdir()?;
+//! # let path = directory.path().join("disk.sock");
+//! let disk = Disk::null(&NullOptions { size: Bytes(1 << 30), ..NullOptions::default() });
+//! let listener = UnixListener::bind(&path)?;
+//! let export = Export::start(disk, ExportOptions::new(Listen::Listener(listener.into())))?;
+//! // QEMU connects: -chardev socket,id=c,path=disk.sock -device vhost-user-blk-pci,chardev=c
+//! export.stop_handle().stop();
+//! assert_eq!(export.wait()?.total().requests, 0);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
 //! Rooms, from the wire inwards:
 //! - [`protocol`]: bytes to messages and replies to bytes, without a socket;
 //! - [`session`]: what one front end has said and what follows from it, without a thread;
@@ -24,6 +41,8 @@ pub mod keep;
 pub mod protocol;
 pub mod session;
 mod signals;
+#[doc(hidden)]
+pub mod testing;
 mod vet;
 mod wire;
 mod worker;

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use common::{MIB, open, serve};
-use ringdisk_disk::{Disk, Format, NullOptions};
+use ringdisk_disk::{Bytes, Disk, Format, NullOptions};
 use ringdisk_testkit::images;
 use ringdisk_testkit::model::{Cut, Request, Vm, VmOptions, bits};
 use ringdisk_testkit::mount::scratch;
@@ -81,8 +81,9 @@ fn requests_allocate_nothing() {
     images::raw(&raw, MIB, 1);
     images::qcow2(&qcow2, "1M", "");
     images::qemu_io(&qcow2, "qcow2", &["write -P 1 0 1M"]);
-    let null =
-        || Disk::null(&NullOptions { size: MIB, read_zeroes: true, latency: Duration::ZERO });
+    let null = || {
+        Disk::null(&NullOptions { size: Bytes(MIB), read_zeroes: true, latency: Duration::ZERO })
+    };
     // The end of an export closes its disk.
     let disk = |name| match name {
         "raw" => open(&raw, Format::Raw),

@@ -3,7 +3,7 @@
 
 use std::cell::RefCell;
 
-use ringdisk_disk::{Disk, NullOptions};
+use ringdisk_disk::{Bytes, Disk, NullOptions};
 use ringdisk_fuse::abi::REQUEST_HEAD_BYTES;
 use ringdisk_fuse::file::{FileOptions, FileServer};
 use ringdisk_fuse::negotiate::{Profile, negotiate};
@@ -30,8 +30,8 @@ thread_local! {
 fn server() -> Server {
     let runtime = Runtime::new(Config::default()).expect("io_uring is there");
     let ring = runtime.ring().clone();
-    let disk =
-        Disk::null(&NullOptions { size: DISK_BYTES, read_zeroes: true, ..NullOptions::default() });
+    let size = Bytes(DISK_BYTES);
+    let disk = Disk::null(&NullOptions { size, read_zeroes: true, ..NullOptions::default() });
     let options = FileOptions {
         growable: true,
         resizable: true,

@@ -8,7 +8,7 @@ use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
-use ringdisk_disk::{Disk, NullOptions};
+use ringdisk_disk::{Bytes, Disk, NullOptions};
 use ringdisk_nbd::{CommonOptions, Export, NamedDisk, NbdOptions};
 use ringdisk_nbd_protocol::numbers::option;
 use ringdisk_nbd_protocol::options::{InfoRequest, MetaRequest, push_option};
@@ -31,7 +31,8 @@ fn socket() -> &'static SocketAddr {
         let name = format!("ringdisk-fuzz-{}", std::process::id());
         let socket = SocketAddr::from_abstract_name(name).expect("an address");
         let listener = UnixListener::bind_addr(&socket).expect("a socket");
-        let null = NullOptions { size: DISK_BYTES, read_zeroes: true, ..NullOptions::default() };
+        let size = Bytes(DISK_BYTES);
+        let null = NullOptions { size, read_zeroes: true, ..NullOptions::default() };
         let disks = vec![NamedDisk::new("", Disk::null(&null))];
         let common = CommonOptions::with_threads(1);
         let options = NbdOptions { common, ..NbdOptions::default() };

@@ -6,7 +6,7 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use ringdisk_qcow2::{Extent, ExtentKind, GuestOffset, OpenOptions, Qcow2};
+use ringdisk_qcow2::{Bytes, Extent, ExtentKind, GuestOffset, OpenOptions, Qcow2};
 use ringdisk_ring::{Config, Errno, IoBuf, Ring, Runtime};
 use ringdisk_storage::{Allocation, CustomStorage, Limits, LocalFuture, Preallocation, Storage};
 
@@ -105,7 +105,7 @@ fn sound_header(choice: u8, rest: &[u8]) -> Vec<u8> {
 
 async fn visit(ring: &Ring, bytes: Vec<u8>, tiny_cache: bool) {
     let storage = Arc::new(Storage::custom(Box::new(Memory(bytes))));
-    let metadata_cache_bytes = tiny_cache.then_some(0);
+    let metadata_cache_bytes = tiny_cache.then_some(Bytes::ZERO);
     let options = OpenOptions { metadata_cache_bytes, ..OpenOptions::default() };
     let mut image = match Qcow2::open(ring, storage.clone(), &options).await {
         Ok(image) => image,
@@ -118,16 +118,16 @@ async fn visit(ring: &Ring, bytes: Vec<u8>, tiny_cache: bool) {
     if image.info().external_data_file {
         image.set_data_file(storage).expect("one is wanted");
     }
-    let size = image.virtual_size();
+    let size = image.virtual_size().0;
     for place in 0..PLACES {
         // The first clusters, the end, and places in between.
         let scattered = place.wrapping_mul(0x9e37_79b9_7f4a_7c15) % size.max(1);
         let offset = match place {
             0 => size.saturating_sub(1),
-            place if place % 2 == 0 => place / 2 * image.info().cluster_size() - 512,
+            place if place % 2 == 0 => place / 2 * image.info().cluster_size().0 - 512,
             _ => scattered,
         };
-        let len = if place % 3 == 0 { u64::MAX } else { 1 + place * 700 };
+        let len = if place % 3 == 0 { Bytes::MAX } else { Bytes(1 + place * 700) };
         if let Ok(extent) = image.map(ring, GuestOffset(offset), len).await {
             look_at(ring, &image, offset, len, extent).await;
         }
@@ -135,17 +135,17 @@ async fn visit(ring: &Ring, bytes: Vec<u8>, tiny_cache: bool) {
 }
 
 /// What every extent must keep.
-async fn look_at(ring: &Ring, image: &Qcow2, offset: u64, len: u64, extent: Extent) {
-    assert!(extent.len >= 1 && extent.len <= len);
-    assert!(offset + extent.len <= image.virtual_size());
+async fn look_at(ring: &Ring, image: &Qcow2, offset: u64, len: Bytes, extent: Extent) {
+    assert!(extent.len >= Bytes(1) && extent.len <= len);
+    assert!(offset + extent.len.0 <= image.virtual_size().0);
     match extent.kind {
         ExtentKind::Data { offset } => {
-            assert!(offset.0 + extent.len <= image.data_storage().len());
+            assert!((offset + extent.len).0 <= image.data_storage().len());
         }
         ExtentKind::Compressed(cluster) => {
-            let end = cluster.host_offset() + u64::from(cluster.host_len());
+            let end = cluster.host_offset() + Bytes::from(cluster.host_len());
             assert!(end.0 <= image.file().len());
-            let buf = IoBuf::new(extent.len.min(4096) as usize, 512);
+            let buf = IoBuf::new(extent.len.0.min(4096) as usize, 512);
             let _ = image.read_compressed(ring, cluster, GuestOffset(offset), &buf).await;
         }
         ExtentKind::Zero { .. } | ExtentKind::Unallocated => {}

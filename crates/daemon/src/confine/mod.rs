@@ -16,7 +16,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 pub use opener::{
-    HeldForDisk, directory_for, images_allowed, images_of, is_held, pass_on, servers_of, trees_for,
+    HeldForDisk, NamedTarget, directory_for, images_allowed, images_of, is_held, pass_on,
+    servers_of, trees_for,
 };
 pub use reach::Reach;
 use reach::is_whole_system;

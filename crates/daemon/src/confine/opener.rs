@@ -10,7 +10,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ringdisk_disk::names_note::Names;
 use ringdisk_disk::probe::PROBE_LEN;
@@ -183,6 +183,37 @@ fn files_of(disk: &Disk) -> Vec<Id> {
 pub struct HeldForDisk {
     directories: Mutex<Vec<Id>>,
     files: Mutex<Vec<Id>>,
+    /// Targets of mirrors and backups that are running.
+    copies: Mutex<Vec<Id>>,
+    /// Targets of commands that are under way, each as often as one has named it.
+    named: Mutex<Vec<Id>>,
+}
+
+/// The target of a mirror or a backup that the helper process holds since a user has named it, as
+/// long as the command is under way.
+#[derive(Debug)]
+pub struct NamedTarget {
+    file: Id,
+    held: Arc<HeldForDisk>,
+}
+
+impl NamedTarget {
+    /// The command is over: the helper process lets go of the file, unless that is of the chain, or
+    /// of another command, or of a mirror or a backup that is running.
+    pub fn let_go(self, disk: &Disk) {
+        let (file, held) = (self.file, Arc::clone(&self.held));
+        drop(self);
+        held.let_go(file, disk);
+    }
+}
+
+impl Drop for NamedTarget {
+    fn drop(&mut self) {
+        let mut named = self.held.named_now();
+        if let Some(at) = named.iter().position(|id| *id == self.file) {
+            named.swap_remove(at);
+        }
+    }
 }
 
 impl HeldForDisk {
@@ -191,27 +222,52 @@ impl HeldForDisk {
         self.directories.lock().unwrap_or_else(PoisonError::into_inner).push(directory.1);
     }
 
-    /// The helper process was told of this file by a user, as the target of a mirror. When it is
-    /// not of the chain at the next look, it is let go of.
-    pub fn has_file(&self, file: Id) {
-        self.files.lock().unwrap_or_else(PoisonError::into_inner).push(file);
+    /// The helper process was told of this file by a user, in a command that begins.
+    pub fn named(self: &Arc<HeldForDisk>, file: Id) -> NamedTarget {
+        self.named_now().push(file);
+        NamedTarget { file, held: Arc::clone(self) }
     }
 
-    /// A command that had the helper process hold this file was refused: it is let go of, unless it
-    /// is of the chain, or of a mirror that is running.
-    pub fn let_go(&self, file: Id, disk: &Disk) {
-        let is_needed = {
-            let files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
-            files.contains(&file) || files_of(disk).contains(&file)
-        };
-        if !is_needed {
+    /// A panic elsewhere leaves it valid, so poison is ignored.
+    fn named_now(&self) -> MutexGuard<'_, Vec<Id>> {
+        self.named.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A mirror or a backup to a file begins that the helper process holds.
+    pub fn begins_copy(&self, file: Id) {
+        for files in [&self.files, &self.copies] {
+            let mut files = files.lock().unwrap_or_else(PoisonError::into_inner);
+            if !files.contains(&file) {
+                files.push(file);
+            }
+        }
+    }
+
+    /// It has ended. When the file is not of the chain at the next look, it is let go of.
+    pub fn ends_copy(&self, file: Id) {
+        self.copies.lock().unwrap_or_else(PoisonError::into_inner).retain(|id| *id != file);
+    }
+
+    /// The files of the chain, and targets.
+    fn needed(&self, disk: &Disk) -> Vec<Id> {
+        let mut now = files_of(disk);
+        now.extend_from_slice(&self.copies.lock().unwrap_or_else(PoisonError::into_inner));
+        now.extend_from_slice(&self.named_now());
+        now
+    }
+
+    /// Lets go of a target, unless it is needed.
+    fn let_go(&self, file: Id, disk: &Disk) {
+        if !self.needed(disk).contains(&file) {
+            let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+            files.retain(|id| *id != file);
             let _ = FromInside::ask(FORGET, file, b"");
         }
     }
 
     /// Before and after a command that changes the chain.
     pub fn settle(&self, disk: &Disk) {
-        self.are_now(files_of(disk));
+        self.are_now(self.needed(disk));
         if helper::ours::get().is_none() {
             return;
         }
@@ -324,7 +380,7 @@ pub fn is_held(id: Id) -> bool {
 }
 
 /// Passes a user's word on to the helper process. Gives the file that it holds from now on: the
-/// target of a mirror. Inside.
+/// target of a mirror or a backup. Inside.
 pub fn pass_on(word: &OwnedFd) -> Option<Id> {
     let held = helper::ours::get()?.pass_on(word).map_err(|error| {
         tracing::debug!("the helper process does not take the word of a user: {error}");

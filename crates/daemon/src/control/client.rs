@@ -17,7 +17,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use ringdisk_disk::Progress;
+use ringdisk_disk::{Bytes, Progress};
 use ringdisk_fuse::mount::table::MountEntry;
 use ringdisk_fuse::mount::{mountpoint, table};
 use ringdisk_messages::Wait;
@@ -27,6 +27,7 @@ use rustix::net::sockopt::socket_peercred;
 use rustix::process::{PidfdFlags, pidfd_open};
 use serde_json::Value;
 
+use crate::control::jobs::words::JobCommand;
 use crate::control::protocol::{Command, REPLY_BYTES_MAX, Reply, VERSION};
 use crate::control::registry::{
     Found, connect_now, is_served, name_of_mount, name_of_path, owner_of, user,
@@ -75,6 +76,8 @@ pub struct Client {
     is_trusted: bool,
     /// Of a mount; absolute, without symbolic links.
     pub mountpoint: Option<PathBuf>,
+    /// Servers that have ended while a job was waited for.
+    losses: u32,
     /// As the user named it.
     shown: String,
 }
@@ -203,7 +206,7 @@ impl Client {
             server.is_some_and(|server| server.uid.is_root() || server.uid.as_raw() == user());
         let process = server.and_then(|server| pidfd_open(server.pid, PidfdFlags::empty()).ok());
         let (buffer, tells_end) = (Vec::new(), false);
-        Client { stream, process, buffer, tells_end, is_trusted, mountpoint, shown }
+        Client { stream, process, buffer, tells_end, is_trusted, mountpoint, losses: 0, shown }
     }
 
     /// Hears what the server says at first.
@@ -244,13 +247,43 @@ impl Client {
         progress: &Progress,
         timeout: Timeout,
     ) -> Result<Value, Failure> {
+        self.call_with(command, &[], progress, timeout)
+    }
+
+    /// As [`Client::call`], with descriptors before those of the user's word.
+    ///
+    /// Errors: as there.
+    pub fn call_with(
+        &mut self,
+        command: &Command,
+        given: &[BorrowedFd<'_>],
+        progress: &Progress,
+        timeout: Timeout,
+    ) -> Result<Value, Failure> {
+        // A next process may have another job of the same name by then.
+        let token = match command {
+            Command::Job(JobCommand::Wait(named)) => self.token_of(&named.id, progress, timeout)?,
+            _ => None,
+        };
         let line = format!("{}\n", command.line());
         // Kept until the answer is here.
         let lasts = command.needs_word_later();
-        let _word = self.send(&line, command.allows(), lasts).map_err(|error| gone(&error))?;
-        let told = self.answer(progress, timeout)?;
+        let sent = self.send(&line, given, command.allows(), lasts);
+        let _word = sent.map_err(|error| gone(&error))?;
+        let told = match (self.answer(progress, timeout), command) {
+            // Its server may have been replaced, and waiting changes nothing.
+            (Err(failure), Command::Job(JobCommand::Wait(named)))
+                if failure.exit == Exit::Halted && !progress.is_cancelled() =>
+            {
+                return self.wait_again((&named.id, token), failure, progress, timeout);
+            }
+            (told, _) => told?,
+        };
         match told["id"].as_str().filter(|_| told["state"] == "moved") {
-            Some(id) => self.follow_job(id, command, progress, timeout),
+            Some(id) => {
+                let token = told["token"].as_str().map(str::to_owned).or(token);
+                self.follow_job((id, token), command, progress, timeout)
+            }
             None => Ok(told),
         }
     }
@@ -300,8 +333,8 @@ impl Client {
             match Reply::read(&line) {
                 Some(Reply::Done(value)) => return Ok(value),
                 Some(Reply::Progress { done, total }) => {
-                    progress.set_total(total);
-                    progress.set_done(done);
+                    progress.set_total(Bytes(total));
+                    progress.set_done(Bytes(done));
                 }
                 Some(Reply::Refused { text, hint, exit }) => {
                     let mut failure = Failure::new(Exit::General, text);
@@ -334,7 +367,7 @@ impl Client {
         mut tell: impl FnMut(&Value) -> bool,
     ) -> Result<(), Failure> {
         let line = format!("{}\n", Command::Events.line());
-        self.send(&line, None, false).map_err(|error| gone(&error))?;
+        self.send(&line, &[], None, false).map_err(|error| gone(&error))?;
         loop {
             let line = match self.line(|| progress.is_cancelled()) {
                 Err(_) if progress.is_cancelled() => return Ok(()),
@@ -358,6 +391,7 @@ impl Client {
 
     /// Sends a line.
     ///
+    /// * `before`: descriptors that come first.
     /// * `allows`: with the user's word that this may be done, which lasts until what is returned
     ///   is dropped.
     /// * `lasts`: the server gets the user's end, too: the word lasts until it closes that, since
@@ -365,19 +399,23 @@ impl Client {
     fn send(
         &mut self,
         line: &str,
+        before: &[BorrowedFd<'_>],
         allows: Option<Allows>,
         lasts: bool,
     ) -> io::Result<Option<OwnedFd>> {
-        let Some(allows) = allows else {
+        let word = allows.map(|allows| approval::give(&allows)).transpose()?;
+        let mut descriptors = before.to_vec();
+        if let Some((kept, given)) = &word {
+            descriptors.push(given.as_fd());
+            descriptors.extend(lasts.then(|| kept.as_fd()));
+        }
+        if descriptors.is_empty() {
             return self.stream.write_all(line.as_bytes()).map(|()| None);
-        };
-        let (kept, given) = approval::give(&allows)?;
+        }
         let pieces = [IoSlice::new(line.as_bytes())];
-        let both = [given.as_fd(), kept.as_fd()];
-        let descriptors = if lasts { &both[..] } else { &both[..1] };
-        let sent = ringdisk_messages::send(&self.stream, &pieces, descriptors, Wait::Forever)?;
+        let sent = ringdisk_messages::send(&self.stream, &pieces, &descriptors, Wait::Forever)?;
         self.stream.write_all(line.as_bytes().get(sent..).unwrap_or_default())?;
-        Ok(Some(kept))
+        Ok(word.map(|(kept, _)| kept))
     }
 
     /// The exit code of a failure that the server tells of. Scripts act upon codes, so another

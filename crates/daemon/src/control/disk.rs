@@ -5,42 +5,29 @@
 //! where the disk itself has to stop them. A stop cancels what is under way.
 
 mod advice;
+mod changes;
 mod describe;
+mod execute;
 mod serving;
 
 use std::fmt;
-use std::os::fd::OwnedFd;
-use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, SystemTime};
 
-use ringdisk_disk::{
-    Backing, Disk, Error, ErrorKind, Format, NewSize as WantedSize, OverlayOptions, Progress,
-    ResizeOptions, SnapshotChange,
-};
+use ringdisk_disk::{Disk, Progress};
 use ringdisk_export::Pulse;
-use ringdisk_qcow2::Preallocation;
 use ringdisk_ring::Ring;
-use ringdisk_throttle::Limits;
 use serde_json::{Value, json};
 
-use crate::confine::{self, HeldForDisk};
-use crate::control::checkpoint::Checkpoints;
-use crate::control::follow::Follower;
+use crate::confine::HeldForDisk;
+use crate::control::checkpoint::{Accel, Checkpoints};
 use crate::control::jobs::keeper::JobKeeper;
-use crate::control::jobs::{HandedJob, Job, Jobs, NewJob, UserWord, chain};
-use crate::control::protocol::{
-    self, Command, Limit, NewBacking, NewSize, Refusal, Request, Resize, Snapshot,
-};
-use crate::control::server::Commands;
+use crate::control::jobs::{Claims, HandedJob, Job, Jobs, NewJob};
 use crate::failure::{Exit, Failure};
 use crate::helper::Named;
-use crate::metrics;
-use crate::new_file::check_new_name;
 use crate::size::human_time;
 use crate::stats::layer_json;
 use crate::stopping::{Stage, Stopping};
-use crate::terminal::visible;
 
 pub(in crate::control) use advice::Advice;
 pub use describe::{NbdPlace, ServedAs, SocketClient};
@@ -79,12 +66,6 @@ pub struct DiskControl {
     since: SystemTime,
 }
 
-/// How long the answer to a stop waits until it is known whether the mount is in use, and by whom:
-/// 5 s in looks of 20 ms.
-const STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
-const STOP_LOOKS: u32 = 250;
-/// How often it is looked whether the jobs have ended, at the end of the disk.
-const END_POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// How often it is looked whether the process is in its sandbox, which takes some milliseconds.
 const ENTER_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
@@ -127,6 +108,7 @@ impl DiskControl {
 
     /// Goes on with jobs that another process has begun, when the control socket is there.
     pub fn takes_up(self, jobs: Vec<HandedJob>) -> DiskControl {
+        self.jobs.are_to_come(&jobs);
         DiskControl { handed_jobs: Mutex::new(jobs), ..self }
     }
 
@@ -138,9 +120,10 @@ impl DiskControl {
 
     /// There is no control socket, so no thread goes on with them.
     pub fn lose_jobs(&self) {
-        for job in self.take_handed_jobs() {
+        for job in self.take_handed_jobs().iter().filter(|job| !job.has_ended()) {
             tracing::warn!("job {} does not go on: there is no control socket", job.id());
         }
+        self.jobs.have_come();
     }
 
     /// The jobs that another process has begun, once.
@@ -189,25 +172,6 @@ impl DiskControl {
             ring.sleep(ENTER_POLL_INTERVAL).await;
         }
         Ok(())
-    }
-
-    /// Waits until it is known what a stop waits for.
-    ///
-    /// * `progress`: cancelled when nobody waits for the answer.
-    async fn stopped(&self, ring: &Ring, force: bool, progress: &Progress) -> Value {
-        let Some(stopping) = &self.stopping else { return json!({}) };
-        for _ in 0..STOP_LOOKS {
-            match stopping.stage() {
-                Stage::InUse(users) if !force => return json!({ "in-use": users }),
-                Stage::Ended => break,
-                Stage::Serving | Stage::InUse(_) => {}
-            }
-            if progress.is_cancelled() {
-                break;
-            }
-            ring.sleep(STOP_POLL_INTERVAL).await;
-        }
-        json!({})
     }
 
     /// Says what the process is confined to, once.
@@ -275,18 +239,33 @@ impl DiskControl {
         if self.changing().is_some() {
             return Err(being_changed());
         }
-        self.jobs.check_free(&new.holds)?;
+        self.jobs.check_beside(&new.claims)?;
         let job = self.jobs.begin(new)?;
         job.is_of(self.log_name());
         Ok(job)
     }
 
-    /// Errors: a command or a job is changing the disk.
-    pub(in crate::control) fn check_no_change(&self) -> Result<(), Failure> {
+    /// Whether a job may begin.
+    ///
+    /// Errors: a command, or a job that it may not run beside, is changing the disk.
+    pub(in crate::control) fn check_beside(&self, claims: &Claims) -> Result<(), Failure> {
         if self.changing().is_some() {
             return Err(being_changed());
         }
-        self.jobs.check_free(&[])
+        self.jobs.check_came()?;
+        self.jobs.check_beside(claims)
+    }
+
+    /// The data path of a disk that the host kernel serves is in this process as long as what this
+    /// gives.
+    ///
+    /// Errors: it stays in the kernel.
+    pub(in crate::control) async fn take_accel_back(
+        &self,
+        ring: &Ring,
+        disk: &Arc<Disk>,
+    ) -> Result<Option<Accel>, Failure> {
+        self.checkpoints.take_accel_back(ring, disk, &self.serving).await
     }
 
     /// What changes the disk; a panic elsewhere leaves it valid, so poison is ignored.
@@ -297,11 +276,12 @@ impl DiskControl {
     /// Errors: another command changes the disk.
     async fn change(&self, ring: &Ring, progress: &Arc<Progress>) -> Result<Changing<'_>, Failure> {
         self.entered(ring, progress).await?;
+        self.jobs.wait_for_coming(ring, progress).await;
         let mut changing = self.changing();
         if changing.is_some() {
             return Err(being_changed());
         }
-        self.jobs.check_free(&[])?;
+        self.jobs.check_free()?;
         *changing = Some(Arc::clone(progress));
         drop(changing);
         self.settle();
@@ -321,9 +301,10 @@ impl DiskControl {
         let mut value = report.to_json();
         let layers = disk.layers();
         if let Value::Object(object) = &mut value {
-            object.insert(String::from("size"), json!(disk.size()));
+            object.insert(String::from("size"), json!(disk.size().0));
             let window = disk.window();
-            let window = window.map(|(offset, size)| json!({ "offset": offset, "size": size }));
+            let window = window
+                .map(|(offset, size)| json!({ "offset": offset, "size": size.map(|size| size.0) }));
             object.insert(String::from("window"), json!(window));
             object.insert(String::from("read-only"), json!(disk.is_read_only()));
             object.insert(String::from("fault"), json!(disk.fault()));
@@ -333,6 +314,7 @@ impl DiskControl {
                 "requests": waits.requests, "seconds": waits.time.as_secs_f64(), "now": waits.now
             });
             object.insert(String::from("waited-for-limits"), waited);
+            object.insert(String::from("copy-on-read"), json!(disk.copies_on_read()));
             object.insert(String::from("sandbox"), json!(self.sandbox.get()));
             let jobs: Value = self.jobs.all().iter().map(|job| job.to_json()).collect();
             object.insert(String::from("jobs"), jobs);
@@ -360,139 +342,6 @@ impl DiskControl {
         }
         Ok(value)
     }
-
-    async fn accel(&self, ring: &Ring, on: bool) -> Result<Value, Failure> {
-        if on && !self.disk()?.limits().are_none() {
-            return Err(Failure::new(
-                Exit::Unsupported,
-                "the disk has limits, which the host kernel does not know",
-            )
-            .hint("`ringdisk ctl TARGET limit none` removes them"));
-        }
-        let serving = Arc::clone(&self.serving);
-        self.checkpoints.accel_is_wanted(on);
-        // Requests that the kernel has are waited for.
-        let switched = ring.offload(move || serving.switch_accel(on)).await;
-        match switched {
-            Ok(serves) => Ok(json!({ "on": on, "kernel-serves": serves })),
-            Err(why) => Err(Failure::new(Exit::Usage, why)),
-        }
-    }
-
-    /// Shows the limits of the disk, or changes them.
-    async fn limit(&self, ring: &Ring, wanted: &Limit) -> Result<Value, Failure> {
-        let disk = self.disk()?;
-        let usage = |text: String| Failure::new(Exit::Usage, text);
-        let limits = match &wanted.change {
-            None => disk.limits(),
-            Some(text) => {
-                let wanted = disk.limits().changed(text).map_err(|why| usage(why.to_string()))?;
-                if !wanted.are_none() {
-                    let serving = Arc::clone(&self.serving);
-                    // Requests that the kernel has are waited for.
-                    let is_ours = ring.offload(move || serving.serve_here()).await;
-                    is_ours.map_err(usage)?;
-                }
-                // Again: another command may have changed others meanwhile.
-                let change = |current: &Limits| {
-                    let changed = current.changed(text);
-                    changed.map_err(|why| Error::new(ErrorKind::Invalid, why.to_string()))
-                };
-                let limits = disk.change_limits(change)?;
-                self.happened(&disk, "limited", &format!("the limits are {limits} now"));
-                limits
-            }
-        };
-        let waits = disk.limit_waits();
-        Ok(json!({
-            "limits": limits.to_string(),
-            "waiting": waits.now,
-            "waited": waits.requests,
-            "waited-seconds": waits.time.as_secs_f64(),
-        }))
-    }
-
-    async fn resize(
-        &self,
-        ring: &Ring,
-        wanted: &Resize,
-        progress: &Arc<Progress>,
-    ) -> Result<Value, Failure> {
-        let usage = |text: String| Failure::new(Exit::Usage, text);
-        let disk = self.disk()?;
-        // What is relative is computed when its turn comes: clients and other changes may be faster
-        // than this command.
-        let size = match wanted.size {
-            NewSize::To(0) if disk.size() > 0 => {
-                return Err(usage(String::from("nothing would be left of the disk")));
-            }
-            NewSize::To(size) => WantedSize::To(size),
-            NewSize::Grow(by) => WantedSize::Grow(by),
-            NewSize::Shrink(by) => WantedSize::Shrink(by),
-        };
-        let preallocation = match wanted.preallocation.as_deref() {
-            None | Some("off") => Preallocation::Off,
-            Some("metadata") => Preallocation::Metadata,
-            Some("falloc") => Preallocation::Falloc,
-            Some("full") => Preallocation::Full,
-            Some(other) => {
-                return Err(usage(format!("no such preallocation: '{}'", visible(other))));
-            }
-        };
-        let options = ResizeOptions { shrink: wanted.shrink, preallocation };
-        // Zeroes for a large disk take long: the client that asked for them may have left, and a
-        // stop must not wait for them.
-        let resized = disk.resize_unless_cancelled(ring, size, options, progress).await;
-        let resized = resized.map_err(Failure::of_change)?;
-        Ok(json!({ "old-size": resized.before, "size": resized.after }))
-    }
-
-    async fn snapshot(&self, ring: &Ring, wanted: &Snapshot) -> Result<Value, Failure> {
-        let disk = self.disk()?;
-        match (&wanted.file, &wanted.internal) {
-            (Some(file), None) => {
-                check_new_name(Path::new(file))?;
-                disk.add_overlay(ring, file, OverlayOptions::default()).await?;
-                let text = format!(
-                    "Further writes go to '{}': name that one when the disk is served again.",
-                    visible(file)
-                );
-                Ok(json!({ "file": file, "text": text }))
-            }
-            (None, Some(name)) => {
-                disk.snapshot(ring, SnapshotChange::Create(name.clone())).await?;
-                let text = format!("The image holds the snapshot '{}' now.", visible(name));
-                Ok(json!({ "internal": name, "text": text }))
-            }
-            _ => Err(Failure::new(Exit::Usage, "give either 'file' or 'internal'")),
-        }
-    }
-
-    async fn backing(
-        &self,
-        ring: &Ring,
-        wanted: &NewBacking,
-        progress: &Arc<Progress>,
-    ) -> Result<Value, Failure> {
-        let usage = |text: &str| Failure::new(Exit::Usage, text);
-        let backing = match (&wanted.file, &wanted.format) {
-            (None, None) => None,
-            (None, Some(_)) => {
-                return Err(usage("a format of a backing file is given, and no backing file"));
-            }
-            (Some(_), None) => {
-                return Err(usage(
-                    "the format of the backing file is missing; it is never guessed",
-                ));
-            }
-            (Some(file), Some(format)) => {
-                Some(Backing { file: file.as_bytes().to_vec(), format: format.parse::<Format>()? })
-            }
-        };
-        let disk = self.disk()?;
-        disk.change_backing(ring, backing, progress).await?;
-        Ok(chain(&disk))
-    }
 }
 
 /// A command is in the way.
@@ -507,121 +356,6 @@ impl Drop for Changing<'_> {
     fn drop(&mut self) {
         self.0.settle();
         *self.0.changing() = None;
-    }
-}
-
-impl Commands for DiskControl {
-    fn follow(&self, request: &Request) -> Option<Result<Follower, Refusal>> {
-        if request.execute != "events" {
-            return None;
-        }
-        let checked = Command::read(request);
-        Some(checked.and_then(|_| Ok(Follower::new(Arc::clone(self.disk()?.events())))))
-    }
-
-    fn ended(&self) -> Option<Value> {
-        self.ended.get().map(|(exit, text)| protocol::ended(*exit, text))
-    }
-
-    async fn execute(
-        &self,
-        ring: &Ring,
-        request: &Request,
-        mut given: Vec<OwnedFd>,
-        progress: &Arc<Progress>,
-    ) -> Result<Value, Refusal> {
-        let command = Command::read(request)?;
-        // The user's end of the word, which lasts as long as it is open.
-        let is_needed = command.needs_word_later() && given.len() > 1;
-        let kept = is_needed.then(|| given.pop()).flatten();
-        let is_word = !matches!(command, Command::CheckpointBegin(_));
-        if is_word {
-            given.truncate(1);
-        }
-        let word = UserWord { given: is_word.then(|| given.pop()).flatten(), kept };
-        let mut target = None;
-        if let Some(given) = &word.given {
-            // Before, nobody is there who would take it.
-            self.entered(ring, progress).await?;
-            target = confine::pass_on(given);
-        }
-        match command {
-            Command::Stats => {
-                // The size of a file that the kernel writes itself is what the file has now.
-                if let Ok(disk) = self.disk() {
-                    let _ = disk.follow_length(ring).await;
-                }
-                Ok(self.stats()?)
-            }
-            Command::Topology => Ok(self.serving.topology()),
-            Command::Describe => Ok(self.describe()?),
-            Command::Metrics => Ok(metrics::to_json(&self.samples())),
-            Command::Events => Ok(json!({})),
-            Command::Accel(wanted) => Ok(self.accel(ring, wanted.on).await?),
-            Command::CopyOnRead(wanted) => {
-                self.disk()?.set_copy_on_read(wanted.on).map_err(Failure::from)?;
-                Ok(json!({}))
-            }
-            Command::CheckpointBegin(wanted) => {
-                let _changing = self.change(ring, progress).await?;
-                let disk = self.disk()?;
-                let begun =
-                    self.checkpoints.begin(ring, disk, &self.serving, *wanted, (given, progress));
-                Ok(begun.await.map_err(|failure| self.explain(failure, None))?)
-            }
-            Command::CheckpointEnd(wanted) => Ok(self.checkpoints.end(ring, &wanted).await?),
-            Command::CheckpointList => Ok(self.checkpoints.list(&*self.disk()?)),
-            Command::CheckpointDirty(wanted) => Ok(self.checkpoints.dirty(&wanted)?),
-            Command::Limit(wanted) => Ok(self.limit(ring, &wanted).await?),
-            Command::Stop(wanted) => {
-                self.cancel();
-                if let Ok(disk) = self.disk() {
-                    self.happened(&disk, "stopping", "`ringdisk ctl stop` asks for the end");
-                }
-                (self.stop)(wanted.force);
-                Ok(self.stopped(ring, wanted.force, progress).await)
-            }
-            Command::Resize(wanted) => {
-                let _changing = self.change(ring, progress).await?;
-                Ok(self
-                    .resize(ring, &wanted, progress)
-                    .await
-                    .map_err(|failure| self.explain(failure, None))?)
-            }
-            Command::Snapshot(wanted) => {
-                let _changing = self.change(ring, progress).await?;
-                let explain = |failure| self.explain(failure, wanted.file.as_deref());
-                Ok(self.snapshot(ring, &wanted).await.map_err(explain)?)
-            }
-            Command::Backing(wanted) => {
-                let _changing = self.change(ring, progress).await?;
-                Ok(self
-                    .backing(ring, &wanted, progress)
-                    .await
-                    .map_err(|failure| self.explain(failure, wanted.file.as_deref()))?)
-            }
-            Command::Commit(wanted) => Ok(self.commit(ring, &wanted, word, progress).await?),
-            Command::Stream(wanted) => Ok(self.stream(ring, &wanted, word, progress).await?),
-            // On the heap: with all that it waits for it is large.
-            Command::Mirror(wanted) => {
-                Ok(Box::pin(self.mirror(ring, &wanted, (word, target), progress)).await?)
-            }
-            Command::Job(wanted) => {
-                let (_, target) = self.served_as.parts();
-                Ok(self.jobs.execute(ring, &wanted, &target, progress).await?)
-            }
-        }
-    }
-
-    async fn begin(&self, ring: &Ring) {
-        self.go_on_with_jobs(ring).await;
-    }
-
-    async fn end(&self, ring: &Ring) {
-        self.jobs.end();
-        while !self.jobs.running().is_empty() {
-            ring.sleep(END_POLL_INTERVAL).await;
-        }
     }
 }
 

@@ -18,5 +18,6 @@ pub mod jobs;
 mod lines;
 pub mod many;
 pub mod protocol;
+pub mod refusal;
 pub mod registry;
 pub mod server;

@@ -20,7 +20,7 @@
 //! and unknown arguments are errors, never ignored.
 
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use ringdisk_disk::Format;
 use ringdisk_disk::name::{FileName, is_export};
@@ -29,7 +29,7 @@ use serde_json::{Map, Value, json};
 
 use crate::control::checkpoint::words::{Begin, Dirty, End};
 use crate::control::jobs::words::{JobCommand, Terms};
-use crate::failure::{Exit, Failure};
+pub use crate::control::refusal::Refusal;
 use crate::helper::approval::Allows;
 use crate::terminal::visible;
 
@@ -136,19 +136,48 @@ pub struct Mirror {
     pub job: Option<Terms>,
 }
 
-impl Mirror {
-    /// What the user allows by naming the target.
-    fn allows(&self) -> Option<Allows> {
-        let path = Path::new(&self.target);
-        if !is_export(path) {
-            let meta = std::fs::metadata(path).ok()?;
-            // A raw one is called so.
-            let format = self.format.as_deref().unwrap_or(Format::Qcow2.name()).parse().ok()?;
-            return Some(Allows::Target(path.to_owned(), (meta.dev(), meta.ino()), format));
-        }
-        let name = FileName::export_of(path).ok()??;
-        Some(Allows::Servers(name.nbd?.server.look_up().ok()?))
+/// What the user allows by naming a target.
+///
+/// * `file`: where that is a file.
+fn target_allowed(
+    target: &str,
+    format: Option<&str>,
+    file: fn(PathBuf, (u64, u64), Format) -> Allows,
+) -> Option<Allows> {
+    let path = Path::new(target);
+    if !is_export(path) {
+        let meta = std::fs::metadata(path).ok()?;
+        // A raw one is called so.
+        let format = format.unwrap_or(Format::Qcow2.name()).parse().ok()?;
+        return Some(file(path.to_owned(), (meta.dev(), meta.ino()), format));
     }
+    let name = FileName::export_of(path).ok()??;
+    Some(Allows::Servers(name.nbd?.server.look_up().ok()?))
+}
+
+/// Arguments of `backup`. With a descriptor before that of the user's word: the fleecing file.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Backup {
+    /// As [`Mirror::target`].
+    pub target: String,
+    /// As [`Mirror::format`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format: Option<String>,
+    /// As [`Mirror::protect_raw`].
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub protect_raw: bool,
+    /// What is copied: full or top; `None`: full, or what the bitmap says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sync: Option<String>,
+    /// A bitmap of the image on top: what it has marked is copied.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bitmap: Option<String>,
+    /// Most bytes in the fleecing file.
+    pub fleece_max: u64,
+    /// How it is run; `None`: in the foreground, without a speed limit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub job: Option<Terms>,
 }
 
 /// Arguments of `backing`.
@@ -221,6 +250,8 @@ pub enum Command {
     Stream(Stream),
     /// The disk is copied to a target, which it may switch over to.
     Mirror(Mirror),
+    /// The state of the disk at one instant is copied to a target. With descriptors.
+    Backup(Backup),
     /// Another backing file.
     Backing(NewBacking),
     /// Something of the jobs.
@@ -257,6 +288,7 @@ impl Command {
             Command::Commit(arguments) => ("commit", json!(arguments)),
             Command::Stream(arguments) => ("stream", json!(arguments)),
             Command::Mirror(arguments) => ("mirror", json!(arguments)),
+            Command::Backup(arguments) => ("backup", json!(arguments)),
             Command::Backing(arguments) => ("backing", json!(arguments)),
             Command::Job(command) => command.parts(),
             Command::Accel(arguments) => ("accel", json!(arguments)),
@@ -280,7 +312,12 @@ impl Command {
     pub fn allows(&self) -> Option<Allows> {
         match self {
             Command::Commit(_) => Some(Allows::Writing),
-            Command::Mirror(mirror) => mirror.allows(),
+            Command::Mirror(Mirror { target, format, .. }) => {
+                target_allowed(target, format.as_deref(), Allows::Target)
+            }
+            Command::Backup(Backup { target, format, .. }) => {
+                target_allowed(target, format.as_deref(), Allows::Copy)
+            }
             // The base is in the chain.
             Command::Stream(_) => Some(Allows::Notes(None)),
             Command::Backing(NewBacking { file, format }) => {
@@ -293,13 +330,22 @@ impl Command {
         }
     }
 
+    /// Whether it begins a job.
+    pub(super) fn begins_job(&self) -> bool {
+        matches!(
+            self,
+            Command::Commit(_) | Command::Stream(_) | Command::Mirror(_) | Command::Backup(_)
+        )
+    }
+
     /// Whether the user's word is needed when the client that gave it has left: the command goes
     /// on, and has more opened, or another process goes on with it.
     pub fn needs_word_later(&self) -> bool {
         match self {
             Command::Commit(Commit { job: Some(terms), .. })
             | Command::Stream(Stream { job: Some(terms), .. })
-            | Command::Mirror(Mirror { job: Some(terms), .. }) => terms.background,
+            | Command::Mirror(Mirror { job: Some(terms), .. })
+            | Command::Backup(Backup { job: Some(terms), .. }) => terms.background,
             _ => false,
         }
     }
@@ -330,6 +376,7 @@ impl Command {
             "commit" => of(request).map(Command::Commit),
             "stream" => of(request).map(Command::Stream),
             "mirror" => of(request).map(Command::Mirror),
+            "backup" => of(request).map(Command::Backup),
             "backing" => of(request).map(Command::Backing),
             "accel" => of(request).map(Command::Accel),
             "copy-on-read" => of(request).map(Command::CopyOnRead),
@@ -343,7 +390,8 @@ impl Command {
                 class: "CommandNotFound",
                 ..Refusal::usage(format!(
                     "no such command: '{}'; known: stats, topology, describe, metrics, events, \
-                     resize, snapshot, commit, stream, mirror, backing, accel, copy-on-read, \
+                     resize, snapshot, commit, stream, mirror, backup, backing, accel, \
+                     copy-on-read, \
                      limit, checkpoint-begin, checkpoint-end, checkpoint-list, checkpoint-dirty, \
                      {}, stop",
                     other.escape_debug(),
@@ -385,37 +433,6 @@ impl Request {
         match object.keys().next() {
             Some(key) => Err(Refusal::usage(format!("unknown key '{}'", key.escape_debug()))),
             None => Ok(Request { execute, arguments, id }),
-        }
-    }
-}
-
-/// Why a request is not done.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Refusal {
-    /// QMP's class.
-    pub class: &'static str,
-    /// Why it was not done.
-    pub text: String,
-    /// What the user can do.
-    pub hint: Option<String>,
-    /// The exit code for the client.
-    pub exit: u8,
-}
-
-impl Refusal {
-    /// What was said makes no sense.
-    pub fn usage(text: impl Into<String>) -> Refusal {
-        Refusal { class: "GenericError", text: text.into(), hint: None, exit: Exit::Usage.code() }
-    }
-}
-
-impl From<Failure> for Refusal {
-    fn from(failure: Failure) -> Refusal {
-        Refusal {
-            class: "GenericError",
-            text: failure.message().to_owned(),
-            hint: failure.hint_text().map(str::to_owned),
-            exit: failure.code(),
         }
     }
 }

@@ -33,7 +33,7 @@ pub const PATH_BYTES_MAX: usize = 107;
 
 /// Sockets that one start looks at for having been left: enough for any machine, and no work
 /// without end.
-const STALE_LOOKS_MAX: usize = 1024;
+const STALE_SOCKETS_MAX: usize = 1024;
 
 /// A socket that is not complete yet may be another start's; after so long it is not.
 const UNFINISHED: Duration = Duration::from_secs(60);
@@ -466,7 +466,7 @@ fn prepare(directory: &Path) -> io::Result<()> {
         return refuse("it is no directory");
     }
     if meta.uid() != user() {
-        return refuse("it belongs to somebody else");
+        return refuse("it belongs to another user");
     }
     if meta.mode() & 0o077 != 0 {
         return refuse("others may look into it");
@@ -518,7 +518,7 @@ fn bind(directory: &Path, name: &str) -> io::Result<Listening> {
 /// Removes sockets that nobody listens to.
 fn remove_stale(directory: &Path) {
     let Ok(entries) = fs::read_dir(directory) else { return };
-    for entry in entries.flatten().take(STALE_LOOKS_MAX) {
+    for entry in entries.flatten().take(STALE_SOCKETS_MAX) {
         let name = entry.file_name();
         let Some(name) = name.to_str() else { continue };
         let is_old = || {

@@ -167,7 +167,7 @@ impl Server {
                     }
                     Err(error) => drop(tell.send(Err(io::Error::other(error)))),
                 }
-                // The name goes before anybody hears of the end.
+                // The name goes before clients hear of the end.
                 drop(listening);
                 drop(end);
             })?;
@@ -381,7 +381,7 @@ async fn answer<C: Commands>(
                 if hub.ending.has_begun() {
                     progress.cancel();
                 }
-                let now = (progress.done(), progress.total());
+                let now = (progress.done().0, progress.total().0);
                 if now != reported && now.1 > 0 {
                     reported = now;
                     let line = protocol::progress(id, now.0, now.1).to_string();

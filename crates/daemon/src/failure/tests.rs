@@ -96,3 +96,18 @@ fn the_disk_knows_better_why_the_last_flush_failed() {
     let forced = Failure::of_halt(&HaltReason::Forced(1), fault());
     assert!(forced.message().contains("at once"), "{}", forced.message());
 }
+
+#[test]
+fn the_cause_stays_when_what_was_being_done_is_added() {
+    use ringdisk_disk::Cause as Image;
+    let no_base = Cause::Image(Image::NoBase);
+    let failure = Failure::new(Exit::Usage, "no base").because(no_base.clone());
+    assert_eq!(failure.cause(), Some(&no_base));
+    let failure = failure.context("commit");
+    assert_eq!(failure.message(), "commit: no base");
+    assert_ne!(failure.cause(), Some(&no_base), "it happened to a part");
+    assert_eq!(failure.image_cause(), Some(&Image::NoBase));
+    let error = ringdisk_disk::Error::new(ringdisk_disk::ErrorKind::Locked, "'a' is in use");
+    assert_eq!(Failure::from(error).image_cause(), Some(&Image::Other));
+    assert_eq!(Failure::new(Exit::General, "x").cause(), None);
+}

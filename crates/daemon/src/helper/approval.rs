@@ -10,15 +10,15 @@
 //! the command is answered; it is root's, or that of the user of the process. Of a job in the
 //! background the process gets that end, too, and closes it at the end of the job; a process that
 //! was taken over may keep such a word as long as it lives. A helper process hears a word about the
-//! target of a mirror once: the target is held from then on, until the mirror has ended. A
-//! successor that goes on with the job has a helper process of its own, which hears it again.
+//! target of a mirror or a backup once: the target is held from then on, until the job has ended. A
+//! successor that goes on with a mirror has a helper process of its own, which hears it again.
 
 use std::ffi::OsStr;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use ringdisk_disk::Format;
 use ringdisk_storage::NbdEndpoint;
@@ -36,10 +36,12 @@ pub enum Allows {
     /// The notes are changed, and nothing is written. With device and inode of a file that the user
     /// names in the command, and its format: an image may name it as that from now on.
     Notes(Option<((u64, u64), Format)>),
-    /// This file is written, the target of a mirror, and is on top of the disk afterwards, as this
-    /// format. Absolute, with device and inode number.
+    /// This file is written, the target of a mirror, and may be on top of the disk afterwards, as
+    /// this format. Absolute, with device and inode number.
     Target(PathBuf, (u64, u64), Format),
-    /// The target of a mirror is an export of a server that listens there.
+    /// This file is written, the target of a backup, and is of no disk afterwards. As above.
+    Copy(PathBuf, (u64, u64), Format),
+    /// The target of a mirror or a backup is an export of a server that listens there.
     Servers(Vec<NbdEndpoint>),
 }
 
@@ -52,10 +54,8 @@ impl Allows {
             Allows::Notes(Some(((device, inode), format))) => {
                 format!("{NOTES} {device} {inode} {}", format.name()).into_bytes()
             }
-            Allows::Target(path, (device, inode), format) => {
-                let numbers = format!("{TARGET} {} {device} {inode} ", format.name());
-                [numbers.as_bytes(), path.as_os_str().as_bytes()].concat()
-            }
+            Allows::Target(path, id, format) => file_text(TARGET, path, *id, *format),
+            Allows::Copy(path, id, format) => file_text(COPY, path, *id, *format),
             Allows::Servers(servers) => {
                 let servers = servers.iter().map(|server| format!("\n{server}"));
                 format!("{SERVERS}{}", servers.collect::<String>()).into_bytes()
@@ -72,12 +72,10 @@ impl Allows {
     /// The same, of words that may have been said in another way.
     fn parse(text: &[u8]) -> Option<Allows> {
         if let Some(rest) = text.strip_prefix(TARGET.as_bytes()) {
-            let mut parts = rest.strip_prefix(b" ")?.splitn(4, |byte| *byte == b' ');
-            let mut word = || std::str::from_utf8(parts.next()?).ok();
-            let format = word()?.parse().ok()?;
-            let id = (word()?.parse().ok()?, word()?.parse().ok()?);
-            let path = PathBuf::from(OsStr::from_bytes(parts.next()?));
-            return path.is_absolute().then_some(Allows::Target(path, id, format));
+            return file_of(rest).map(|(path, id, format)| Allows::Target(path, id, format));
+        }
+        if let Some(rest) = text.strip_prefix(COPY.as_bytes()) {
+            return file_of(rest).map(|(path, id, format)| Allows::Copy(path, id, format));
         }
         let text = std::str::from_utf8(text).ok()?;
         if text == WRITING {
@@ -99,6 +97,22 @@ impl Allows {
     }
 }
 
+/// What is said of a file.
+fn file_text(word: &str, path: &Path, (device, inode): (u64, u64), format: Format) -> Vec<u8> {
+    let numbers = format!("{word} {} {device} {inode} ", format.name());
+    [numbers.as_bytes(), path.as_os_str().as_bytes()].concat()
+}
+
+/// Reads what was said of a file, behind the word.
+fn file_of(rest: &[u8]) -> Option<(PathBuf, (u64, u64), Format)> {
+    let mut parts = rest.strip_prefix(b" ")?.splitn(4, |byte| *byte == b' ');
+    let mut word = || std::str::from_utf8(parts.next()?).ok();
+    let format = word()?.parse().ok()?;
+    let id = (word()?.parse().ok()?, word()?.parse().ok()?);
+    let path = PathBuf::from(OsStr::from_bytes(parts.next()?));
+    path.is_absolute().then_some((path, id, format))
+}
+
 /// What is said for [`Allows::Writing`].
 const WRITING: &str = "ringdisk: images below may be written";
 /// What is said for [`Allows::Notes`], before the numbers.
@@ -106,7 +120,9 @@ const NOTES: &str = "ringdisk: names may be noted";
 
 /// What is said for [`Allows::Target`], before numbers and path.
 const TARGET: &str = "ringdisk: the target of a mirror is";
-/// What is said for [`Allows::Servers`], before the endpoints.
+/// What is said for [`Allows::Copy`], before numbers and path.
+const COPY: &str = "ringdisk: the target of a backup is";
+/// What is said for [`Allows::Servers`], of a backup, too, before the endpoints.
 const SERVERS: &str = "ringdisk: a mirror goes to a server at";
 
 /// No time.
@@ -181,8 +197,9 @@ mod tests {
             NbdEndpoint::Tcp("[::1]:10809".parse().expect("an address")),
         ];
         let path = PathBuf::from("/srv/a copy\n 1 2");
-        let target = Allows::Target(path, (7, u64::MAX), Format::Raw);
-        for allows in [target, Allows::Servers(servers), Allows::Servers(Vec::new())] {
+        let target = Allows::Target(path.clone(), (7, u64::MAX), Format::Raw);
+        let copy = Allows::Copy(path, (7, u64::MAX), Format::Raw);
+        for allows in [target, copy, Allows::Servers(servers), Allows::Servers(Vec::new())] {
             assert_eq!(Allows::read(&allows.text()), Some(allows));
         }
         for text in [
@@ -195,7 +212,9 @@ mod tests {
             " other 1 2 /copy",
             "",
         ] {
-            assert_eq!(Allows::read(format!("{TARGET}{text}").as_bytes()), None, "{text:?}");
+            for word in [TARGET, COPY] {
+                assert_eq!(Allows::read(format!("{word}{text}").as_bytes()), None, "{text:?}");
+            }
         }
         for text in ["\n", "\nnowhere", " [::1]:1", "\n[::1]:1\n", "\n[0::1]:1"] {
             assert_eq!(Allows::read(format!("{SERVERS}{text}").as_bytes()), None, "{text:?}");

@@ -85,7 +85,7 @@ impl Chain {
     }
 
     /// A user's word, as the process passes it on: it counts while the user waits. One about the
-    /// target of a mirror is given back: it counts at once.
+    /// target of a mirror or a backup is given back: it counts at once.
     ///
     /// Errors: EACCES: it is none; the user does not wait any more.
     pub(crate) fn hear(
@@ -95,7 +95,7 @@ impl Chain {
     ) -> Result<Option<Allows>, Errno> {
         let word = word.ok_or(Errno::ACCESS)?;
         let allows = approval::given(&word, server).ok_or(Errno::ACCESS)?;
-        if matches!(allows, Allows::Target(..) | Allows::Servers(_)) {
+        if matches!(allows, Allows::Target(..) | Allows::Copy(..) | Allows::Servers(_)) {
             let number = fstat(&word)?.st_ino;
             // The process may have kept it for later.
             if !approval::lasts(&word) || self.heard.contains(&number) {

@@ -22,7 +22,7 @@ use super::tasks::{
     UNLINK, USERS,
 };
 use super::wire::{receive, send};
-use super::{process, speaker};
+use super::{line, process, speaker};
 use crate::mount_users::Users;
 use crate::notify::Word;
 
@@ -30,7 +30,8 @@ use crate::notify::Word;
 #[derive(Debug)]
 pub struct Helper {
     line: Arc<Line>,
-    child: Mutex<Child>,
+    /// `None`: the helper is the parent, which ends after this process.
+    child: Mutex<Option<Child>>,
 }
 
 /// One question at a time; words that have no answer come in between.
@@ -93,11 +94,22 @@ impl fmt::Display for Line {
 }
 
 impl Helper {
-    /// Starts a process for these tasks.
+    /// Gives these tasks to the parent, if that is there for them, else to a new process.
     ///
     /// Errors: those of the system; without `/proc` it cannot be done.
     pub fn start(tasks: &Tasks) -> io::Result<Helper> {
+        let of_parent = line::take().map(|line| Helper::with(line, None, tasks));
+        match of_parent {
+            Some(Ok(helper)) => return Ok(helper),
+            Some(Err(error)) => tracing::warn!("the parent does not help: {error}"),
+            None => {}
+        }
         let (socket, child) = process::start()?;
+        Helper::with(socket, Some(child), tasks)
+    }
+
+    /// Gives tasks to the process at the other end of a socket.
+    fn with(socket: OwnedFd, child: Option<Child>, tasks: &Tasks) -> io::Result<Helper> {
         // Where nobody reads, this fails: no copy of the other end is left here.
         for message in tasks.messages() {
             send(&socket, &[IoSlice::new(&message)], None)?;
@@ -173,10 +185,12 @@ impl Helper {
         poll(&mut socket, Some(&now)).is_ok() && socket[0].revents().contains(PollFlags::HUP)
     }
 
-    /// Waits until it has ended. What it was told before it does first.
+    /// Waits until it has ended, if it is a process for this one only. What it was told before it
+    /// does first.
     pub fn end(&self) {
         let _turn = self.line.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = shutdown(&self.line.socket, Shutdown::Both);
-        let _ = self.child.lock().unwrap_or_else(PoisonError::into_inner).wait();
+        let mut child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
+        let _ = child.as_mut().map(Child::wait);
     }
 }

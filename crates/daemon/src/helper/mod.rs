@@ -8,9 +8,9 @@
 //! Promises: the helper serves nothing and reads and writes no image; it does nothing unasked, and
 //! what it holds for a confined process it closes when that process ends, however that ends.
 //!
-//! The helper is a child of the serving process ([`process`]). The parent that keeps a mount
-//! (`--keep-mount`, [`crate::keep::holder`]) is another process: when it is killed, the serving
-//! process ends the mount cleanly, and the kernel lets a confined process unmount nothing.
+//! The helper is a child of the serving process ([`process`]), or, where a parent of ours keeps the
+//! mount or the disks ([`crate::keep::holder`]), that parent ([`line`]): a server has one process
+//! beside it. A server whose helper was killed goes on, and says so.
 //!
 //! [`start`] starts this program anew as each of these; [`client`] is the confined process's side;
 //! [`tasks`], [`overlays`] and [`chain`] are the helper's.
@@ -18,6 +18,7 @@
 pub mod approval;
 pub mod chain;
 pub mod client;
+pub(crate) mod line;
 pub mod mark;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod model;

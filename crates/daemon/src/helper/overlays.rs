@@ -82,7 +82,16 @@ pub(crate) struct Overlays {
     pub(crate) below: Chain,
 }
 
-/// A file that was made here, or is the target of a mirror, which a user has named.
+/// What the target is for that a user has named.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    /// A mirror: the disk may switch over to it.
+    Top,
+    /// A backup: it is written, and nothing else.
+    Copy,
+}
+
+/// A file that was made here, or is the target of a mirror or a backup, which a user has named.
 #[derive(Debug)]
 struct Made {
     id: Id,
@@ -92,6 +101,8 @@ struct Made {
     name: Vec<u8>,
     /// A note names it, or has named it; or it is the user's. It is not removed.
     is_named: bool,
+    /// The target of a backup: no image names it on the word of the process.
+    is_copy: bool,
     /// `O_PATH`: while it is open no other file gets these numbers.
     file: OwnedFd,
 }
@@ -178,16 +189,26 @@ impl Overlays {
         self.files.iter().position(|made| made.id == id).ok_or(Errno::ACCESS)
     }
 
-    /// Takes hold of the target of a mirror, on the word of a user: the process may write it, and
-    /// make overlays beside it if it may make any. It is never removed.
+    /// Takes hold of the target of a mirror or a backup, on the word of a user: the process may
+    /// write it; beside that of a mirror it may make overlays if it may make any. It is never
+    /// removed.
     ///
     /// * `path`: absolute, without links.
     /// * `format`: what the user says that it is.
+    /// * `purpose`: that of a backup is not marked, and its directory not lent.
     ///
     /// Errors: ENOENT: another file has the name by now; EDQUOT: too many are held; those of
     /// open(2).
-    pub(crate) fn adopt(&mut self, path: &Path, id: Id, format: Format) -> Result<(), Errno> {
-        if self.made(id).is_ok() {
+    pub(crate) fn adopt(
+        &mut self,
+        path: &Path,
+        id: Id,
+        format: Format,
+        purpose: Purpose,
+    ) -> Result<(), Errno> {
+        let is_copy = purpose == Purpose::Copy;
+        // One of a backup becomes one of a mirror when a user says so.
+        if self.made(id).is_ok_and(|at| is_copy || !self.files[at].is_copy) {
             return Ok(());
         }
         if self.files.len() >= HELD_MAX {
@@ -204,21 +225,24 @@ impl Overlays {
             return Err(Errno::NOENT);
         }
         let is_file = FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile;
-        if is_file && !self.mark.is_empty() {
+        if is_file && !is_copy && !self.mark.is_empty() {
             // Where it cannot be marked, the disk does not switch over to it.
             let flags = OFlags::RDONLY | OFlags::CLOEXEC;
             let _ = openat(CWD, link(file.as_fd()), flags, Mode::empty())
                 .map(|file| mark::set(&file, &self.mark));
         }
         let of = (of.st_dev, of.st_ino);
-        let is_known = self.directory(of).is_ok();
-        let directory = self.directory(of).map_or_else(|_| Rc::new(directory), Rc::clone);
+        // That of a backup keeps no directory lent.
+        let known = self.directory(of).ok().filter(|_| !is_copy).cloned();
+        let is_known = known.is_some();
+        let directory = known.unwrap_or_else(|| Rc::new(directory));
         let makes_any = !self.directories.is_empty() || !self.trees.is_empty();
-        if is_file && makes_any && !is_known {
+        if is_file && !is_copy && makes_any && !is_known {
             self.lent.push((of, Rc::clone(&directory)));
         }
         let name = name.as_bytes().to_vec();
-        self.files.push(Made { id, format, directory, name, is_named: true, file });
+        self.files.retain(|made| made.id != id);
+        self.files.push(Made { id, format, directory, name, is_named: true, is_copy, file });
         Ok(())
     }
 
@@ -280,7 +304,7 @@ impl Overlays {
             let file = openat(CWD, link(open.as_fd()), flags, Mode::empty())?;
             let (id, directory) = ((stat.st_dev, stat.st_ino), Rc::clone(&directory));
             let (name, format) = (name.to_vec(), Format::Qcow2);
-            Ok(Made { id, format, directory, name, is_named: false, file })
+            Ok(Made { id, format, directory, name, is_named: false, is_copy: false, file })
         });
         match held {
             Ok(made) => {
@@ -303,7 +327,8 @@ impl Overlays {
     /// Changes the note of the names of an image. A file that was made here names what the process
     /// says as long as that is known.
     fn note(&mut self, id: Id, line: &[u8], is_done: bool) -> Result<(), Errno> {
-        let made: Vec<_> = self.files.iter().map(|made| (made.id, made.format)).collect();
+        let made = self.files.iter().filter(|made| !made.is_copy);
+        let made: Vec<_> = made.map(|made| (made.id, made.format)).collect();
         let named = Cell::new(None);
         let is_made = |id, format| {
             let is_made = made.contains(&(id, format));

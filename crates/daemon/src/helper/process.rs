@@ -1,4 +1,5 @@
-//! The helper as a process of its own, a child of the process that it is for.
+//! The helper as a process of its own, a child of the process that it is for. A server whose parent
+//! keeps a mount or disks has none: that parent is its helper ([`super::line`]).
 //!
 //! Promises: it holds no descriptor of a mount or of a terminal; it ends with its parent, and
 //! signals to the group do not end it before that. One thread.
@@ -13,6 +14,7 @@ use std::{env, io};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 
 use super::session;
+use super::speaker::Speaker;
 use super::start::Role;
 
 /// The service manager's socket, which the helper makes its own of.
@@ -49,7 +51,8 @@ pub fn run() -> u8 {
     for signal in [SIGTERM, SIGINT, SIGHUP, SIGUSR1] {
         let _ = signal_hook::flag::register(signal, Arc::new(AtomicBool::new(false)));
     }
-    match session::run(rustix::stdio::stdin(), parent_id()) {
+    let server = parent_id();
+    match session::run(rustix::stdio::stdin(), server, &Speaker::new(server)) {
         // As when the parent is gone: there is nobody to tell.
         Ok(()) => 0,
         Err(error) => u8::from(error.kind() == io::ErrorKind::InvalidData),

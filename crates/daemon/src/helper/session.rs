@@ -14,10 +14,10 @@ use super::wire::{is_partial, receive, reply};
 /// Carries out requests until the other end of the socket is closed.
 ///
 /// * `server`: pid of the confined process.
+/// * `speaker`: tells the service manager what that process says.
 ///
 /// Errors: tasks that make no sense; those of the socket.
-pub fn run(socket: impl AsFd, server: u32) -> io::Result<()> {
-    let speaker = Speaker::new(server);
+pub(crate) fn run(socket: impl AsFd, server: u32, speaker: &Speaker) -> io::Result<()> {
     let mut message = vec![0; MESSAGE_BYTES_MAX];
     let Some((tasks, held)) = take_tasks(&socket, &mut message)? else { return Ok(()) };
     loop {

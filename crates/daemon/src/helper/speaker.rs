@@ -24,19 +24,26 @@ pub(crate) fn order(word: Word, text: &str) -> Vec<u8> {
 
 /// The helper process's side.
 #[derive(Debug)]
-pub(crate) struct Speaker(Notify);
+pub(crate) struct Speaker(Option<Notify>);
 
 impl Speaker {
     /// For the process that the helper process is for, with the manager of its environment.
     ///
     /// * `pid`: of that process.
     pub(crate) fn new(pid: u32) -> Speaker {
-        Speaker(Notify::in_the_name_of(pid))
+        Speaker(Some(Notify::in_the_name_of(pid)))
+    }
+
+    /// Says nothing: a parent that keeps a mount or disks hears its server over their own socket,
+    /// and speaks to the manager for itself.
+    pub(crate) fn silent() -> Speaker {
+        Speaker(None)
     }
 
     /// Says what an order asks for; what is no word of these is not said.
     pub(crate) fn say(&self, order: &[u8]) {
-        if let Some((letter, text)) = order.split_first()
+        if let Some(manager) = &self.0
+            && let Some((letter, text)) = order.split_first()
             && let Some(word) = Word::of(*letter)
         {
             let text = match word {
@@ -44,7 +51,7 @@ impl Speaker {
                 Word::Alive => std::env::var(watch::USEC).unwrap_or_default(),
                 _ => String::from_utf8_lossy(text).into_owned(),
             };
-            self.0.say(word, &text);
+            manager.say(word, &text);
         }
     }
 }

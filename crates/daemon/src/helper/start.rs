@@ -29,6 +29,8 @@ pub enum Role {
     Background,
     /// It serves a device of the kernel that its parent connects.
     Device,
+    /// It takes a mount out of the tree, and may have to wait in the kernel for that.
+    Detach,
 }
 
 impl Role {
@@ -38,6 +40,7 @@ impl Role {
             Role::Kept => "kept",
             Role::Background => "background",
             Role::Device => "device",
+            Role::Detach => "detach",
         }
     }
 

@@ -31,7 +31,7 @@ use rustix::net::{
 
 use super::approval::Allows;
 use super::chain::Image;
-use super::overlays::Overlays;
+use super::overlays::{Overlays, Purpose};
 use crate::directory_lock;
 use crate::mount_users::{self, Place};
 use crate::pid_text;
@@ -119,7 +119,7 @@ pub(crate) struct Held {
     pins: Vec<Option<OwnedFd>>,
     /// New overlays: what was made since is here, too.
     overlays: RefCell<Overlays>,
-    /// Servers of exports that users have named since, as targets of mirrors.
+    /// Servers of exports that users have named since, as targets of mirrors or backups.
     servers: RefCell<Vec<NbdEndpoint>>,
 }
 
@@ -134,7 +134,11 @@ impl Held {
         let heard = overlays.below.hear(word, server).and_then(|allows| match allows {
             Some(Allows::Target(path, id, format)) => {
                 file = format!("{} {}", id.0, id.1);
-                overlays.adopt(&path, id, format)
+                overlays.adopt(&path, id, format, Purpose::Top)
+            }
+            Some(Allows::Copy(path, id, format)) => {
+                file = format!("{} {}", id.0, id.1);
+                overlays.adopt(&path, id, format, Purpose::Copy)
             }
             Some(Allows::Servers(servers)) => {
                 let mut known = self.servers.borrow_mut();

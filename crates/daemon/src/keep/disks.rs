@@ -15,12 +15,12 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use ringdisk_vhost::keep::{Keeper, KeptState};
+use ringdisk_export::keep::{Keeper, KeptState};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::process::{Resource, getrlimit};
 
-use super::holder::{Held, LATE};
-use super::jobs::{KeptJobs, is_of_job};
+use super::held::{Held, LATE};
+use super::jobs::{KeptJobs, is_of_job, kept_or_alone};
 use super::link::{self, Named};
 use super::slots::FRONT_END;
 use super::state::{State, StateFile};
@@ -37,8 +37,9 @@ const EXPORT: &str = "ringdisk-export-";
 /// holder has not closed yet.
 const LATE_MAX: usize = 2048;
 
-/// Descriptors that the holder has besides, with those of one message.
-const OTHERS: usize = 64 + ringdisk_messages::DESCRIPTORS_MAX;
+/// Descriptors that the holder has besides, with those of one message: its own, and those of the
+/// helper that it is, too (images, names that go at the end).
+const OTHERS: usize = 128 + ringdisk_messages::DESCRIPTORS_MAX;
 
 /// Descriptors of one of several disks that come and go, at most. Both processes have the same
 /// limit of descriptors, so each knows it.
@@ -139,7 +140,7 @@ impl Keeper for DiskKeeper {
             return Err(io::Error::new(io::ErrorKind::QuotaExceeded, text));
         }
         // A message that is in the holder's socket is there, whatever becomes of this process.
-        self.notify.store(&self.name(number), descriptor)?;
+        kept_or_alone(self.notify.store(&self.name(number), descriptor))?;
         self.parked.insert(number);
         Ok(())
     }
@@ -238,9 +239,9 @@ impl KeptDisks {
         self.notify.barrier().map_err(|error| cannot(&error))
     }
 
-    /// Calls `stop` when the process that keeps the disks is gone: no other would be started.
-    pub fn watch(&self, stop: impl FnOnce() + Send + 'static) {
-        link::watch(&self.holder, stop);
+    /// Calls `say` when the process that keeps the disks is gone: no other is started from then on.
+    pub fn watch(&self, say: impl FnOnce() + Send + 'static) {
+        link::watch(&self.holder, say);
     }
 }
 

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use ringdisk_fuse::kept::{Parked, is_over};
 use ringdisk_fuse::mount::{self, Mount, Unmount, mountpoint};
 
-use super::holder::Held;
+use super::held::Held;
 use super::link::Named;
 use super::{ALIVE, ORIGIN, STATE, State};
 use crate::mount_lock;

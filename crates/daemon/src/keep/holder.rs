@@ -1,12 +1,13 @@
-//! The small parent that holds what outlives a serving process: a mount, or disks of virtual
-//! machines.
+//! The parent that holds what outlives a serving process: a mount, or disks of virtual machines.
 //!
-//! Promises: the holder opens no image, makes no ring and touches no request: it holds descriptors,
-//! starts the server, passes signals on to it, and sleeps. When the server is killed or panics, the
-//! holder starts another one, up to 5 times in 10 s of serving (the time before a server serves
-//! does not count, so that servers cannot die at their start for ever). After that, and when a
-//! server cannot start, the holder ends what it holds ([`Held`]), so that clients get errors and
-//! none hangs. It ends with the code of the server, or with 7 when it gave up.
+//! Promises: the holder makes no ring and touches no request: it holds descriptors, starts the
+//! server, passes signals on to it, and sleeps. Each server's helper ([`crate::helper`]) is a
+//! thread of it ([`Helping`]), which carries out that server's tasks and touches nothing that is
+//! held. When the server is killed or panics, the holder starts another one, up to 5 times in 10 s
+//! of serving (the time before a server serves does not count, so that servers cannot die at their
+//! start for ever). After that, and when a server cannot start, the holder ends what it holds
+//! ([`Held`]), so that clients get errors and none hangs. It ends with the code of the server, or
+//! with 7 when it gave up.
 //!
 //! The holder knows descriptors by name only. After the start it takes and closes only descriptors
 //! that are named exactly as [`LATE`] says, at most [`Held::late_max`] of each disk: the server
@@ -16,34 +17,27 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ExitStatus};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process};
-use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGUSR1};
-use signal_hook::{flag, low_level::pipe};
 
 use super::closer::Closer;
-use super::link::Named;
+use super::held::{Held, LATE};
+use super::helping::{Helping, Line};
 use super::link::{self, Received};
+use super::passed_on::Signals;
 use crate::background::Background;
 use crate::failure::{Exit, Failure};
 use crate::io_flusher;
 use crate::notify::{IN_USE, Notify, Word, watch};
 use crate::pidfile::Pidfile;
-use crate::signals::is_ignored;
 use crate::stopping::{Asked, Insist};
 use crate::terminal;
 
-/// What the names of descriptors begin with that come and go after the start. The number of a disk
-/// and the number of a descriptor follow, as in `ringdisk-late-0-8`.
-pub const LATE: &str = "ringdisk-late-";
 /// Longest name of such a descriptor, bytes.
 const LATE_NAME_BYTES_MAX: usize = 48;
 /// So many new processes within [`WINDOW`] of serving; then the mount is given up.
@@ -61,82 +55,11 @@ const MESSAGES_MAX: usize = 256;
 /// What a Rust program ends with after a panic of its main thread.
 const PANICKED: i32 = 101;
 
-/// The signals that are passed on, with what has to be noted of each.
-const PASSED_ON: [(i32, Signal, bool); 4] = [
-    (SIGTERM, Signal::TERM, true),
-    (SIGINT, Signal::INT, true),
-    (SIGHUP, Signal::HUP, true),
-    (SIGUSR1, Signal::USR1, false),
-];
-
-/// Signals that have come.
-struct Signals {
-    /// Readable when a signal has come.
-    wake: UnixStream,
-    came: Vec<(Arc<AtomicBool>, Signal, bool)>,
-}
-
-impl Signals {
-    fn watch() -> io::Result<Signals> {
-        let (wake, write) = UnixStream::pair()?;
-        wake.set_nonblocking(true)?;
-        write.set_nonblocking(true)?;
-        let mut came = Vec::new();
-        for (number, signal, stops) in PASSED_ON {
-            if number == SIGHUP && is_ignored(SIGHUP) {
-                continue;
-            }
-            let flag = Arc::new(AtomicBool::new(false));
-            // The flag is set first, so that the thread that is woken finds it.
-            flag::register(number, Arc::clone(&flag))?;
-            pipe::register(number, write.try_clone()?)?;
-            came.push((flag, signal, stops));
-        }
-        pipe::register(SIGCHLD, write)?;
-        Ok(Signals { wake, came })
-    }
-
-    /// Those that came since the last call, and whether each asks for the end.
-    fn take(&self) -> Vec<(Signal, bool)> {
-        let mut bytes = [0; 64];
-        while matches!(io::Read::read(&mut &self.wake, &mut bytes), Ok(1..)) {}
-        let came = self.came.iter().filter(|(flag, ..)| flag.swap(false, Ordering::AcqRel));
-        came.map(|(_, signal, stops)| (*signal, *stops)).collect()
-    }
-}
-
-/// What is held.
-pub trait Held {
-    /// What it is, for people.
-    fn noun(&self) -> &'static str;
-
-    /// The option that asks for it.
-    fn option(&self) -> &'static str;
-
-    /// Disks of which descriptors may come and go after the start.
-    fn disks(&self) -> usize;
-
-    /// So many of each disk, at most.
-    fn late_max(&self) -> usize;
-
-    /// What its users see when it is given up.
-    fn loss(&self) -> &'static str;
-
-    /// What to do then.
-    fn remedy(&self) -> &'static str;
-
-    /// It has ended: its users get errors, if any are left.
-    ///
-    /// * `is_removed`: the serving process has ended it; what it had may be another's by now.
-    fn end(&mut self, parked: Named, is_removed: bool);
-
-    /// It was given up before it was ready.
-    fn undo(&mut self);
-}
-
 /// The keeping process.
 struct Holder<'a> {
     held: &'a mut dyn Held,
+    /// Where serving processes start.
+    directory: PathBuf,
     /// For what is of no disk.
     closer: Closer,
     /// One for each disk.
@@ -178,16 +101,25 @@ struct Watch {
     time: Duration,
     /// When it is looked at next.
     next: Instant,
-    /// Looks since the serving process has given one. Not the time: it does not count while this
+    /// Polls since the serving process has given one. Not the time: it does not count while this
     /// process stands still, too.
-    looks: u32,
+    polls: u32,
     /// It was told to end.
     is_over: bool,
 }
 
-/// Looks in the manager's time. A server that has given no sign during all of them is taken for
+/// Polls in the manager's time. A server that has given no sign during all of them is taken for
 /// dead.
-const LOOKS: u32 = 4;
+const POLLS: u32 = 4;
+
+/// A serving process.
+struct Serving {
+    /// Our end of the socket.
+    socket: OwnedFd,
+    child: Child,
+    /// `None`: it has to start a helper of its own.
+    helping: Option<Helping>,
+}
 
 /// What follows from the end of the serving process.
 #[derive(Debug, PartialEq, Eq)]
@@ -211,88 +143,38 @@ pub fn run(
     held: &mut dyn Held,
     background: Option<Background>,
 ) -> Result<u8, Failure> {
-    let (noun, option) = (held.noun(), held.option());
-    let cannot =
-        |error: &io::Error| Failure::system(format!("cannot keep a {noun}"), error, Exit::General);
     // Starting a process takes memory, and must not wait for memory that is written to this very
     // mount.
     io_flusher::become_one_if(true);
-    let directory = std::env::current_dir().map_err(|error| cannot(&error))?;
-    let pidfile_path = pidfile.map(std::path::absolute).transpose();
-    let pidfile_path = pidfile_path.map_err(|error| cannot(&error))?;
-    if let Some(path) = &pidfile_path {
-        Pidfile::check(path)?;
-    }
-    let mut holder = Holder {
-        signals: Signals::watch().map_err(|error| cannot(&error))?,
-        manager: Notify::from_environment(),
-        parked: Vec::new(),
-        is_parked: false,
-        closer: Closer::start().map_err(|error| cannot(&error))?,
-        closers: closers(held).map_err(|error| cannot(&error))?,
-        has_refused: false,
-        held,
-        pidfile_path,
-        pidfile: None,
-        background,
-        is_ready: false,
-        is_stopping: false,
-        is_at_once: false,
-        insist: Insist::default(),
-        stops: false,
-        serves_since: None,
-        served: Duration::ZERO,
-        restarts: VecDeque::new(),
-        watch: watch::wanted().map(|time| Watch {
-            time,
-            next: Instant::now(),
-            looks: 0,
-            is_over: false,
-        }),
-    };
+    let noun = held.noun();
+    let mut holder = Holder::new(pidfile, held, background)?;
     loop {
-        let (socket, mut child) = match holder.spawn(&directory) {
-            Ok(started) => started,
-            Err(error) => {
-                holder.end(false);
-                return Err(cannot(&error).hint(format!("/proc must be mounted for {option}")));
-            }
-        };
-        let status = match holder.attend(&socket, &mut child) {
-            Ok(status) => status,
-            Err(failure) => {
-                let _ = child.kill();
-                let _ = child.wait();
-                holder.end(false);
-                return Err(failure);
-            }
-        };
+        let (status, helping) = holder.serve()?;
         // A process that served and ended by itself has taken its mount away.
         let has_served = holder.serves_since.is_some();
-        match holder.next(status) {
+        let result = match holder.next(status) {
             Next::Again => {
                 let how = how(status);
                 terminal::warn(format_args!(
                     "the serving process {how}; another one goes on with the {noun}"
                 ));
                 holder.manager.status(&format!("the serving process {how}; starting another"));
+                continue;
             }
             Next::End(code) => {
                 holder.end(has_served);
-                return Ok(code);
+                Ok(code)
             }
-            Next::GiveUp => {
-                let what = holder.why(status);
-                holder.manager.stopping(&what);
-                let was_ready = holder.is_ready;
-                holder.end(false);
-                if !was_ready {
-                    holder.held.undo();
-                }
-                return Err(Failure::new(Exit::Halted, what).hint(holder.held.remedy()));
-            }
-        }
+            Next::GiveUp => Err(holder.give_up(status)),
+        };
+        let _ = helping.as_ref().map(Helping::finish);
+        return result;
     }
+}
+
+/// Why nothing can be kept.
+fn cannot(noun: &str, error: &io::Error) -> Failure {
+    Failure::system(format!("cannot keep a {noun}"), error, Exit::General)
 }
 
 /// A thread for each disk.
@@ -324,16 +206,88 @@ fn how(status: ExitStatus) -> String {
     }
 }
 
+impl<'a> Holder<'a> {
+    /// Takes signals from now on.
+    ///
+    /// * `pidfile`: where this process will write its pid.
+    ///
+    /// Errors: the pid file cannot be had; the system has no thread, no descriptor.
+    fn new(
+        pidfile: Option<&Path>,
+        held: &'a mut dyn Held,
+        background: Option<Background>,
+    ) -> Result<Holder<'a>, Failure> {
+        let noun = held.noun();
+        let cannot = |error: io::Error| cannot(noun, &error);
+        let directory = std::env::current_dir().map_err(cannot)?;
+        let pidfile_path = pidfile.map(std::path::absolute).transpose().map_err(cannot)?;
+        if let Some(path) = &pidfile_path {
+            Pidfile::check(path)?;
+        }
+        Ok(Holder {
+            directory,
+            signals: Signals::watch().map_err(cannot)?,
+            manager: Notify::from_environment(),
+            parked: Vec::new(),
+            is_parked: false,
+            closer: Closer::start().map_err(cannot)?,
+            closers: closers(held).map_err(cannot)?,
+            has_refused: false,
+            held,
+            pidfile_path,
+            pidfile: None,
+            background,
+            is_ready: false,
+            is_stopping: false,
+            is_at_once: false,
+            insist: Insist::default(),
+            stops: false,
+            serves_since: None,
+            served: Duration::ZERO,
+            restarts: VecDeque::new(),
+            watch: watch::wanted().map(|time| Watch {
+                time,
+                next: Instant::now(),
+                polls: 0,
+                is_over: false,
+            }),
+        })
+    }
+}
+
 impl Holder<'_> {
+    /// Has a process serve until its end. Gives how that one ended, and its helper.
+    ///
+    /// Errors: it cannot be started; the pid file cannot be made. What is held has ended then.
+    fn serve(&mut self) -> Result<(ExitStatus, Option<Helping>), Failure> {
+        let Serving { socket, mut child, helping } = match self.spawn() {
+            Ok(started) => started,
+            Err(error) => {
+                self.end(false);
+                let hint = format!("/proc must be mounted for {}", self.held.option());
+                return Err(cannot(self.held.noun(), &error).hint(hint));
+            }
+        };
+        match self.attend(&socket, &mut child) {
+            Ok(status) => Ok((status, helping)),
+            Err(failure) => {
+                let _ = child.kill();
+                let _ = child.wait();
+                self.end(false);
+                Err(failure)
+            }
+        }
+    }
+
     /// Starts a serving process. Where memory or processes are short (which may be what the one
     /// before it has died of) it tries again.
     ///
     /// Errors: those of [`link::spawn`].
-    fn spawn(&self, directory: &Path) -> io::Result<(OwnedFd, Child)> {
+    fn spawn(&self) -> io::Result<Serving> {
         let mut tries = if self.is_ready { SPAWNS_MAX } else { 1 };
         loop {
             tries -= 1;
-            match link::spawn(directory, &self.parked) {
+            match self.start() {
                 Err(error) if tries > 0 => {
                     tracing::warn!(
                         "no process to go on with the {}: {error}; it is tried again",
@@ -344,6 +298,17 @@ impl Holder<'_> {
                 result => return result,
             }
         }
+    }
+
+    /// Starts a serving process, and its helper.
+    ///
+    /// Errors: those of [`link::spawn`].
+    fn start(&self) -> io::Result<Serving> {
+        // Where there is no socket or no thread for it, the server starts a process.
+        let (line, theirs) = Line::new().ok().unzip();
+        let (socket, child) = link::spawn(&self.directory, &self.parked, theirs)?;
+        let helping = line.and_then(|line| line.help(child.id()).ok());
+        Ok(Serving { socket, child, helping })
     }
 
     /// Serves the serving process until its end.
@@ -447,11 +412,11 @@ impl Holder<'_> {
         let Some(watch) = self.watch.as_mut().filter(|it| it.next <= Instant::now()) else {
             return;
         };
-        watch.next = Instant::now() + watch.time / LOOKS;
+        watch.next = Instant::now() + watch.time / POLLS;
         self.manager.say(Word::Alive, "");
         // One that opens its images, and waits for their locks, has all the time it takes.
-        watch.looks = if serves { watch.looks + 1 } else { 0 };
-        if watch.looks > LOOKS && !std::mem::replace(&mut watch.is_over, true) {
+        watch.polls = if serves { watch.polls + 1 } else { 0 };
+        if watch.polls > POLLS && !std::mem::replace(&mut watch.is_over, true) {
             terminal::warn(format_args!(
                 "the serving process (pid {server}) does not say that it lives for {:.1} s: it is \
                  killed",
@@ -472,7 +437,7 @@ impl Holder<'_> {
         let status = value("STATUS").unwrap_or_default();
         if value("WATCHDOG").is_some() {
             if let Some(watch) = &mut self.watch {
-                watch.looks = 0;
+                watch.polls = 0;
             }
         } else if value("FDSTORE").is_some() {
             let given = std::mem::take(&mut descriptors);
@@ -546,6 +511,18 @@ impl Holder<'_> {
     fn end(&mut self, is_removed: bool) {
         self.held.end(std::mem::take(&mut self.parked), is_removed);
         self.pidfile = None;
+    }
+
+    /// It cannot go on. Gives why.
+    fn give_up(&mut self, status: ExitStatus) -> Failure {
+        let what = self.why(status);
+        self.manager.stopping(&what);
+        let was_ready = self.is_ready;
+        self.end(false);
+        if !was_ready {
+            self.held.undo();
+        }
+        Failure::new(Exit::Halted, what).hint(self.held.remedy())
     }
 
     /// It answers.

@@ -10,8 +10,10 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use rustix::io::Errno;
+
 use super::StateFile;
-use super::holder::LATE;
+use super::held::LATE;
 use crate::control::jobs::HandedJob;
 use crate::control::jobs::keeper::{JobKeeper, KeptJob};
 use crate::notify::Notify;
@@ -22,6 +24,17 @@ const FIRST: u64 = 1 << 48;
 /// Whether a descriptor that comes and goes is one of a job.
 pub(super) fn is_of_job(number: u64) -> bool {
     number >= FIRST
+}
+
+/// Whether a descriptor was kept, or nobody is there any more who could: then what is served goes
+/// on as one that is not kept.
+///
+/// Errors: it was not kept, for another reason.
+pub(super) fn kept_or_alone(stored: io::Result<()>) -> io::Result<()> {
+    let is_gone = |error: &io::Error| {
+        matches!(Errno::from_io_error(error), Some(Errno::PIPE | Errno::CONNRESET))
+    };
+    stored.or_else(|error| if is_gone(&error) { Ok(()) } else { Err(error) })
 }
 
 /// Keeps the jobs of one disk.
@@ -69,7 +82,7 @@ impl KeptJobs {
 impl JobKeeper for KeptJobs {
     fn park(&self, descriptor: BorrowedFd<'_>) -> io::Result<u64> {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        self.notify.store(&self.name(number), descriptor)?;
+        kept_or_alone(self.notify.store(&self.name(number), descriptor))?;
         Ok(number)
     }
 

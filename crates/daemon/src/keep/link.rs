@@ -4,7 +4,8 @@
 //! Promises: no descriptor goes to any other process; everything received is close-on-exec; when
 //! one of the two ends, however, the other sees the end of the socket. To the serving process go
 //! the parked descriptors with their names (`FDNAMES=a:b`), in as many messages as it takes
-//! (`MORE=1` before the last one); from it come those of sd_notify(3).
+//! (`MORE=1` before the last one), the first of all being the line to the helper, which this parent
+//! is, too; from it come those of sd_notify(3).
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -15,6 +16,7 @@ use ringdisk_messages::{Message, Wait};
 use rustix::io::Errno;
 
 use crate::failure::{Exit, Failure};
+use crate::helper::line;
 use crate::helper::start::{Role, take_socket};
 use crate::notify::{Notify, watch as sign_of_life};
 
@@ -25,6 +27,9 @@ const MESSAGE_BYTES_MAX: usize = 16 << 10;
 
 /// Descriptors that go with one message, with names of 50 bytes.
 const LOT: usize = 200;
+
+/// The name of the line to the helper.
+const LINE: &str = "ringdisk-helper";
 
 /// Descriptors with their names.
 pub(super) type Named = Vec<(String, OwnedFd)>;
@@ -50,11 +55,13 @@ pub fn is_managed() -> bool {
 ///
 /// * `directory`: where the arguments are to be understood.
 /// * `parked`: what the process before it has left.
+/// * `line`: its end of the line to its helper.
 ///
 /// Errors: those of the system; without `/proc` it cannot be done.
 pub(super) fn spawn(
     directory: &Path,
     parked: &[(String, OwnedFd)],
+    line: Option<OwnedFd>,
 ) -> io::Result<(OwnedFd, Child)> {
     Role::Kept.start_again(|command, socket| {
         rustix::io::ioctl_fionbio(socket, true)?;
@@ -67,6 +74,9 @@ pub(super) fn spawn(
             .envs(is_managed().then_some((MANAGED, "1")));
         if sign_of_life::wanted().is_none() {
             command.env_remove(sign_of_life::USEC);
+        }
+        if let Some(line) = line {
+            send(socket.as_fd(), &format!("FDNAMES={LINE}\nMORE=1"), &[line.as_fd()])?;
         }
         send_parked(socket.as_fd(), parked)
     })
@@ -107,6 +117,13 @@ fn receive_parked(socket: BorrowedFd<'_>) -> io::Result<Named> {
     }
 }
 
+/// Takes the line to the helper out of what came from the parent.
+fn take_line(parked: &mut Named) {
+    if let Some(at) = parked.iter().position(|(name, _)| name == LINE) {
+        line::put(parked.remove(at).1);
+    }
+}
+
 /// Takes the socket from standard input, and what is parked.
 ///
 /// * `kept`: what that process keeps, for people.
@@ -115,7 +132,8 @@ fn receive_parked(socket: BorrowedFd<'_>) -> io::Result<Named> {
 pub(super) fn enter(kept: &str) -> Result<(Notify, OwnedFd, Named), Failure> {
     let enter = || -> io::Result<_> {
         let socket = take_socket()?;
-        let parked = receive_parked(socket.as_fd())?;
+        let mut parked = receive_parked(socket.as_fd())?;
+        take_line(&mut parked);
         Ok((Notify::over(socket.try_clone()?), socket, parked))
     };
     enter().map_err(|error| {
@@ -127,13 +145,13 @@ pub(super) fn enter(kept: &str) -> Result<(Notify, OwnedFd, Named), Failure> {
     })
 }
 
-/// Calls `stop` when the other process is gone.
-pub(super) fn watch(socket: &OwnedFd, stop: impl FnOnce() + Send + 'static) {
+/// Calls `then` when the other process is gone.
+pub(super) fn watch(socket: &OwnedFd, then: impl FnOnce() + Send + 'static) {
     let Ok(socket) = socket.try_clone() else { return };
     let watch = std::thread::Builder::new().name(String::from("holder")).stack_size(64 << 10);
     let _ = watch.spawn(move || {
         wait_for_end(&socket);
-        stop();
+        then();
     });
 }
 

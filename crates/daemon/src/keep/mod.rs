@@ -7,17 +7,21 @@
 //! Which process keeps them ([`role`]):
 //! - a service manager with a place for descriptors (`FDSTORE=1` of sd_notify(3)), which gives them
 //!   to the next process it starts (`LISTEN_FDS`);
-//! - else a small parent of our own ([`holder`]), which starts the next process itself.
+//! - else a parent of our own ([`holder`]), which starts the next process itself, and is the helper
+//!   process of each ([`crate::helper`]).
 //!
 //! The server speaks to both in the same words (`notify.rs`); only the way back differs. The parent
 //! keeps disks always ([`disks`]): their descriptors come and go while they are served.
 
 mod closer;
 pub mod disks;
+mod held;
 mod held_mount;
+mod helping;
 pub mod holder;
 pub mod jobs;
 mod link;
+mod passed_on;
 pub mod sealed;
 pub mod slots;
 mod state;
@@ -26,8 +30,8 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
+use held::LATE;
 pub use held_mount::HeldMount;
-use holder::LATE;
 use jobs::KeptJobs;
 pub use link::is_managed;
 use ringdisk_fuse::kept::{Ended, Keep, Parked, ended};
@@ -200,7 +204,7 @@ impl Kept {
         Some((self.state.state()?, Arc::clone(&found.parked)))
     }
 
-    /// What the mount to go on with was made with, as was said before anybody was confined.
+    /// What the mount to go on with was made with, as the first server said before it was confined.
     pub fn first(&self) -> Option<&State> {
         self.found.as_ref().map(|found| &found.first)
     }
@@ -278,10 +282,11 @@ impl Kept {
         self.notify.barrier().map_err(cannot)
     }
 
-    /// Calls `stop` when the process that keeps the mount is gone: nobody would start another one.
-    pub fn watch(&self, stop: impl FnOnce() + Send + 'static) {
+    /// Calls `say` when the process that keeps the mount is gone: nobody starts another one from
+    /// then on.
+    pub fn watch(&self, say: impl FnOnce() + Send + 'static) {
         if let Some(holder) = &self.holder {
-            link::watch(holder, stop);
+            link::watch(holder, say);
         }
     }
 

@@ -19,6 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ringdisk_disk::{Format, Layer};
 use ringdisk_fuse::kept::{FileRecord, Terms};
 use ringdisk_fuse::negotiate::{Negotiated, Profile};
+use ringdisk_messages::state::Versions;
 use ringdisk_storage::Storage;
 use ringdisk_throttle::Changed;
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -30,13 +31,12 @@ use crate::control::jobs::keeper::KeptJob;
 use crate::failure::{Exit, Failure, words};
 use crate::helper::mark;
 
-/// Changes when a field changes its meaning.
-const VERSION: u32 = 1;
+/// Of the state.
+const VERSIONS: Versions = Versions::new(1, 1);
 
 /// Everything that is not a descriptor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct State {
-    version: u32,
     /// `None`: the images are no mount's.
     #[serde(flatten)]
     mount: Option<MountWords>,
@@ -71,6 +71,9 @@ pub struct State {
     /// Limits that a command has set, as words. An older ringdisk did not say.
     #[serde(default)]
     limits: Option<[String; 2]>,
+    /// Copy-on-read, if a command has switched it. An older ringdisk did not say.
+    #[serde(default)]
+    pub copy_on_read: Option<bool>,
 }
 
 /// What a mount was made with.
@@ -138,7 +141,6 @@ impl State {
     /// * `created`: format of the image on top, if it was made.
     pub fn of_images(created: Option<Format>) -> State {
         State {
-            version: VERSION,
             mount: None,
             made: None,
             format: created.map(|format| format.name().to_owned()),
@@ -150,6 +152,7 @@ impl State {
             mark: String::new(),
             jobs: Vec::new(),
             limits: None,
+            copy_on_read: None,
         }
     }
 
@@ -161,8 +164,8 @@ impl State {
     /// What was sealed at the start, with the images, limits and jobs that a state names which was
     /// written later.
     fn with_what_changes_of(self, later: State) -> State {
-        let State { top, files, limits, jobs, .. } = later;
-        State { top, files, limits, jobs, ..self }
+        let State { top, files, limits, copy_on_read, jobs, .. } = later;
+        State { top, files, limits, copy_on_read, jobs, ..self }
     }
 
     /// With another image on top than that of the start.
@@ -180,7 +183,7 @@ impl State {
     ///
     /// Errors: memory is short.
     pub(crate) fn seal(&self) -> io::Result<File> {
-        sealed::seal(&serde_json::to_vec(self)?)
+        sealed::seal(VERSIONS.to_text(self)?.as_bytes())
     }
 
     /// What was sealed.
@@ -346,9 +349,9 @@ impl StateFile {
                 format!("the state of the images cannot be kept: {}", words(error)),
             )
         };
-        let json = serde_json::to_vec(&state).map_err(|error| cannot(&error.into()))?;
+        let json = VERSIONS.to_text(&state).map_err(|error| cannot(&error))?;
         let number = now.0 + 1;
-        slots::IMAGES.put(&self.file, number, &json).map_err(|error| cannot(&error))?;
+        slots::IMAGES.put(&self.file, number, json.as_bytes()).map_err(|error| cannot(&error))?;
         *now = (number, Some(state));
         Ok(())
     }
@@ -368,6 +371,12 @@ impl StateFile {
     pub fn set_limits(&self, limits: Option<Changed>) {
         let limits = limits.map(|limits| limits.words());
         self.change("limits", |state| State { limits, ..state });
+    }
+
+    /// A command has switched copy-on-read.
+    pub fn set_copy_on_read(&self, is_on: bool) {
+        let copy_on_read = Some(is_on);
+        self.change("copy-on-read", |state| State { copy_on_read, ..state });
     }
 
     fn change(&self, what: &str, change: impl FnOnce(State) -> State) {
@@ -397,16 +406,9 @@ fn refuse(why: String) -> Failure {
         .hint("stop the service (or the process that was started), then start it anew")
 }
 
-/// Errors: a state of another version, or none.
+/// Errors: a state of a version that is not known, or none.
 fn parse(json: &[u8]) -> Result<State, Failure> {
-    let version = serde_json::from_slice::<serde_json::Value>(json)
-        .ok()
-        .and_then(|value| value["version"].as_u64());
-    if version != Some(VERSION.into()) {
-        return Err(refuse(String::from("another version of ringdisk made it")));
-    }
-    serde_json::from_slice(json)
-        .map_err(|error| refuse(format!("its state cannot be read ({error})")))
+    VERSIONS.from_text(json).map_err(|why| refuse(why.into()))
 }
 
 /// Identities of all image and data files, as [`ringdisk_storage::Storage::identity`] says them.

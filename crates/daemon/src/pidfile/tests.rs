@@ -60,7 +60,7 @@ fn what_another_user_put_there_is_not_written() {
         ("link", "a symbolic link"),
         ("dangling", "a symbolic link"),
         ("second", "other names"),
-        ("theirs", "somebody else"),
+        ("theirs", "another user"),
     ] {
         if name == "theirs" && !is_theirs {
             // Only root can give files away.

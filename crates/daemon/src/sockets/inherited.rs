@@ -115,7 +115,7 @@ pub fn take_listeners<'a>(
                 let shown = format!("descriptor {number}");
                 let missing = || {
                     Failure::new(Exit::Usage, format!("{shown} is no socket of this process"))
-                        .hint("whoever starts this process passes it without close-on-exec")
+                        .hint("the process that starts this one passes it without close-on-exec")
                 };
                 (socket.ok_or_else(missing)?, shown)
             }
@@ -181,7 +181,7 @@ fn no_socket(number: i32, has_manager: bool) -> Failure {
         .hint("leave --socket-fd out, or use --socket-name");
     }
     Failure::new(Exit::Usage, format!("descriptor {number} is no socket of this process")).hint(
-        "whoever starts this process passes it without close-on-exec; or use \
+        "the process that starts this one passes it without close-on-exec; or use \
             --vhost-user-blk SOCKET",
     )
 }

@@ -181,7 +181,7 @@ pub(super) fn check(path: &Path) -> Result<Option<(u64, u64)>, Failure> {
         Err(Errno::NOENT) => Ok(None),
         Err(Errno::ACCESS | Errno::PERM) => Err(Failure::new(
             Exit::Permission,
-            format!("the socket '{shown}' is there already and belongs to somebody else"),
+            format!("the socket '{shown}' is there already and belongs to another user"),
         )
         .hint("give another name")),
         // Also one of another type (EPROTOTYPE), or with a full queue (EAGAIN).

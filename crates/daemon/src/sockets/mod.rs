@@ -3,6 +3,7 @@
 //! Promises: a socket on which a process listens, and a file that is no socket, are never replaced;
 //! a socket that was made here is removed at the end, if its name still leads to it. Control path.
 
+mod address;
 mod inherited;
 mod made;
 
@@ -10,6 +11,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
+pub use address::Address;
 pub use inherited::{GivenListener, Inherited, take, take_listeners};
 pub use made::{MadeSocket, group};
 use ringdisk_vhost::Listen;
@@ -189,7 +191,7 @@ impl Place {
     pub fn shown(&self) -> String {
         match self {
             Place::Make { path, .. } => format!("at {}", path.display()),
-            Place::Connect(path) => format!("to whoever listens at {}", path.display()),
+            Place::Connect(path) => format!("to the process that listens at {}", path.display()),
             Place::Take(path) => format!("at {}", path.display()),
             Place::Inherited(Inherited { path: Some(path), .. }) => {
                 format!("at {}", path.display())

@@ -187,7 +187,13 @@ fn trouble(text: &mut String, now: Counts<'_>, stats: &Value) {
     }
     let waited = stats["waited-for-limits"]["requests"].as_u64().unwrap_or(0);
     if let Some(limits) = now.text(&["limits"]).filter(|limits| limits != "none" || waited > 0) {
-        let _ = write!(text, "\n  limits: {limits}; {waited} requests waited for them");
+        let seconds = stats["waited-for-limits"]["seconds"].as_f64().unwrap_or(0.0);
+        let time = human_time(Duration::try_from_secs_f64(seconds).unwrap_or_default());
+        let _ =
+            write!(text, "\n  limits: {limits}; {waited} requests waited for them, {time} in all");
+    }
+    if stats["copy-on-read"].as_bool() == Some(true) {
+        text.push_str("\n  copy-on-read: reads are kept in the image on top");
     }
     if let Some(sandbox) = now.text(&["sandbox"]) {
         let _ = write!(text, "\n  sandbox: {sandbox}");

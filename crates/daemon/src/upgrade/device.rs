@@ -29,6 +29,9 @@ pub struct Shown {
     options: BTreeMap<String, String>,
     /// The process that says this goes on with jobs; an older version does not.
     takes_jobs: bool,
+    /// Further disks of the same export.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    more: Vec<Shown>,
 }
 
 /// An image as it was named.
@@ -58,7 +61,24 @@ impl Shown {
     /// * `image`: the one that is written to; `None` for a null disk.
     /// * `options`: option and value as they are written; an empty value: the option is not there.
     pub fn new(image: Option<&Path>, options: BTreeMap<String, String>) -> Shown {
-        Shown { image: image.map(Image::named), options, takes_jobs: true }
+        Shown { image: image.map(Image::named), options, takes_jobs: true, more: Vec::new() }
+    }
+
+    /// With further disks of the same export.
+    pub fn with(self, more: Vec<Shown>) -> Shown {
+        Shown { more, ..self }
+    }
+
+    /// What is said of each disk, by itself.
+    pub fn split(self) -> impl Iterator<Item = Shown> {
+        let mut first = self;
+        let more = std::mem::take(&mut first.more);
+        std::iter::once(first).chain(more)
+    }
+
+    /// What is said of each disk.
+    pub(super) fn each(&self) -> impl Iterator<Item = &Shown> {
+        std::iter::once(self).chain(&self.more)
     }
 
     /// Whether the process that says this goes on with jobs.

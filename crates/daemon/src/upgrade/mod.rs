@@ -1,5 +1,5 @@
 //! `--upgrade`: an export goes to a successor process while clients use it, a disk of a virtual
-//! machine (`ringdisk serve`) or a mount (`ringdisk mount`).
+//! machine or those of NBD clients (`ringdisk serve`), or a mount (`ringdisk mount`).
 //!
 //! Promises: at every moment at most one of the two processes serves. The predecessor goes on as
 //! long as the successor has not said that everything is ready, and never again after that. Clients
@@ -28,8 +28,8 @@ use std::path::Path;
 use std::time::Duration;
 
 pub use device::Shown;
-pub use predecessor::SuccessorSocket;
-use ringdisk_export::{Error, HandOverState, HandedOver};
+pub use predecessor::{GivenDisk, SuccessorSocket};
+use ringdisk_export::{Error, ErrorKind, HandOverState, HandedOver};
 use ringdisk_vhost::export::HandOverHandle;
 use rustix::net::sockopt::socket_peercred;
 pub use successor::{Lingering, Offer, Predecessor, ask};
@@ -58,12 +58,14 @@ pub enum Kind {
     Disk,
     /// A mount.
     Mount,
+    /// Disks of NBD clients.
+    Nbd,
 }
 
 impl Kind {
     fn noun(self) -> &'static str {
         match self {
-            Kind::Disk => "disk",
+            Kind::Disk | Kind::Nbd => "disk",
             Kind::Mount => "mount",
         }
     }
@@ -72,6 +74,7 @@ impl Kind {
         match self {
             Kind::Disk => "the guest",
             Kind::Mount => "its users",
+            Kind::Nbd => "its clients",
         }
     }
 
@@ -79,6 +82,7 @@ impl Kind {
         match self {
             Kind::Disk => "what the guest sees",
             Kind::Mount => "what its users see",
+            Kind::Nbd => "what clients see",
         }
     }
 
@@ -86,7 +90,7 @@ impl Kind {
     fn no_predecessor(self, path: &Path) -> Failure {
         let name = path.display();
         match self {
-            Kind::Disk => {
+            Kind::Disk | Kind::Nbd => {
                 Failure::new(Exit::Mountpoint, format!("no ringdisk serves a disk at '{name}'"))
                     .hint("start without --upgrade")
             }
@@ -114,9 +118,51 @@ pub trait HandsOver: Send + 'static {
     fn kind(&self) -> Kind;
 }
 
+impl HandsOver for ringdisk_nbd::HandOverHandle {
+    fn hand_over(&self) -> Result<(HandOverState, HandedOver), Error> {
+        ringdisk_nbd::HandOverHandle::hand_over(self)
+    }
+
+    fn kind(&self) -> Kind {
+        Kind::Nbd
+    }
+}
+
 impl HandsOver for HandOverHandle {
     fn hand_over(&self) -> Result<(HandOverState, HandedOver), Error> {
         HandOverHandle::hand_over(self)
+    }
+
+    fn kind(&self) -> Kind {
+        Kind::Disk
+    }
+}
+
+/// Disks of NBD clients that are kept (`--keep`), and so not handed over.
+#[derive(Debug)]
+pub struct KeptNbd;
+
+impl HandsOver for KeptNbd {
+    fn hand_over(&self) -> Result<(HandOverState, HandedOver), Error> {
+        let text = "the process that keeps the disks starts each one that serves them (--keep)";
+        Err(Error::new(ErrorKind::Unsupported, text)
+            .hint("stop it, and start the other version; clients connect again"))
+    }
+
+    fn kind(&self) -> Kind {
+        Kind::Nbd
+    }
+}
+
+/// Disks of virtual machines that NBD clients have, too, and so not handed over.
+#[derive(Debug)]
+pub struct DiskWithNbd;
+
+impl HandsOver for DiskWithNbd {
+    fn hand_over(&self) -> Result<(HandOverState, HandedOver), Error> {
+        let text = "NBD clients have the disk, too (--nbd), and cannot go along";
+        Err(Error::new(ErrorKind::Unsupported, text)
+            .hint("stop it, and start the other version; the virtual machine connects again"))
     }
 
     fn kind(&self) -> Kind {

@@ -19,6 +19,7 @@ use ringdisk_fuse::HandOverHandle;
 use ringdisk_fuse::kept::{FileState, HandedMount, Parked, TakenMount};
 use ringdisk_fuse::mount::{clone_device, connection_of, device};
 use ringdisk_fuse::negotiate::Profile;
+use ringdisk_messages::state::{NotUnderstood, Versions, with_roles};
 use rustix::fs::FileType;
 use serde::{Deserialize, Serialize};
 
@@ -26,13 +27,12 @@ use super::{HandsOver, Kind};
 use crate::failure::{Exit, Failure};
 use crate::keep::State;
 
-/// Form of the description; a program that does not know it refuses.
-const VERSION: u32 = 1;
+/// Of the description.
+const VERSIONS: Versions = Versions::new(1, 1);
 
 /// The description.
 #[derive(Debug, Serialize, Deserialize)]
 struct Words {
-    version: u32,
     mount: State,
     file: FileWords,
     /// As [`ringdisk_disk::HandOver::description`].
@@ -103,7 +103,6 @@ impl MountToHandOver {
         }
         fds.extend(disk.fds.into_iter().map(|image| (Role::Image, image)));
         let words = Words {
-            version: VERSION,
             mount: state,
             file: FileWords {
                 mode: file.mode,
@@ -117,7 +116,7 @@ impl MountToHandOver {
             disk: disk.description,
             roles: fds.iter().map(|(role, _)| *role).collect(),
         };
-        let description = serde_json::to_string(&words).map_err(|error| cannot(error.into()))?;
+        let description = VERSIONS.to_text(&words).map_err(cannot)?;
         Ok(HandOverState { description, fds: fds.into_iter().map(|(_, fd)| fd).collect() })
     }
 }
@@ -143,13 +142,11 @@ pub struct Handed {
 ///
 /// Errors: it is of another version, or damaged, or of another mount.
 pub fn open(state: HandOverState, mountpoint: &Path, connection: u32) -> Result<Handed, Failure> {
-    let words = parse(&state.description)?;
-    let (roles, fds) = (words.roles.len(), state.fds.len());
-    if roles != fds {
-        return Err(misfit(&format!("{fds} descriptors came, it names {roles}")));
-    }
+    let unknown = |why: NotUnderstood| misfit(&why.to_string());
+    let words: Words = VERSIONS.from_text(state.description.as_bytes()).map_err(unknown)?;
+    let named = with_roles(words.roles, state.fds).map_err(unknown)?;
     let (mut device, mut lock, mut images) = (None, None, Vec::new());
-    for (role, fd) in words.roles.iter().zip(state.fds) {
+    for (role, fd) in named {
         match role {
             Role::Device => device = device.or(Some(fd)),
             Role::Lock => lock = file_of(fd),
@@ -179,18 +176,6 @@ pub fn open(state: HandOverState, mountpoint: &Path, connection: u32) -> Result<
         created: words.mount.format(),
         lock,
     })
-}
-
-/// Errors: another version, or no state.
-fn parse(description: &str) -> Result<Words, Failure> {
-    let json: serde_json::Value = serde_json::from_str(description)
-        .map_err(|error| misfit(&format!("it cannot be read ({error})")))?;
-    if json["version"].as_u64() != Some(VERSION.into()) {
-        let version = &json["version"];
-        let text = format!("its version is {version}, this program knows {VERSION}");
-        return Err(misfit(&text));
-    }
-    serde_json::from_value(json).map_err(|error| misfit(&format!("it cannot be read ({error})")))
 }
 
 fn misfit(why: &str) -> Failure {

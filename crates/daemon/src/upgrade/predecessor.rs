@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use super::link::{self, Refusal};
 use super::{ASK, FORCE, GO, HandsOver, READY, STEP, STOP, Shown, is_trusted};
-use crate::control::jobs::{Jobs, handed};
+use crate::control::jobs::{Jobs, Moving, handed};
 use crate::control::registry::{self, Listening};
 use crate::helper;
 use crate::stopping::Stop;
@@ -38,24 +38,20 @@ impl SuccessorSocket {
     ///
     /// * `name`: of the socket, as [`registry::name_for_successor`] and
     ///   [`registry::name_for_successor_of_mount`] give it.
-    /// * `shown`: what clients have been shown of the disk.
-    /// * `jobs`: of the disk; they go along.
+    /// * `disks`: those of the export, in their order.
     ///
     /// Errors: no socket, no thread.
     pub fn start(
         name: &str,
         export: impl HandsOver,
-        shown: Shown,
-        disk: &Arc<Disk>,
-        jobs: &Arc<Jobs>,
+        disks: Vec<GivenDisk>,
     ) -> io::Result<SuccessorSocket> {
         let listening = registry::listen(name)?;
         let listener = listening.listener.try_clone()?;
         listener.set_nonblocking(false)?;
         let was_given = Arc::new(AtomicBool::new(false));
         let given = Arc::clone(&was_given);
-        let (disk, jobs) = (Arc::downgrade(disk), Arc::clone(jobs));
-        let ours = Ours { export: Box::new(export), shown, disk, jobs };
+        let ours = Ours { export: Box::new(export), disks };
         let thread = std::thread::Builder::new()
             .name(String::from("upgrade"))
             .spawn(move || wait(&listener, &ours, &given))?;
@@ -106,14 +102,43 @@ impl Drop for SuccessorSocket {
     }
 }
 
-/// What there is to give.
-struct Ours {
-    export: Box<dyn HandsOver>,
+/// A disk that a successor gets.
+#[derive(Debug)]
+pub struct GivenDisk {
     shown: Shown,
     /// Weak: its image is let go of as soon as it is served no longer.
     disk: Weak<Disk>,
-    /// Its jobs, which go along.
     jobs: Arc<Jobs>,
+}
+
+impl GivenDisk {
+    /// * `shown`: what clients have been shown of the disk.
+    /// * `jobs`: of the disk; they go along.
+    pub fn new(shown: Shown, disk: &Arc<Disk>, jobs: &Arc<Jobs>) -> GivenDisk {
+        GivenDisk { shown, disk: Arc::downgrade(disk), jobs: Arc::clone(jobs) }
+    }
+}
+
+/// What there is to give.
+struct Ours {
+    export: Box<dyn HandsOver>,
+    disks: Vec<GivenDisk>,
+}
+
+impl Ours {
+    /// Errors: what clients would see change with a successor that was given other words.
+    fn check(&self, wanted: &Shown) -> Result<(), String> {
+        let (here, there) = (self.disks.len(), wanted.each().count());
+        if here != there {
+            return Err(format!("{here} disks are served there, {there} here"));
+        }
+        for (given, wanted) in self.disks.iter().zip(wanted.each()) {
+            if let Some(disk) = given.disk.upgrade() {
+                given.shown.check(wanted, &disk)?;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Waits for a successor that takes the disk. Gives the stream to it; `None`: the waiting was
@@ -161,29 +186,41 @@ fn give(mut stream: &UnixStream, ours: &Ours, given: &AtomicBool) -> io::Result<
     }
     let (wanted, kind) = (link::receive_shown(stream)?, ours.export.kind());
     let noun = kind.noun();
-    if let Some(disk) = ours.disk.upgrade()
-        && let Err(why) = ours.shown.check(&wanted, &disk)
-    {
+    if let Err(why) = ours.check(&wanted) {
         let who = kind.clients();
         tracing::warn!("the {noun} is not handed over: {who} would find another one: {why}");
         link::send_refusal(stream, &Refusal::Unlike(why))?;
         return Ok(false);
     }
     // They go on here when this is dropped.
-    let moving = ours.jobs.begin_move();
-    let jobs = moving.progresses();
-    if !jobs.is_empty() && !wanted.takes_jobs() {
+    let moving: Result<Vec<Moving<'_>>, _> =
+        ours.disks.iter().map(|given| given.jobs.begin_move()).collect();
+    let moving = match moving {
+        Ok(moving) => moving,
+        Err(failure) => {
+            let why = format!("{}; try it again in a moment", failure.message());
+            link::send_refusal(stream, &Refusal::Now(why))?;
+            return Ok(false);
+        }
+    };
+    let jobs: Vec<_> = moving.iter().map(Moving::progresses).collect();
+    if !jobs.iter().all(Vec::is_empty) && !wanted.takes_jobs() {
         let why = "a job is under way, and the other version does not go on with it; wait until it \
                    is done, or cancel it";
         link::send_refusal(stream, &Refusal::Now(String::from(why)))?;
         return Ok(false);
     }
-    if let Some(disk) = ours.disk.upgrade() {
-        disk.suspend_for_hand_over(jobs);
+    for (given, jobs) in ours.disks.iter().zip(jobs) {
+        if let Some(disk) = given.disk.upgrade() {
+            disk.suspend_for_hand_over(jobs);
+        }
     }
     let (state, still) = match ours.export.hand_over() {
         Ok((mut state, still)) => {
-            let packed = moving.stand_still().and_then(|jobs| handed::pack(&mut state, jobs));
+            let mut each = moving.iter().enumerate();
+            let packed = each.try_for_each(|(disk, moving)| {
+                moving.stand_still().and_then(|jobs| handed::pack(&mut state, disk, jobs))
+            });
             if let Err(why) = packed {
                 tracing::warn!("the {noun} is not handed over: {why}");
                 link::send_refusal(stream, &Refusal::Now(why))?;
@@ -212,7 +249,7 @@ fn give(mut stream: &UnixStream, ours: &Ours, given: &AtomicBool) -> io::Result<
         given.store(false, Ordering::Release);
         return Err(io::Error::other("it took too long"));
     }
-    moving.have_moved(peer(stream));
+    moving.into_iter().for_each(|moving| moving.have_moved(peer(stream)));
     // From here on the other process serves, whether it hears this or not.
     let _ = stream.write_all(&[GO]);
     Ok(true)

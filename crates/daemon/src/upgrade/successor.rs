@@ -43,7 +43,8 @@ const LAST_WORD: Duration = Duration::from_millis(500);
 #[derive(Debug)]
 pub struct Offer {
     kind: Kind,
-    jobs: Vec<HandedJob>,
+    /// Of each disk.
+    jobs: Vec<Vec<HandedJob>>,
     stream: UnixStream,
     process: Old,
 }
@@ -52,7 +53,8 @@ pub struct Offer {
 #[derive(Debug)]
 pub struct Predecessor {
     stream: UnixStream,
-    jobs: Vec<HandedJob>,
+    /// Of each disk.
+    jobs: Vec<Vec<HandedJob>>,
     /// `None`: the system does not tell.
     pid: Option<u32>,
     stop: Option<Stop>,
@@ -118,11 +120,15 @@ pub fn ask(
     match link::receive(&stream, left).map_err(failed)? {
         Ok(mut state) => {
             stream.set_read_timeout(Some(STEP)).map_err(failed)?;
-            let jobs = handed::unpack(&mut state).map_err(|why| {
+            let cannot = |why| {
                 let text = format!("its jobs cannot be taken over: {why}");
                 Failure::new(Exit::Unsupported, text)
                     .hint("it goes on as before; wait for its jobs, or cancel them")
-            })?;
+            };
+            let mut jobs = Vec::new();
+            for disk in (0..shown.each().count()).rev() {
+                jobs.insert(0, handed::unpack(&mut state, disk).map_err(cannot)?);
+            }
             Ok((state, Offer { kind, jobs, stream, process }))
         }
         Err(Refusal::Now(why)) => Err(Failure::new(Exit::General, format!("{}: {why}", doing()))
@@ -173,9 +179,11 @@ fn connect(places: &[PathBuf], is_trusted: fn(&UnixStream) -> bool) -> Option<Un
 }
 
 impl Offer {
-    /// The jobs of the export.
-    pub fn jobs(&self) -> &[HandedJob] {
-        &self.jobs
+    /// The jobs of a disk.
+    ///
+    /// * `disk`: its number.
+    pub fn jobs(&self, disk: usize) -> &[HandedJob] {
+        self.jobs.get(disk).map_or(&[], Vec::as_slice)
     }
 
     /// Everything is prepared: the old process ends, and its successor goes on.
@@ -258,9 +266,11 @@ impl Old {
 }
 
 impl Predecessor {
-    /// The jobs of the export, which go on here; once.
-    pub fn take_jobs(&mut self) -> Vec<HandedJob> {
-        std::mem::take(&mut self.jobs)
+    /// The jobs of a disk, which go on here; once.
+    ///
+    /// * `disk`: its number.
+    pub fn take_jobs(&mut self, disk: usize) -> Vec<HandedJob> {
+        self.jobs.get_mut(disk).map(std::mem::take).unwrap_or_default()
     }
 
     /// The stop that it was told to make while it handed the export over, as far as it has said so

@@ -8,12 +8,13 @@
 //!    after a power cut, and the image stays sound. [`Image::close`] loses nothing.
 //!
 //! ```
+//! use ringdisk_disk::Bytes;
 //! use ringdisk_disk::blocking::{CreateOptions, Image, create};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let directory = tempfile::tempdir()?;
 //! let path = directory.path().join("disk.qcow2");
-//! create(&path, &CreateOptions { size: 1 << 30, ..CreateOptions::default() })?;
+//! create(&path, &CreateOptions { size: Bytes(1 << 30), ..CreateOptions::default() })?;
 //!
 //! let image = Image::open(&path)?;
 //! image.write_at(b"hello", 1 << 20)?;
@@ -31,6 +32,7 @@
 mod tests;
 mod thread;
 
+use ringdisk_qcow2::Bytes;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -108,7 +110,7 @@ impl Image {
     }
 
     /// Size of the disk, bytes.
-    pub fn size(&self) -> u64 {
+    pub fn size(&self) -> Bytes {
         self.disk.size()
     }
 
@@ -132,7 +134,7 @@ impl Image {
         for piece in buffer.chunks_mut(REQUEST_BYTES_MAX) {
             let Some(at) = offset.checked_add(done as u64) else { break };
             let (disk, len) = (Arc::clone(&self.disk), piece.len());
-            let bytes = self.request("read", at, len as u64, move |ring| async move {
+            let bytes = self.request("read", at, Bytes::of(len), move |ring| async move {
                 let buf = IoBuf::new(len, BUFFER_ALIGN);
                 let count = disk.read(&ring, at, &buf).await?;
                 Ok(buf.slice(0..count).to_vec())
@@ -152,23 +154,14 @@ impl Image {
     /// written; `PermissionDenied` for a read-only image; those of the storage. A part may be
     /// written then.
     pub fn write_at(&self, bytes: &[u8], offset: u64) -> Result<(), Error> {
-        self.check_range(offset, bytes.len() as u64)?;
+        self.check_range(offset, Bytes::of(bytes.len()))?;
         let mut at = offset;
         for piece in bytes.chunks(REQUEST_BYTES_MAX) {
             let (disk, owned) = (Arc::clone(&self.disk), piece.to_vec());
-            self.request("write", at, piece.len() as u64, move |ring| async move {
+            self.request("write", at, Bytes::of(piece.len()), move |ring| async move {
                 let buf = IoBuf::new(owned.len(), BUFFER_ALIGN);
                 buf.copy_from_slice(0, &owned);
-                let mut done = 0;
-                while done < owned.len() {
-                    let rest = buf.slice(done..owned.len());
-                    // Less than asked means an error after some progress: the next turn gives it.
-                    match disk.write(&ring, at + done as u64, &rest).await? {
-                        0 => return Err(Errno::IO),
-                        count => done += count,
-                    }
-                }
-                Ok(())
+                disk.write_all(&ring, at, &buf).await
             })?;
             at += piece.len() as u64;
         }
@@ -191,7 +184,7 @@ impl Image {
     /// disk is left out.
     ///
     /// Errors: as [`Image::read_at`].
-    pub fn map(&self, offset: u64, len: u64) -> Result<Vec<MapEntry>, Error> {
+    pub fn map(&self, offset: u64, len: Bytes) -> Result<Vec<MapEntry>, Error> {
         let disk = Arc::clone(&self.disk);
         self.request("map", offset, len, move |ring| async move {
             let mut entries = Vec::new();
@@ -216,7 +209,7 @@ impl Image {
         &self,
         doing: &str,
         offset: u64,
-        len: u64,
+        len: Bytes,
         work: impl FnOnce(ringdisk_ring::Ring) -> F + Send + 'static,
     ) -> Result<T, Error>
     where
@@ -230,9 +223,9 @@ impl Image {
     }
 
     /// Errors: `Invalid` for a range that goes past the end.
-    fn check_range(&self, offset: u64, len: u64) -> Result<(), Error> {
+    fn check_range(&self, offset: u64, len: Bytes) -> Result<(), Error> {
         let size = self.size();
-        if offset.checked_add(len).is_some_and(|end| end <= size) {
+        if offset.checked_add(len.0).is_some_and(|end| end <= size.0) {
             return Ok(());
         }
         Err(Error::new(

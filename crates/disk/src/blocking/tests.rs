@@ -1,5 +1,6 @@
 //! The blocking facade on real images.
 
+use ringdisk_qcow2::Bytes;
 use std::path::PathBuf;
 
 use tempfile::TempDir;
@@ -14,7 +15,8 @@ const MIB: u64 = 1 << 20;
 fn image() -> (TempDir, PathBuf) {
     let directory = tempfile::tempdir().expect("a directory");
     let path = directory.path().join("a.qcow2");
-    create(&path, &CreateOptions { size: 8 * MIB, ..CreateOptions::default() }).expect("created");
+    create(&path, &CreateOptions { size: Bytes(8 * MIB), ..CreateOptions::default() })
+        .expect("created");
     (directory, path)
 }
 
@@ -29,7 +31,7 @@ fn read(image: &Image, offset: u64, len: usize) -> Vec<u8> {
 fn written_bytes_are_read_back_and_are_there_for_others_after_the_close() {
     let (directory, path) = image();
     let image = Image::open(&path).expect("open");
-    assert_eq!(image.size(), 8 * MIB);
+    assert_eq!(image.size(), Bytes(8 * MIB));
     assert!(!image.is_read_only());
     // Over several requests, and at no alignment.
     let bytes: Vec<u8> = (0..3 * MIB + 777).map(|at| (at % 251) as u8).collect();
@@ -72,7 +74,7 @@ fn an_overlay_shows_its_base_and_keeps_it_as_it_is() {
     base.close().expect("close");
     let top = directory.path().join("top.qcow2");
     let options = CreateOptions {
-        size: 8 * MIB,
+        size: Bytes(8 * MIB),
         backing_file: Some(b"a.qcow2".to_vec()),
         backing_format: Some("qcow2".to_owned()),
         ..CreateOptions::default()
@@ -83,11 +85,11 @@ fn an_overlay_shows_its_base_and_keeps_it_as_it_is() {
     image.write_at(&[2; 10], 1 << 16).expect("write");
     let expected = [vec![1; 10], vec![2; 10], vec![1; 10]].concat();
     assert_eq!(read(&image, (1 << 16) - 10, 30), expected);
-    let map = image.map(0, u64::MAX).expect("map");
+    let map = image.map(0, Bytes::MAX).expect("map");
     let depths: Vec<_> =
-        map.iter().map(|run| (run.start, run.status.len, run.status.depth)).collect();
+        map.iter().map(|run| (run.start, run.status.len.0, run.status.depth)).collect();
     assert_eq!(depths[..2], [(0, 1 << 16, 1), (1 << 16, 1 << 16, 0)]);
-    assert!(!map[2].status.present && map[2].start + map[2].status.len == 8 * MIB);
+    assert!(!map[2].status.present && map[2].start + map[2].status.len.0 == 8 * MIB);
     assert_eq!(image.disk().layers().len(), 2);
     image.close().expect("close");
     let base = Image::open(&path).expect("open");
@@ -115,11 +117,12 @@ fn errors_name_the_file() {
     assert_eq!(missing.kind(), ErrorKind::NotFound);
     assert!(missing.to_string().contains("none"), "{missing}");
     let (_directory, path) = image();
-    let again = create(&path, &CreateOptions { size: MIB, ..CreateOptions::default() });
+    let again = create(&path, &CreateOptions { size: Bytes(MIB), ..CreateOptions::default() });
     assert!(again.expect_err("it is there").to_string().contains("a.qcow2"));
-    assert_eq!(Image::open(&path).expect("the image is as it was").size(), 8 * MIB);
+    assert_eq!(Image::open(&path).expect("the image is as it was").size(), Bytes(8 * MIB));
     let bad = directory.path().join("bad");
-    let options = CreateOptions { size: MIB, cluster_size: 3, ..CreateOptions::default() };
+    let options =
+        CreateOptions { size: Bytes(MIB), cluster_size: Bytes(3), ..CreateOptions::default() };
     let error = create(&bad, &options).expect_err("no power of two");
     assert_eq!(error.kind(), ErrorKind::Invalid);
     assert!(!bad.exists(), "no file is left");

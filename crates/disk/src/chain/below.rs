@@ -3,10 +3,11 @@
 //! Promises: past the end of the uppermost of these layers everything reads as zeroes; `has_data`
 //! uses tables in memory only and never waits.
 
-use ringdisk_qcow2::{Below, Grace, GuestOffset};
+use ringdisk_qcow2::{Below, Bytes, Grace, GuestOffset};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use super::Chain;
+use crate::commit_options::COMMITS_MAX;
 use crate::layer::Kind;
 
 impl Below for Chain<'_> {
@@ -22,13 +23,13 @@ impl Below for Chain<'_> {
         if inside == 0 {
             return Ok(());
         }
-        let _grace = self.grace();
+        let _graces = self.graces();
         // Boxed: the engine's futures would otherwise contain this future four times, and a copy
         // from a backing file waits for storage anyway.
         Box::pin(self.fill(ring, offset, &buf.slice(0..inside))).await
     }
 
-    fn has_data(&self, offset: GuestOffset, len: u64) -> bool {
+    fn has_data(&self, offset: GuestOffset, len: Bytes) -> bool {
         let end = offset.saturating_add(len).min(self.end());
         // A commit may be about to write data of the layer above there.
         if self.0.iter().any(|layer| layer.is_writable) {
@@ -52,9 +53,10 @@ impl Below for Chain<'_> {
 }
 
 impl<'a> Chain<'a> {
-    /// Grace of the layer below that a commit writes to, if there is one.
-    fn grace(self) -> Option<Grace<'a>> {
-        let target = self.0.iter().find(|layer| layer.is_writable)?;
-        target.qcow2().map(|image| image.enter())
+    /// Graces of the layers that commits write to.
+    pub(crate) fn graces(self) -> [Option<Grace<'a>>; COMMITS_MAX] {
+        let mut targets =
+            self.0.iter().filter(|layer| layer.is_writable).filter_map(|layer| layer.qcow2());
+        std::array::from_fn(|_| targets.next().map(|image| image.enter()))
     }
 }

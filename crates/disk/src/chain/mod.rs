@@ -12,7 +12,7 @@ mod status;
 
 use std::sync::Arc;
 
-use ringdisk_qcow2::GuestOffset;
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::{Errno, Ring};
 
 use crate::layer::{Kind, Layer, Node, of_extent};
@@ -30,7 +30,7 @@ pub(crate) struct Found {
     /// Index of the layer that answered.
     pub(crate) depth: usize,
     /// Length of the run, bytes; at least 1.
-    pub(crate) len: u64,
+    pub(crate) len: Bytes,
     /// `Unallocated`: no layer has it. With `is_cut` that is final, else a layer below the chain
     /// may.
     pub(crate) kind: Kind,
@@ -43,7 +43,7 @@ pub(crate) struct Found {
 struct Cursor {
     depth: usize,
     offset: GuestOffset,
-    len: u64,
+    len: Bytes,
 }
 
 /// One step of a look-up.
@@ -55,13 +55,13 @@ enum Step {
 
 impl<'a> Chain<'a> {
     /// Size of the top layer, bytes; 0 without one.
-    pub(crate) fn size(self) -> u64 {
-        self.0.first().map_or(0, |top| top.size())
+    pub(crate) fn size(self) -> Bytes {
+        self.0.first().map_or(Bytes::ZERO, |top| top.size())
     }
 
     /// The end of the top layer.
     pub(crate) fn end(self) -> GuestOffset {
-        GuestOffset(self.size())
+        GuestOffset::after(self.size())
     }
 
     /// The layer at a depth that a look-up named.
@@ -76,7 +76,7 @@ impl<'a> Chain<'a> {
         self,
         ring: &Ring,
         offset: GuestOffset,
-        len: u64,
+        len: Bytes,
     ) -> Result<Found, Errno> {
         let mut cursor = Cursor::new(offset, len);
         loop {
@@ -100,7 +100,7 @@ impl<'a> Chain<'a> {
     pub(crate) fn locate_cached(
         self,
         offset: GuestOffset,
-        len: u64,
+        len: Bytes,
     ) -> Result<Option<Found>, Errno> {
         let mut cursor = Cursor::new(offset, len);
         match self.walk(&mut cursor)? {
@@ -124,9 +124,9 @@ impl<'a> Chain<'a> {
 
     /// Takes the answer of the layer under the cursor: it ends the look-up, or the cursor moves to
     /// the layer below.
-    fn take(self, cursor: &mut Cursor, len: u64, kind: Kind) -> Result<Option<Found>, Errno> {
+    fn take(self, cursor: &mut Cursor, len: Bytes, kind: Kind) -> Result<Option<Found>, Errno> {
         // An empty run would never end; a damaged image must not get us there.
-        if len == 0 {
+        if len.is_zero() {
             return Err(Errno::IO);
         }
         cursor.len = cursor.len.min(len);
@@ -135,7 +135,7 @@ impl<'a> Chain<'a> {
             && let Some(below) = self.0.get(cursor.depth + 1)
         {
             let left = below.end().saturating_sub(cursor.offset);
-            if left > 0 {
+            if !left.is_zero() {
                 cursor.len = cursor.len.min(left);
                 cursor.depth += 1;
                 return Ok(None);
@@ -147,7 +147,7 @@ impl<'a> Chain<'a> {
 }
 
 impl Cursor {
-    fn new(offset: GuestOffset, len: u64) -> Cursor {
+    fn new(offset: GuestOffset, len: Bytes) -> Cursor {
         Cursor { depth: 0, offset, len }
     }
 }

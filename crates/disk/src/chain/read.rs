@@ -9,7 +9,7 @@ use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::task::{Context, Poll};
 
-use ringdisk_qcow2::GuestOffset;
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use super::{Chain, Found};
@@ -33,8 +33,8 @@ impl Chain<'_> {
         offset: GuestOffset,
         buf: &IoBuf,
     ) -> Result<(), Errno> {
-        let wanted = buf.len() as u64;
-        if wanted == 0 {
+        let wanted = Bytes::of(buf.len());
+        if wanted.is_zero() {
             return Ok(());
         }
         let first = match self.locate_cached(offset, wanted)? {
@@ -42,7 +42,7 @@ impl Chain<'_> {
             None => self.locate(ring, offset, wanted).await?,
         };
         if first.len == wanted {
-            self.read_piece(ring, first, offset, buf.clone(), 0).await
+            self.read_piece(ring, first, offset, buf.clone(), Bytes::ZERO).await
         } else {
             self.read_pieces(ring, first, offset, buf).await
         }
@@ -58,7 +58,7 @@ impl Chain<'_> {
         found: Found,
         offset: GuestOffset,
         buf: IoBuf,
-        ahead: u64,
+        ahead: Bytes,
     ) -> Result<(), Errno> {
         match found.kind {
             Kind::Data { offset: at } => {
@@ -108,8 +108,8 @@ impl Chain<'_> {
                 && failure.is_none()
                 && let Some(free) = slots.iter().position(|slot| slot.is_none())
             {
-                let from = offset + at as u64;
-                let left = (buf.len() - at) as u64;
+                let from = offset + Bytes::of(at);
+                let left = Bytes::of(buf.len() - at);
                 let found = match known.take() {
                     Some(found) => Ok(found),
                     None => match self.locate_cached(from, left) {
@@ -137,7 +137,7 @@ impl Chain<'_> {
                         if is_zero && piece.is_ours() {
                             piece.fill(0);
                         } else {
-                            let ahead = (buf.len() - end) as u64;
+                            let ahead = Bytes::of(buf.len() - end);
                             let future = self.read_piece(ring, found, from, piece, ahead);
                             slots[free].set(Some(future));
                         }

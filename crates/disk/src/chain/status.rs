@@ -3,7 +3,7 @@
 //! Promises: an answer costs no read of data; the file system is asked for holes only where the
 //! image cannot know them. For the control path and SEEK_DATA/SEEK_HOLE.
 
-use ringdisk_qcow2::{GuestOffset, HostOffset};
+use ringdisk_qcow2::{Bytes, GuestOffset, HostOffset};
 use ringdisk_ring::{Errno, Ring};
 use ringdisk_storage::Allocation;
 
@@ -14,7 +14,7 @@ use crate::layer::{Kind, Layer, Node, Piece};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockStatus {
     /// Length of the run, bytes; 0 only at and past the end of the disk.
-    pub len: u64,
+    pub len: Bytes,
     /// Bytes are stored; otherwise nothing has to be read to know them.
     pub data: bool,
     /// The run is known to read as zeroes.
@@ -33,7 +33,7 @@ pub struct BlockStatus {
 impl BlockStatus {
     /// What is said about nothing.
     pub(crate) const EMPTY: BlockStatus = BlockStatus {
-        len: 0,
+        len: Bytes::ZERO,
         data: false,
         zero: true,
         present: false,
@@ -65,10 +65,10 @@ impl Chain<'_> {
         self,
         ring: &Ring,
         offset: GuestOffset,
-        len: u64,
+        len: Bytes,
     ) -> Result<(BlockStatus, bool), Errno> {
         let mut status = BlockStatus::EMPTY;
-        if len == 0 {
+        if len.is_zero() {
             return Ok((status, false));
         }
         let found = self.locate(ring, offset, len).await?;
@@ -105,14 +105,14 @@ async fn holes(
         return Ok(());
     }
     let storage = layer.data_storage().ok_or(Errno::IO)?;
-    let left = storage.len().saturating_sub(offset.0);
-    if left == 0 {
+    let left = Bytes(storage.len()).saturating_sub(offset.from_start());
+    if left.is_zero() {
         // Past the end of the file: it was cut, or its last cluster is not whole.
         status.zero = true;
         return Ok(());
     }
     let len = status.len.min(left);
-    let (allocation, run) = match storage.allocation(ring, offset.0, len).await {
+    let (allocation, run) = match storage.allocation(ring, offset.0, len.0).await {
         Ok(answer) => answer,
         // Storage that cannot answer counts as data.
         Err(Errno::OPNOTSUPP | Errno::INVAL) => return Ok(()),
@@ -121,7 +121,7 @@ async fn holes(
     if run == 0 {
         return Ok(());
     }
-    status.len = len.min(run);
+    status.len = len.min(Bytes(run));
     if allocation == Allocation::Hole {
         status.zero = true;
         status.data = !raw;

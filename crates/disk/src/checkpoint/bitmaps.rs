@@ -15,7 +15,7 @@ use ringdisk_ring::Ring;
 use super::hold::changed;
 use super::{CheckpointEnd, DirtyRanges, NewBitmap};
 use crate::graph::Graph;
-use crate::live::bitmap_result;
+use crate::live::{bitmap_result, has_bitmap as has};
 use crate::name::printable_path;
 use crate::{Disk, Error, ErrorKind};
 
@@ -58,18 +58,14 @@ impl Wanted {
         let Some(NewBitmap { name, granularity_bytes }) = new else {
             return Ok(Wanted { added: None, since });
         };
-        let (added, wanted) = (name.clone(), name.clone());
-        let add = async move |ring: &Ring, image: &mut Qcow2| {
-            bitmap_result(image.bitmap_add(ring, &name, granularity_bytes).await)
-        };
-        disk.change_bitmaps(ring, add, move |image| has(image, &wanted)).await?;
-        Ok(Wanted { added: Some(added), since })
+        disk.add_bitmap(ring, name.clone(), granularity_bytes).await?;
+        Ok(Wanted { added: Some(name), since })
     }
 
     /// Removes the new bitmap.
     pub(super) async fn undo(&self, disk: &Disk, ring: &Ring) -> Result<(), Error> {
         match &self.added {
-            Some(name) => remove(disk, ring, name.clone()).await,
+            Some(name) => disk.remove_bitmap(ring, name.clone()).await,
             None => Ok(()),
         }
     }
@@ -95,7 +91,7 @@ impl Wanted {
                 Some((since.clone(), contents.ok_or_else(|| changed("its bitmaps"))?))
             }
         };
-        Ok(Chosen { added: self.added.clone(), since, start: graph.window.start })
+        Ok(Chosen { added: self.added.clone(), since, start: graph.window.start.0 })
     }
 }
 
@@ -110,7 +106,7 @@ impl Chosen {
     /// The old bitmap at the instant, inside the window of the frozen disk.
     pub(super) fn dirty(&self, frozen: &Disk) -> Option<DirtyRanges> {
         let (since, contents) = self.since.as_ref()?;
-        let inside = |at: u64| at.saturating_sub(self.start).min(frozen.size());
+        let inside = |at: u64| at.saturating_sub(self.start).min(frozen.size().0);
         let ranges = contents
             .ranges()
             .map(|range| (inside(range.start.0), inside(range.end.0)))
@@ -134,13 +130,13 @@ impl Chosen {
         match (end, &self.added, since) {
             (CheckpointEnd::Drop, Some(_), Some(since)) => {
                 check_top(disk, &since.name)?;
-                remove(disk, ring, since.name.clone()).await
+                disk.remove_bitmap(ring, since.name.clone()).await
             }
             (CheckpointEnd::Merge, Some(added), since) => {
                 check_top(disk, added)?;
                 match since.filter(|since| since.fixed.is_some()) {
                     Some(since) => merge(disk, ring, added.clone(), since.name.clone()).await,
-                    None => remove(disk, ring, added.clone()).await,
+                    None => disk.remove_bitmap(ring, added.clone()).await,
                 }
             }
             _ => Ok(()),
@@ -153,7 +149,9 @@ impl Chosen {
 /// Errors: `Unsupported` where the image has no bitmaps; `Invalid` where it is missing or
 /// inconsistent; `Io`.
 async fn find(disk: &Disk, ring: &Ring, name: String) -> Result<Since, Error> {
-    let graph = disk.enter().await;
+    // Nobody adds a bitmap meanwhile: the directory would move.
+    let _turn = disk.changes().lock().await;
+    let graph = disk.enter_beside_clients().await;
     let Some(image) = graph.top_image() else {
         let shown = printable_path(graph.top().name());
         let text = format!("'{shown}' has no bitmaps: they need a qcow2 image; leave them out");
@@ -183,18 +181,6 @@ fn check_top(disk: &Disk, name: &str) -> Result<(), Error> {
             printable_path(graph.top().name())
         ),
     ))
-}
-
-fn has(image: &Qcow2, name: &str) -> bool {
-    image.info().bitmaps.iter().any(|bitmap| bitmap.name == name)
-}
-
-async fn remove(disk: &Disk, ring: &Ring, name: String) -> Result<(), Error> {
-    let gone = name.clone();
-    let change = async move |ring: &Ring, image: &mut Qcow2| {
-        bitmap_result(image.bitmap_remove(ring, &name).await)
-    };
-    disk.change_bitmaps(ring, change, move |image| !has(image, &gone)).await
 }
 
 /// Adds what the new bitmap has recorded to the old one, and removes the new one.

@@ -85,7 +85,7 @@ impl Held<'_> {
 
 /// The disk that shows the frozen state.
 fn frozen_disk(disk: &Disk, graph: &Graph, fleece: &Arc<Fleece>) -> Arc<Disk> {
-    let source = Source::new(disk.weak(), Arc::clone(fleece), graph.window.start);
+    let source = Source::new(disk.weak(), Arc::clone(fleece), graph);
     let mut layer = Layer::new(Node::Frozen(Arc::new(source)), graph.visible_size());
     graph.top().name().clone_into(&mut layer.name);
     let policy = Policy { read_only: true, cache: disk.cache(), ..Policy::default() };

@@ -13,7 +13,7 @@
 //!   bytes. Its size is that of the instant.
 //! - A write, discard or zeroing of a client never fails because of a checkpoint. When old data
 //!   cannot be copied away (fleecing file full, failing, or too slow) the checkpoint fails.
-//! - A hold is bounded in time until it has the disk; whoever has it must let go soon.
+//! - A hold is bounded in time until it has the disk; the control thread then lets go soon.
 //!
 //! Control path. The copies themselves are made by `graph/fleece`.
 
@@ -24,6 +24,7 @@ mod options;
 mod over;
 mod prepare;
 
+use ringdisk_qcow2::Bytes;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 
@@ -62,18 +63,23 @@ impl Checkpoint {
         self.fleece.state()
     }
 
+    /// Whether the frozen state is kept.
+    pub(crate) fn is_running(&self) -> bool {
+        self.fleece.is_running()
+    }
+
     /// Waits until the checkpoint has failed or ended. For any ring thread.
     pub async fn over(&self) -> CheckpointState {
         self.fleece.over().await
     }
 
     /// Bytes that the fleecing file holds.
-    pub fn fleeced_bytes(&self) -> u64 {
+    pub fn fleeced_bytes(&self) -> Bytes {
         self.fleece.used()
     }
 
     /// Bytes that the fleecing file may hold.
-    pub fn fleece_max(&self) -> u64 {
+    pub fn fleece_max(&self) -> Bytes {
         self.fleece.max()
     }
 

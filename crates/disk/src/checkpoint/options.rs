@@ -2,6 +2,7 @@
 //!
 //! Promises: plain values.
 
+use ringdisk_qcow2::Bytes;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -21,7 +22,7 @@ pub struct CheckpointOptions {
     /// (O_TMPFILE), so that a crash leaves nothing; flushes are never sent to it.
     pub fleece: Arc<Storage>,
     /// Most bytes of old data in it; when a client writes to more, the checkpoint fails.
-    pub fleece_max: u64,
+    pub fleece_max: Bytes,
     /// Longest time that one request of a client waits for copies; then the checkpoint fails.
     pub copy_limit: Duration,
     /// A bitmap that records writes from the instant on; it must not exist yet.
@@ -33,7 +34,7 @@ pub struct CheckpointOptions {
 
 impl CheckpointOptions {
     /// Without bitmaps, and with a limit of 10 s.
-    pub fn new(fleece: Arc<Storage>, fleece_max: u64) -> CheckpointOptions {
+    pub fn new(fleece: Arc<Storage>, fleece_max: Bytes) -> CheckpointOptions {
         CheckpointOptions { fleece, fleece_max, copy_limit: COPY_LIMIT, bitmap: None, since: None }
     }
 }
@@ -45,7 +46,7 @@ pub struct NewBitmap {
     pub name: String,
     /// Bytes of disk for each bit, a power of two from 512 to 2 GiB; `None`: the cluster size, but
     /// 4 KiB at least and 64 KiB at most.
-    pub granularity_bytes: Option<u64>,
+    pub granularity_bytes: Option<Bytes>,
 }
 
 /// What becomes of the bitmaps when a checkpoint ends.
@@ -68,7 +69,7 @@ pub struct DirtyRanges {
     /// Name of the bitmap.
     pub name: String,
     /// Bytes of disk for each bit.
-    pub granularity_bytes: u64,
+    pub granularity_bytes: Bytes,
     /// First byte, and the byte after the last one, of each marked run of the frozen disk; in
     /// order, not empty, not touching one another.
     pub ranges: Arc<[(u64, u64)]>,

@@ -3,6 +3,7 @@
 //! Promises: a preparation that fails, or that is abandoned, leaves the disk and its bitmaps as
 //! they were.
 
+use ringdisk_qcow2::Bytes;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
@@ -25,7 +26,7 @@ pub struct Prepared {
     pub(super) wanted: Wanted,
     /// Taken when it is used, so that the checkpoint alone keeps its space.
     file: Mutex<Option<Arc<Storage>>>,
-    max: u64,
+    max: Bytes,
     limit: Duration,
 }
 
@@ -69,8 +70,7 @@ impl Prepared {
         let Some(file) = file else {
             return Err(Error::new(ErrorKind::Invalid, "this preparation was used before"));
         };
-        let cluster = graph.top_image().map_or(1, |image| image.info().cluster_size());
-        Fleece::new(graph.size(), cluster, file, self.max, self.limit)
+        Fleece::new(graph.size(), file, self.max, self.limit)
             .map(Arc::new)
             .map_err(|errno| Error::os("there is no memory for a checkpoint", errno))
     }

@@ -30,6 +30,8 @@ pub(crate) struct Drained<'a> {
     graph: Arc<Graph>,
     /// Images are between two states.
     is_under_way: bool,
+    /// No write-back is under way.
+    _write_back: TaskGuard<'a>,
     /// The lock of changes; released after the gate is open.
     _turn: TaskGuard<'a>,
     /// Dropped last: the watcher finds the gate open.
@@ -50,6 +52,8 @@ impl Gateway {
     ///
     /// * `turn`: the lock of changes, held by this one.
     pub(crate) async fn drain<'a>(&'a self, ring: &Ring, turn: TaskGuard<'a>) -> Drained<'a> {
+        // While clients go on: a write-back may take long.
+        let write_back = self.write_backs.lock().await;
         let over = Over(&self.change_watch);
         let mut closed = self.shards.close();
         // A holder of the disk (`Disk::hold_plain`) ends soon after this report.
@@ -61,7 +65,15 @@ impl Gateway {
             }
         }
         let graph = self.current();
-        Drained { closed, gateway: self, graph, is_under_way: false, _turn: turn, _over: over }
+        Drained {
+            closed,
+            gateway: self,
+            graph,
+            is_under_way: false,
+            _write_back: write_back,
+            _turn: turn,
+            _over: over,
+        }
     }
 }
 

@@ -4,7 +4,7 @@
 //! under the claim that every write to a new cluster needs, so a write of a client is never
 //! overwritten.
 
-use ringdisk_qcow2::{Below, GuestOffset};
+use ringdisk_qcow2::{Below, Bytes, GuestOffset};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use super::Graph;
@@ -12,7 +12,7 @@ use crate::chain::Chain;
 
 /// Bytes of one copy: large enough for sequential I/O, small enough that a change of the disk does
 /// not wait long for it.
-pub(crate) const COPY_BYTES: u64 = 1 << 20;
+pub(crate) const COPY_BYTES: Bytes = Bytes(1 << 20);
 /// Alignment of the buffers: a page suits every device.
 const ALIGN: usize = 4096;
 
@@ -53,22 +53,22 @@ impl<'a> Filler<'a> {
         &self,
         ring: &Ring,
         offset: GuestOffset,
-        len: u64,
-    ) -> Result<u64, FillFailure> {
+        len: Bytes,
+    ) -> Result<Bytes, FillFailure> {
         let graph = self.graph;
         graph.check().map_err(FillFailure::Source)?;
         if self.between.0.is_empty() {
             // The base is the backing file already.
-            return Ok(0);
+            return Ok(Bytes::ZERO);
         }
-        let end = GuestOffset((offset + len).0.min(graph.size()));
+        let end = (offset + len).min(GuestOffset::after(graph.size()));
         let top = Chain(&graph.layers[..1]);
         let mut at = offset;
-        let mut copied = 0;
+        let mut copied = Bytes::ZERO;
         while at < end {
             // A hint: whether it is so is decided when it is written.
             let (own, _) = top.status(ring, at, end - at).await.map_err(FillFailure::Target)?;
-            if own.len == 0 {
+            if own.len.is_zero() {
                 break;
             }
             if !own.present {
@@ -80,22 +80,30 @@ impl<'a> Filler<'a> {
     }
 
     /// Fills a run of which the top has nothing.
-    async fn run(&self, ring: &Ring, offset: GuestOffset, len: u64) -> Result<u64, FillFailure> {
+    async fn run(
+        &self,
+        ring: &Ring,
+        offset: GuestOffset,
+        len: Bytes,
+    ) -> Result<Bytes, FillFailure> {
         let Some(image) = self.graph.top_image() else {
             return Err(FillFailure::Source(Errno::IO));
         };
         let (end, below) = (offset + len, self.graph.below(0));
         let mut at = offset;
-        let mut copied = 0;
+        let mut copied = Bytes::ZERO;
         let mut buf: Option<IoBuf> = None;
         while at < end {
             let inside = self.between.end().saturating_sub(at).min(end - at);
             // What is past the end of the layers reads as zeroes, whatever the base has there.
             let (mut run, mut is_data, mut is_zero) = (end - at, false, true);
-            if inside > 0 {
+            // A commit may be writing to one of the layers: what is found there stays until it is
+            // read.
+            let graces = self.between.graces();
+            if !inside.is_zero() {
                 let status = self.between.status(ring, at, inside).await;
                 let (status, is_cut) = status.map_err(FillFailure::Source)?;
-                if status.len == 0 {
+                if status.len.is_zero() {
                     return Err(FillFailure::Source(Errno::IO));
                 }
                 run = status.len;
@@ -107,10 +115,12 @@ impl<'a> Filler<'a> {
                 let part = usize::try_from(run).map_or(buf.len(), |run| run.min(buf.len()));
                 let part = buf.slice(0..part);
                 self.between.fill(ring, at, &part).await.map_err(FillFailure::Source)?;
+                drop(graces);
                 let written = image.write_unallocated(ring, at, &part, &below).await;
                 copied += written.map_err(FillFailure::Target)?;
-                run = part.len() as u64;
+                run = Bytes::of(part.len());
             } else if is_zero && self.rest.has_data(at, run) {
+                drop(graces);
                 let zeroed = image.zero_unallocated(ring, at, run, &below).await;
                 zeroed.map_err(FillFailure::Target)?;
             }
@@ -121,8 +131,8 @@ impl<'a> Filler<'a> {
 }
 
 /// A buffer of at least one byte and at most [`COPY_BYTES`].
-pub(crate) fn buffer(len: u64) -> IoBuf {
-    let len = usize::try_from(len.clamp(1, COPY_BYTES)).unwrap_or(ALIGN);
+pub(crate) fn buffer(len: Bytes) -> IoBuf {
+    let len = usize::try_from(len.clamp(Bytes(1), COPY_BYTES)).unwrap_or(ALIGN);
     IoBuf::new(len, ALIGN)
 }
 
@@ -130,7 +140,7 @@ pub(crate) fn buffer(len: u64) -> IoBuf {
 pub(crate) fn pieces(
     start: GuestOffset,
     end: GuestOffset,
-) -> impl Iterator<Item = (GuestOffset, u64)> {
+) -> impl Iterator<Item = (GuestOffset, Bytes)> {
     let mut at = start;
     std::iter::from_fn(move || {
         (at < end).then(|| {

@@ -3,8 +3,9 @@
 //!
 //! Promises:
 //! - A disk without a mirror pays one branch for each write.
-//! - Copies of one granule run one after the other ([`Claim`]), and each reads the disk after it
-//!   has begun, so the last one leaves what the disk has.
+//! - Copies of one range run one after the other ([`Claim`]), and each reads the disk after it has
+//!   begun, or writes it while it runs ([`Mirror::write_both`]), so the last one leaves what the
+//!   disk has.
 //! - A write of a client never fails because of the target, and waits at most [`WAIT_MAX`] for it,
 //!   twice: then its range is recorded, and writes are no longer sent before they are answered
 //!   until the copying task has caught up ([`Mirror::set_in_step`]).
@@ -16,11 +17,11 @@ use std::sync::{Arc, Mutex};
 use std::task::{Poll, Waker};
 use std::time::Duration;
 
-use ringdisk_qcow2::GuestOffset;
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use super::sync::lock;
-use super::{Graph, Tracker};
+use super::{Graph, Mark, Tracker};
 use crate::chain::Chain;
 use crate::layer::Pending;
 use crate::task_join::spawn;
@@ -28,28 +29,32 @@ use crate::task_join::spawn;
 /// Longest time that a client's write waits for another copy of its range, and for its own.
 const WAIT_MAX: Duration = Duration::from_secs(2);
 /// Longer changes of a client (a discard of a whole disk) are left to the copying task, bytes.
-const FOLLOWED_MAX: u64 = 8 << 20;
+const FOLLOWED_MAX: Bytes = Bytes(8 << 20);
 /// Bytes of one copy of a client's write.
-const PART_BYTES: u64 = 1 << 20;
-/// Alignment of the buffers: a page suits every device.
+const PART_BYTES: Bytes = Bytes(1 << 20);
+/// Longest write of a client that goes to the disk and to the target at once, bytes: it is copied
+/// in memory first.
+pub(crate) const BOTH_MAX: usize = 1 << 20;
+/// Alignment of the buffers: a page suits every device. Clients claim multiples of it: storage may
+/// write whole blocks.
 const ALIGN: usize = 4096;
 
 /// What a run of a disk holds.
 #[derive(Clone, Debug)]
 pub(crate) enum Content {
     /// So many bytes of zeroes.
-    Zero(u64),
+    Zero(Bytes),
     /// So many bytes that the target keeps as they are.
-    Keep(u64),
+    Keep(Bytes),
     Data(IoBuf),
 }
 
 impl Content {
     /// Bytes.
-    pub(crate) fn len(&self) -> u64 {
+    pub(crate) fn len(&self) -> Bytes {
         match self {
             Content::Zero(len) | Content::Keep(len) => *len,
-            Content::Data(buf) => buf.len() as u64,
+            Content::Data(buf) => Bytes::of(buf.len()),
         }
     }
 }
@@ -72,6 +77,10 @@ pub(crate) trait Target: fmt::Debug + Send + Sync {
 pub(crate) struct Mirror {
     target: Arc<dyn Target>,
     is_in_step: AtomicBool,
+    /// A client has flushed the disk since [`Mirror::forget_flushes`].
+    was_flushed: AtomicBool,
+    /// A client's write was answered while it was on its way to the target.
+    was_late: AtomicBool,
     claims: Mutex<Claims>,
 }
 
@@ -82,7 +91,7 @@ struct Claims {
     waiters: Vec<Waker>,
 }
 
-/// The right to copy some granules. Given back on drop.
+/// The right to copy a range. Given back on drop.
 #[derive(Debug)]
 pub(crate) struct Claim {
     mirror: Arc<Mirror>,
@@ -91,8 +100,13 @@ pub(crate) struct Claim {
 
 impl Mirror {
     pub(crate) fn new(target: Arc<dyn Target>) -> Mirror {
-        let (is_in_step, claims) = (AtomicBool::new(false), Mutex::default());
-        Mirror { target, is_in_step, claims }
+        Mirror {
+            target,
+            is_in_step: AtomicBool::new(false),
+            was_flushed: AtomicBool::new(false),
+            was_late: AtomicBool::new(false),
+            claims: Mutex::default(),
+        }
     }
 
     pub(crate) fn target(&self) -> &Arc<dyn Target> {
@@ -108,9 +122,27 @@ impl Mirror {
         self.is_in_step.store(is_in_step, Ordering::Release);
     }
 
+    /// A client flushes the disk: what it had written before is to be durable.
+    pub(crate) fn note_flush(&self) {
+        self.was_flushed.store(true, Ordering::SeqCst);
+    }
+
+    /// Begins to look for flushes anew. Gives whether the target has, or gets before clients are
+    /// answered, all that they have written so far; what is recorded excepted.
+    pub(crate) fn forget_flushes(&self) -> bool {
+        self.was_flushed.store(false, Ordering::SeqCst);
+        !self.was_late.load(Ordering::SeqCst)
+    }
+
+    /// Whether a client has flushed the disk since.
+    pub(crate) fn was_flushed(&self) -> bool {
+        self.was_flushed.load(Ordering::SeqCst)
+    }
+
     /// Waits until nobody copies any of these bytes.
     ///
-    /// * `range`: whole granules ([`Tracker::widened`]).
+    /// * `range`: first byte, and the byte past the last one: whole granules ([`Tracker::widened`])
+    ///   for what the record says; for a client's write what it changes, in multiples of `ALIGN`.
     pub(crate) async fn claim(self: &Arc<Mirror>, range: (u64, u64)) -> Claim {
         poll_fn(|context| {
             let mut claims = lock(&self.claims);
@@ -152,7 +184,7 @@ impl Mirror {
         ring: &Ring,
         graph: &Graph,
         offset: GuestOffset,
-        len: u64,
+        len: Bytes,
     ) -> bool {
         let Some(tracker) = &graph.tracker else { return false };
         if len > FOLLOWED_MAX {
@@ -178,40 +210,108 @@ impl Mirror {
         graph: &Graph,
         tracker: &Arc<Tracker>,
         offset: GuestOffset,
-        len: u64,
+        len: Bytes,
     ) -> bool {
-        let claim = self.claim(tracker.widened(offset, len));
-        let Ok(claim) = ring.within(WAIT_MAX, claim).await else {
-            self.set_in_step(false);
-            return false;
-        };
+        let Some(claim) = self.claim_soon(ring, offset, len).await else { return false };
         let Ok(runs) = graph.content(ring, offset, len).await else { return false };
         let copy = Copy::new(tracker, offset, len, claim);
-        let handle = ring.clone();
-        // A task of its own, since a write that has begun cannot be taken back when the client
-        // stops waiting for it.
-        let written = spawn(ring, async move { copy.send(&handle, &runs).await.is_ok() });
-        let is_done = matches!(ring.within(WAIT_MAX, written).await, Ok(Some(true)));
+        self.has_arrived(ring, begin_to_send(ring, copy, runs)).await
+    }
+
+    /// As [`Mirror::claim`], for a client, who does not wait for long.
+    async fn claim_soon(
+        self: &Arc<Mirror>,
+        ring: &Ring,
+        offset: GuestOffset,
+        len: Bytes,
+    ) -> Option<Arc<Claim>> {
+        let align = Bytes::of(ALIGN);
+        let end = offset.saturating_add(len).0;
+        let range = (offset.align_down(align).0, end.next_multiple_of(align.0));
+        let claim = ring.within(WAIT_MAX, self.claim(range)).await;
+        claim.inspect_err(|_| self.set_in_step(false)).map(Arc::new).ok()
+    }
+
+    /// Writes a range to the disk and to the target at once. Until both have ended nothing else is
+    /// copied to it, and no other write of this kind begins, so both have what was written last.
+    /// Returns what `write` does. `None`: nothing has begun, and the range is to be sent after the
+    /// write ([`Mirror::follow`]).
+    ///
+    /// * `buf`: of a client, who may change it meanwhile; at most [`BOTH_MAX`].
+    /// * `write`: writes its argument, a copy of `buf`, to the disk.
+    pub(crate) async fn write_both(
+        self: &Arc<Mirror>,
+        ring: &Ring,
+        graph: &Graph,
+        offset: GuestOffset,
+        buf: &IoBuf,
+        write: impl AsyncFnOnce(&IoBuf) -> Result<usize, Errno>,
+    ) -> Option<Result<usize, Errno>> {
+        let (tracker, len) = (graph.tracker.as_ref()?, Bytes::of(buf.len()));
+        // What is recorded now will be read by the copying task after the write.
+        if tracker.covers(offset, len) {
+            return None;
+        }
+        let claim = self.claim_soon(ring, offset, len).await;
+        // Recorded unless both have it.
+        let mark = Mark::new(graph, offset, len);
+        let Some(claim) = claim else { return Some(write(buf).await) };
+        let data = IoBuf::new(buf.len(), ALIGN);
+        if let Err(errno) = ring.copy(buf, &data).await {
+            return Some(Err(errno));
+        }
+        let copy = Copy::new(tracker, offset, len, Arc::clone(&claim));
+        let sent = begin_to_send(ring, copy, vec![Content::Data(data.clone())]);
+        let done = write(&data).await;
+        if self.has_arrived(ring, sent).await && done == Ok(buf.len()) {
+            mark.forget();
+        }
+        // The write to the disk may have been the slower one.
+        drop(claim);
+        Some(done)
+    }
+
+    /// Waits for the target, for a client. Returns whether it has what was sent.
+    async fn has_arrived(&self, ring: &Ring, sent: impl Future<Output = Option<bool>>) -> bool {
+        let written = ring.within(WAIT_MAX, sent).await;
+        let is_done = matches!(written, Ok(Some(true)));
         if !is_done {
+            self.was_late.store(true, Ordering::SeqCst);
             self.set_in_step(false);
         }
         is_done
     }
 }
 
+/// Sends a copy to the target: in a task of its own, since a write that has begun cannot be taken
+/// back when the client stops waiting for it.
+fn begin_to_send(
+    ring: &Ring,
+    copy: Copy,
+    runs: Vec<Content>,
+) -> impl Future<Output = Option<bool>> {
+    let handle = ring.clone();
+    spawn(ring, async move { copy.send(&handle, &runs).await.is_ok() })
+}
+
 /// A copy of a range on its way. Recorded on drop unless it is done.
 pub(crate) struct Copy {
     tracker: Arc<Tracker>,
     offset: GuestOffset,
-    len: u64,
+    len: Bytes,
     is_done: bool,
-    // Dropped after the range was recorded.
-    claim: Claim,
+    // Given back after the range was recorded; also a writer of the disk may hold it.
+    claim: Arc<Claim>,
 }
 
 impl Copy {
-    /// * `claim`: of all granules of the range.
-    pub(crate) fn new(tracker: &Arc<Tracker>, offset: GuestOffset, len: u64, claim: Claim) -> Copy {
+    /// * `claim`: of all of the range.
+    pub(crate) fn new(
+        tracker: &Arc<Tracker>,
+        offset: GuestOffset,
+        len: Bytes,
+        claim: Arc<Claim>,
+    ) -> Copy {
         Copy { tracker: Arc::clone(tracker), offset, len, is_done: false, claim }
     }
 
@@ -267,7 +367,7 @@ impl Graph {
         &self,
         ring: &Ring,
         offset: GuestOffset,
-        len: u64,
+        len: Bytes,
     ) -> Result<Vec<Content>, Errno> {
         self.content_of(ring, self.chain(), offset, len).await
     }
@@ -280,17 +380,17 @@ impl Graph {
         ring: &Ring,
         above: Chain<'_>,
         offset: GuestOffset,
-        len: u64,
+        len: Bytes,
     ) -> Result<Vec<Content>, Errno> {
         self.check()?;
         let is_all = above.0.len() == self.layers.len();
-        let end = GuestOffset(offset.saturating_add(len).0.min(self.size()));
+        let end = offset.saturating_add(len).min(GuestOffset::after(self.size()));
         let _graces = self.graces();
-        let mut runs: Vec<(Kind, u64)> = Vec::new();
+        let mut runs: Vec<(Kind, Bytes)> = Vec::new();
         let mut at = offset;
         while at < end {
             let (status, is_cut) = above.status(ring, at, end - at).await?;
-            if status.len == 0 {
+            if status.len.is_zero() {
                 return Err(Errno::IO);
             }
             let kind = match (status.zero, status.present || is_cut || is_all) {

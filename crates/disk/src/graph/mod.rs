@@ -23,26 +23,28 @@ use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use ringdisk_qcow2::{Grace, Qcow2};
+use ringdisk_qcow2::{Bytes, Grace, Qcow2};
 use ringdisk_ring::Errno;
 use ringdisk_storage::Storage;
 
 use crate::chain::Chain;
+use crate::commit_options::COMMITS_MAX;
 use crate::layer::{Layer, Node, SectorGuard};
+use crate::task_mutex::TaskMutex;
 use crate::watch::{ChangeCallback, ChangeWatch};
 
 pub(crate) use drain::Drained;
 pub use fleece::CheckpointState;
 pub(crate) use fleece::{Fleece, Known};
-pub(crate) use mirror::{Content, Copy, Mirror, Target};
+pub(crate) use mirror::{BOTH_MAX, Content, Copy, Mirror, Target};
 pub(crate) use tracker::{Mark, Tracker};
 pub(crate) use window::Window;
 
 /// Copies of the graph's pointer; more threads than this share some, which costs time only.
 const SHARDS: usize = 32;
 
-/// Layers that may be writable at once: the top, and the layer that a commit writes to.
-const WRITABLE_MAX: usize = 2;
+/// Layers that may be writable at once: the top, and the layer that each commit writes to.
+const WRITABLE_MAX: usize = 1 + COMMITS_MAX;
 
 /// The layers of a disk and what belongs to the top one.
 #[derive(Clone, Debug)]
@@ -117,6 +119,19 @@ impl Graph {
         graph
     }
 
+    /// As [`Graph::with_layers`], in a commit: the records of a mirror that runs beside one of
+    /// layers below the top are kept.
+    ///
+    /// * `top`: the uppermost layer that is merged.
+    pub(crate) fn with_merged(&self, layers: Vec<Arc<Layer>>, top: usize) -> Graph {
+        let mut graph = self.with_layers(layers);
+        if top > 0 {
+            graph.tracker.clone_from(&self.tracker);
+            graph.mirror.clone_from(&self.mirror);
+        }
+        graph
+    }
+
     fn find_writable(&mut self) {
         let mut places = self.writable.iter_mut();
         for (index, layer) in self.layers.iter().enumerate() {
@@ -154,7 +169,7 @@ impl Graph {
 
     /// Size of the disk that the layers make up, bytes. Clients may see less:
     /// [`Graph::visible_size`].
-    pub(crate) fn size(&self) -> u64 {
+    pub(crate) fn size(&self) -> Bytes {
         self.top().size()
     }
 
@@ -180,12 +195,14 @@ impl Graph {
         })
     }
 
-    /// To be held while layers above `base` are read and copied to it: the graces of the layers
-    /// that are read, not of the base, so that a write to the base can reuse clusters freed there.
-    pub(crate) fn graces_above(&self, base: usize) -> Graces<'_> {
+    /// To be held while layers from `top` on, above `base`, are read and copied to it: the graces
+    /// of what is read. Not of the base, so that a write to it can reuse clusters freed there; nor
+    /// of a layer above `top`, which may be the base of another commit: its writes could wait for
+    /// these graces, and ours for its.
+    pub(crate) fn graces_of_copy(&self, top: usize, base: usize) -> Graces<'_> {
         let mut graces = self.graces();
         for (grace, index) in graces.iter_mut().zip(self.writable) {
-            if index.is_some_and(|index| usize::from(index) >= base) {
+            if index.is_some_and(|index| usize::from(index) < top || usize::from(index) == base) {
                 *grace = None;
             }
         }
@@ -217,6 +234,7 @@ pub(crate) struct Gateway {
     /// The graph in place, for the control path, which need not wait for a change.
     current: Mutex<Arc<Graph>>,
     change_watch: ChangeWatch,
+    write_backs: TaskMutex,
 }
 
 impl Gateway {
@@ -226,17 +244,34 @@ impl Gateway {
             shards: shards::Shards::new(Arc::clone(&graph), SHARDS),
             current: Mutex::new(graph),
             change_watch: ChangeWatch::default(),
+            write_backs: TaskMutex::default(),
         }
     }
 
-    /// Lets a request in; see [`shards::Shards::enter`].
+    /// Held by a write-back of metadata from before it enters until it has left, and by a change.
+    pub(crate) fn write_backs(&self) -> &TaskMutex {
+        &self.write_backs
+    }
+
+    /// Lets a request of a client in; see [`shards::Shards::enter`].
     #[inline]
     pub(crate) async fn enter(&self) -> Pass<'_> {
         let shard = own_shard();
+        self.shards.count(shard);
         match self.shards.try_enter(shard) {
             Some(pass) => pass,
             None => self.shards.enter(shard).await,
         }
+    }
+
+    /// As [`Gateway::enter`], for work of the disk itself, which does not count as a client's.
+    pub(crate) async fn enter_beside_clients(&self) -> Pass<'_> {
+        self.shards.enter(own_shard()).await
+    }
+
+    /// A number that changes when clients had requests ([`Gateway::enter`]). Any thread.
+    pub(crate) fn entered(&self) -> u64 {
+        self.shards.entered()
     }
 
     /// As [`Gateway::enter`]; `None` while a change is under way.

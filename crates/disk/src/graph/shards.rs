@@ -28,7 +28,12 @@ use super::sync::{
 
 /// A copy on cache lines of its own (two, since CPUs fetch them in pairs).
 #[repr(align(128))]
-struct Shard<T>(RwLock<T>);
+struct Shard<T> {
+    value: RwLock<T>,
+    /// Requests of clients that came in here. Nothing is ordered by it, and threads that share the
+    /// copy may lose some.
+    entered: std::sync::atomic::AtomicU64,
+}
 
 /// The copies, and the gate in front of them.
 pub(crate) struct Shards<T> {
@@ -65,11 +70,17 @@ pub(crate) struct Closed<'a, T> {
     held: Vec<RwLockWriteGuard<'a, T>>,
 }
 
+impl<T> Shard<T> {
+    fn new(value: T) -> Shard<T> {
+        Shard { value: RwLock::new(value), entered: std::sync::atomic::AtomicU64::new(0) }
+    }
+}
+
 impl<T: Clone> Shards<T> {
     /// * `count`: copies; at least 1.
     pub(crate) fn new(value: T, count: usize) -> Shards<T> {
         Shards {
-            shards: (0..count.max(1)).map(|_| Shard(RwLock::new(value.clone()))).collect(),
+            shards: (0..count.max(1)).map(|_| Shard::new(value.clone())).collect(),
             closing: AtomicBool::new(false),
             alone: AtomicBool::new(false),
             waiting: Mutex::new(Waiting::default()),
@@ -87,8 +98,24 @@ impl<T> Shards<T> {
         if self.closing.load(Ordering::SeqCst) {
             return None;
         }
-        let guard = try_read(&self.shards[shard].0)?;
+        let guard = try_read(&self.shards[shard].value)?;
         Some(Pass { guard, _leave: Leave(self) })
+    }
+
+    /// Counts a request of a client. The queue threads have a copy each, so this is a load and a
+    /// store in a cache line that the thread has just written.
+    #[inline]
+    pub(crate) fn count(&self, shard: usize) {
+        use std::sync::atomic::Ordering::Relaxed;
+        let entered = &self.shards[shard].entered;
+        entered.store(entered.load(Relaxed).wrapping_add(1), Relaxed);
+    }
+
+    /// The requests that were counted: a number that changes when there were some. Any thread.
+    pub(crate) fn entered(&self) -> u64 {
+        let counts = self.shards.iter().map(|shard| &shard.entered);
+        let counts = counts.map(|count| count.load(std::sync::atomic::Ordering::Relaxed));
+        counts.fold(0, u64::wrapping_add)
     }
 
     /// Whether a change has every copy for itself.
@@ -133,7 +160,7 @@ impl<T> Closed<'_, T> {
     pub(crate) fn poll_alone(&mut self, context: &Context<'_>) -> Poll<()> {
         lock(&self.shards.waiting).change = Some(context.waker().clone());
         while let Some(shard) = self.shards.shards.get(self.held.len()) {
-            match try_write(&shard.0) {
+            match try_write(&shard.value) {
                 Some(guard) => self.held.push(guard),
                 None => return Poll::Pending,
             }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use ringdisk_ring::Ring;
 
 use crate::name::printable_path;
-use crate::{CommitOptions, Disk, Error, ErrorKind, Format, Progress};
+use crate::{Cause, CommitOptions, Disk, Error, ErrorKind, Format, Progress};
 
 /// Options of `qemu-img commit`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -45,7 +45,8 @@ pub async fn commit(
         return Err(Error::new(
             ErrorKind::Invalid,
             format!("'{name}' has no backing file that it could be committed to"),
-        ));
+        )
+        .because(Cause::NoBase));
     }
     let base = match &job.base {
         None => 1,

@@ -9,6 +9,7 @@
 #[cfg(test)]
 mod tests;
 
+use ringdisk_qcow2::Bytes;
 use std::cell::{Cell, RefCell};
 
 use futures_util::future::join_all;
@@ -154,12 +155,10 @@ pub async fn compare(
         What::Failed { is_right, is_reading, errno } => {
             let layers = job.disks[usize::from(is_right)].layers();
             let name = layers.first().map(|layer| printable_path(layer.name())).unwrap_or_default();
-            let doing = if is_reading {
-                format!("cannot read '{name}' at byte {offset}")
-            } else {
-                super::cannot_look_up(&name, offset)
-            };
-            Err(Error::os(doing, errno))
+            if !is_reading {
+                return Err(super::cannot_look_up(&name, offset, errno));
+            }
+            Err(Error::os(format!("cannot read '{name}' at byte {offset}"), errno))
         }
     }
 }
@@ -177,7 +176,7 @@ impl Job<'_> {
                 Err(finding) => return self.found(finding),
             };
             match self.piece(&piece, &buffers).await {
-                Ok(()) => self.progress.add_done(piece.len),
+                Ok(()) => self.progress.add_done(Bytes(piece.len)),
                 Err(finding) => return self.found(finding),
             }
         }
@@ -199,7 +198,7 @@ impl Job<'_> {
             if self.progress.is_cancelled() {
                 return Err(Finding { offset: at, what: What::Cancelled });
             }
-            if at >= total {
+            if at >= total.0 {
                 return Ok(None);
             }
             let (end, sides) = match self.run.get() {
@@ -209,7 +208,7 @@ impl Job<'_> {
             self.run.set(Some((end, sides)));
             let Some(sides) = sides else {
                 self.at.set(end);
-                self.progress.add_done(end - at);
+                self.progress.add_done(Bytes(end - at));
                 continue;
             };
             let end = end.min(at - at % CHUNK_BYTES + CHUNK_BYTES);
@@ -226,10 +225,10 @@ impl Job<'_> {
             (Some(left), Some(right)) => (left, right),
             // Past the end of one disk the other must be zero.
             (Some(left), None) => {
-                return Ok((at + left.len, Some(Sides::Left).filter(|_| !left.zero)));
+                return Ok((at + left.len.0, Some(Sides::Left).filter(|_| !left.zero)));
             }
             (None, Some(right)) => {
-                return Ok((at + right.len, Some(Sides::Right).filter(|_| !right.zero)));
+                return Ok((at + right.len.0, Some(Sides::Right).filter(|_| !right.zero)));
             }
             (None, None) => return Err(self.failed(at, 0, false, Errno::IO)),
         };
@@ -242,18 +241,18 @@ impl Job<'_> {
             (true, false) => Some(Sides::Right),
             (false, false) => Some(Sides::Both),
         };
-        Ok((at + left.len.min(right.len), sides))
+        Ok((at + left.len.min(right.len).0, sides))
     }
 
     /// The block status of a disk; `None` past its end.
     async fn status(&self, at: u64, side: usize) -> Result<Option<BlockStatus>, Finding> {
         let disk = self.disks[side];
-        let left = disk.size().saturating_sub(at);
-        if left == 0 {
+        let left = disk.size().saturating_sub(Bytes(at));
+        if left == Bytes::ZERO {
             return Ok(None);
         }
         match disk.block_status(self.ring, at, left).await {
-            Ok(status) if status.len > 0 => Ok(Some(status)),
+            Ok(status) if status.len > Bytes::ZERO => Ok(Some(status)),
             Ok(_) => Err(self.failed(at, side, false, Errno::IO)),
             Err(errno) => Err(self.failed(at, side, false, errno)),
         }

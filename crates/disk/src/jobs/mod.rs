@@ -14,11 +14,15 @@ pub use compare::{CompareOptions, Comparison, Difference, compare};
 pub use convert::{ConvertOptions, ConvertReport, convert};
 pub use convert::{SPARSE_BYTES_DEFAULT, TASKS_DEFAULT, TASKS_MAX, UNREADABLE_MAX};
 pub use rebase::{Rebase, rebase};
+use ringdisk_ring::Errno;
 
-/// In the message of a failed look at the tables of an image: a check says more.
-pub const BAD_TABLES: &str = "its tables are damaged, or cannot be read";
+use crate::{Cause, Error};
 
 /// The place of a byte cannot be found.
-fn cannot_look_up(name: &str, offset: u64) -> String {
-    format!("cannot find byte {offset} of the disk in '{name}': {BAD_TABLES}")
+fn cannot_look_up(name: &str, offset: u64, errno: Errno) -> Error {
+    let doing = format!(
+        "cannot find byte {offset} of the disk in '{name}': its tables are damaged, or cannot be \
+         read"
+    );
+    Error::os(doing, errno).because(Cause::BadTables)
 }

@@ -10,7 +10,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use ringdisk_qcow2::{Below, CompressionType, GuestOffset, compress};
+use ringdisk_qcow2::{Below, Bytes, CompressionType, GuestOffset, compress};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::chain::Chain;
@@ -18,10 +18,10 @@ use crate::layer::{Layer, Node};
 use crate::live::{all_of, buffer, equal, pieces, snapshots_show_the_same};
 use crate::name::{FileName, printable};
 use crate::open::{identity_of, open_below};
-use crate::{AllowedHost, Backing, Disk, Error, ErrorKind, ImageOptions, Progress, Source};
+use crate::{AllowedHost, Backing, Cause, Disk, Error, ErrorKind, ImageOptions, Progress, Source};
 
 /// Differences are found in units of this, bytes, or of a cluster where that is larger.
-const UNIT_MIN: u64 = 64 << 10;
+const UNIT_MIN: Bytes = Bytes(64 << 10);
 
 /// Options of `qemu-img rebase`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -97,7 +97,8 @@ async fn run(
             ErrorKind::Unsupported,
             "the image cannot hold compressed clusters; only qcow2 images without an external \
              data file can",
-        ));
+        )
+        .because(Cause::NotCompressible));
     }
     if !job.header_only {
         let below = match &job.backing {
@@ -108,7 +109,7 @@ async fn run(
                 let graph = disk.graph();
                 let (_, layers) = open_below(ring, disk.options(), graph.top(), named)
                     .await
-                    .map_err(|error| error.context(format!("backing file '{file}'")))?;
+                    .map_err(|error| error.of_backing_file(&file, ""))?;
                 layers.into_iter().map(Arc::new).collect()
             }
         };
@@ -146,7 +147,7 @@ async fn copy_what_differs(
     let packing = if job.compressed { Some(Packing::of(disk)?) } else { None };
     let work = Work { ring, disk, top, old, new: Chain(new), above, unit, packing };
     progress.set_total(graph.size());
-    let mut ranges = pieces(GuestOffset(0), GuestOffset(graph.size()));
+    let mut ranges = pieces(GuestOffset(0), GuestOffset::after(graph.size()));
     all_of(|| {
         let (offset, len) = ranges.next()?;
         Some(async move {
@@ -189,7 +190,7 @@ impl Below for Opaque<'_> {
         self.0.read(ring, offset, buf).await
     }
 
-    fn has_data(&self, _offset: GuestOffset, _len: u64) -> bool {
+    fn has_data(&self, _offset: GuestOffset, _len: Bytes) -> bool {
         true
     }
 }
@@ -211,7 +212,7 @@ struct Work<'a> {
     old: Chain<'a>,
     new: Chain<'a>,
     above: Option<Chain<'a>>,
-    unit: u64,
+    unit: Bytes,
     packing: Option<Packing>,
 }
 
@@ -220,7 +221,7 @@ struct Work<'a> {
 struct Packing {
     kind: CompressionType,
     /// Bytes of a cluster.
-    cluster: u64,
+    cluster: Bytes,
 }
 
 impl Packing {
@@ -234,12 +235,12 @@ impl Packing {
 }
 
 impl Work<'_> {
-    async fn range(self, offset: GuestOffset, len: u64) -> Result<(), Errno> {
+    async fn range(self, offset: GuestOffset, len: Bytes) -> Result<(), Errno> {
         let end = offset + len;
         let mut at = offset;
         while at < end {
             let (status, _) = self.top.status(self.ring, at, end - at).await?;
-            if status.len == 0 {
+            if status.len.is_zero() {
                 break;
             }
             if !status.present {
@@ -264,7 +265,7 @@ impl Work<'_> {
             {
                 let len = run.min(above.end() - at);
                 let (status, is_cut) = above.status(self.ring, at, len).await?;
-                if !status.present && !is_cut && status.len > 0 {
+                if !status.present && !is_cut && !status.len.is_zero() {
                     (same, run) = (true, run.min(status.len));
                 }
             }
@@ -276,7 +277,7 @@ impl Work<'_> {
                 None => (at, at + run),
                 // Whole clusters, since only these can be compressed.
                 Some(Packing { cluster, .. }) => {
-                    let after = at + run + (cluster - 1);
+                    let after = at + run + (cluster - Bytes(1));
                     (at.align_down(cluster).max(start), after.align_down(cluster).min(end))
                 }
             };
@@ -292,19 +293,19 @@ impl Work<'_> {
         chain: Chain<'_>,
         at: GuestOffset,
         end: GuestOffset,
-    ) -> Result<(bool, u64), Errno> {
+    ) -> Result<(bool, Bytes), Errno> {
         let left = chain.end().saturating_sub(at);
-        if left == 0 {
+        if left.is_zero() {
             return Ok((true, end - at));
         }
         let (status, _) = chain.status(self.ring, at, left.min(end - at)).await?;
-        Ok((status.zero, status.len.max(1)))
+        Ok((status.zero, status.len.max(Bytes(1))))
     }
 
     /// Copies the units that differ, neighbours in one write: they get neighbouring clusters.
     ///
     /// * `len`: at most the length of a piece.
-    async fn compare(self, at: GuestOffset, len: u64) -> Result<(), Errno> {
+    async fn compare(self, at: GuestOffset, len: Bytes) -> Result<(), Errno> {
         let (old, new) = (buffer(len), buffer(len));
         self.old.read(self.ring, at, &old).await?;
         self.new.read(self.ring, at, &new).await?;
@@ -318,7 +319,7 @@ impl Work<'_> {
         };
         // Inside the buffers.
         let unit_end = |start: usize| {
-            let end = (at + start as u64).align_down(self.unit) + self.unit - at;
+            let end = (at + Bytes::of(start)).align_down(self.unit) + self.unit - at;
             usize::try_from(end).unwrap_or(usize::MAX).min(old.len())
         };
         let mut start = 0;
@@ -328,13 +329,13 @@ impl Work<'_> {
             while end < old.len() && kind(end, unit_end(end)) == what {
                 end = unit_end(end);
             }
-            let offset = at + start as u64;
+            let offset = at + Bytes::of(start);
             match what {
                 Unit::Same => {}
                 Unit::Zeroes => {
                     let graph = self.disk.graph();
                     let image = graph.top_image().ok_or(Errno::OPNOTSUPP)?;
-                    let len = (end - start) as u64;
+                    let len = Bytes::of(end - start);
                     image.write_zeroes(self.ring, offset, len, true, &Opaque(self.old)).await?;
                 }
                 Unit::Data => self.put(offset, &old.slice(start..end)).await?,
@@ -349,16 +350,17 @@ impl Work<'_> {
         let Some(Packing { kind, cluster }) = self.packing else {
             return self.write(at, old).await;
         };
-        let disk_end = self.disk.size();
+        let disk_end = GuestOffset::after(self.disk.size());
         let mut done = 0;
         while done < old.len() {
-            let offset = at + done as u64;
+            let offset = at + Bytes::of(done);
             let border = offset.align_down(cluster) + cluster - at;
             let end = usize::try_from(border).unwrap_or(usize::MAX).min(old.len());
             let part = old.slice(done..end);
+            let part_len = Bytes::of(part.len());
             // The last cluster of a disk may be shorter.
             let is_whole = offset.is_multiple_of(cluster)
-                && (part.len() as u64 == cluster || offset.0 + part.len() as u64 == disk_end);
+                && (part_len == cluster || offset + part_len == disk_end);
             let packed = match is_whole {
                 false => None,
                 true => {
@@ -382,14 +384,6 @@ impl Work<'_> {
     }
 
     async fn write(self, at: GuestOffset, old: &IoBuf) -> Result<(), Errno> {
-        let mut done = 0;
-        while done < old.len() {
-            let rest = old.slice(done..old.len());
-            match self.disk.write(self.ring, (at + done as u64).0, &rest).await? {
-                0 => return Err(Errno::IO),
-                written => done += written,
-            }
-        }
-        Ok(())
+        self.disk.write_all(self.ring, at.0, old).await
     }
 }

@@ -7,7 +7,7 @@ use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 
-use ringdisk_qcow2::GuestOffset;
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 /// A request in flight.
@@ -25,14 +25,14 @@ pub(crate) trait Frozen: fmt::Debug + Send + Sync {
     /// * `len`: at least 1.
     ///
     /// Errors: as [`Frozen::read`].
-    fn piece<'a>(&'a self, ring: &'a Ring, offset: GuestOffset, len: u64) -> Pending<'a, Piece>;
+    fn piece<'a>(&'a self, ring: &'a Ring, offset: GuestOffset, len: Bytes) -> Pending<'a, Piece>;
 }
 
 /// A run of bytes with one answer; see [`BlockStatus`](crate::BlockStatus).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
     /// Length, bytes; at least 1.
-    pub(crate) len: u64,
+    pub(crate) len: Bytes,
     pub(crate) data: bool,
     pub(crate) zero: bool,
     pub(crate) present: bool,

@@ -10,7 +10,7 @@
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ringdisk_qcow2::HostOffset;
+use ringdisk_qcow2::{Bytes, HostOffset};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_storage::Storage;
 
@@ -18,8 +18,8 @@ use crate::name::printable_path;
 use crate::probe::{PROBE_LEN, Probed, probe};
 use crate::task_mutex::{TaskGuard, TaskMutex};
 
-/// Alignment of the buffer for the sector: a page suits every device.
-pub(crate) const SECTOR_ALIGN: usize = 4096;
+/// Alignment of a buffer for the first sector of an image, bytes: a page suits every device.
+pub const SECTOR_ALIGN: usize = 4096;
 
 /// Guard of one image.
 #[derive(Debug)]
@@ -68,7 +68,7 @@ impl SectorGuard {
         ring: &Ring,
         storage: &Storage,
         offset: HostOffset,
-        len: u64,
+        len: Bytes,
         data: Option<&IoBuf>,
     ) -> Result<TaskGuard<'_>, Errno> {
         let guard = self.mutex.lock().await;

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use ringdisk_qcow2::{Compressed, Extent, ExtentKind, GuestOffset, HostOffset, Qcow2};
+use ringdisk_qcow2::{Bytes, Compressed, Extent, ExtentKind, GuestOffset, HostOffset, Qcow2};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_storage::{Kind as StorageKind, NbdAddress, Storage};
 
@@ -62,7 +62,7 @@ impl Raw {
     /// The byte of the storage that holds a byte of the layer.
     #[inline]
     pub(crate) fn host(&self, offset: GuestOffset) -> HostOffset {
-        self.offset + offset.0
+        self.offset + offset.from_start()
     }
 
     /// Whether the size can be changed.
@@ -85,7 +85,7 @@ impl Raw {
         &self,
         ring: &Ring,
         offset: GuestOffset,
-        len: u64,
+        len: Bytes,
         data: Option<&IoBuf>,
     ) -> Result<Option<TaskGuard<'_>>, Errno> {
         match self.guard_of(offset) {
@@ -136,10 +136,10 @@ pub(crate) enum Kind {
 
 impl Layer {
     /// A layer without names.
-    pub(crate) fn new(node: Node, size: u64) -> Layer {
+    pub(crate) fn new(node: Node, size: Bytes) -> Layer {
         Layer {
             node,
-            size: AtomicU64::new(size),
+            size: AtomicU64::new(size.0),
             is_writable: false,
             name: PathBuf::new(),
             directory: None,
@@ -165,13 +165,13 @@ impl Layer {
     }
 
     /// Size of the layer, bytes.
-    pub fn size(&self) -> u64 {
-        self.size.load(Ordering::Acquire)
+    pub fn size(&self) -> Bytes {
+        Bytes(self.size.load(Ordering::Acquire))
     }
 
     /// End of the layer: the byte after its last one.
     pub(crate) fn end(&self) -> GuestOffset {
-        GuestOffset(self.size())
+        GuestOffset::after(self.size())
     }
 
     /// Format; `None` for a null disk and for the frozen state of another disk.
@@ -270,7 +270,11 @@ impl Layer {
     /// * `len`: bytes wanted; the range lies inside the layer. The answer may be shorter.
     ///
     /// Errors: those of the image (EIO for a damaged table).
-    pub(crate) fn look(&self, offset: GuestOffset, len: u64) -> Result<Option<(u64, Kind)>, Errno> {
+    pub(crate) fn look(
+        &self,
+        offset: GuestOffset,
+        len: Bytes,
+    ) -> Result<Option<(Bytes, Kind)>, Errno> {
         match &self.node {
             Node::Qcow2(image) => Ok(image.map_cached(offset, len)?.map(of_extent)),
             Node::Raw(raw) => {
@@ -286,7 +290,7 @@ impl Layer {
 }
 
 /// An extent in this crate's terms.
-pub(crate) fn of_extent(extent: Extent) -> (u64, Kind) {
+pub(crate) fn of_extent(extent: Extent) -> (Bytes, Kind) {
     let kind = match extent.kind {
         ExtentKind::Data { offset } => Kind::Data { offset },
         ExtentKind::Zero { offset } => Kind::Zero { offset },

@@ -3,6 +3,7 @@
 //! Promises: reads leave the buffer as it is, or fill it with zeroes; writes are dropped. Never
 //! allocates, locks or blocks.
 
+use ringdisk_qcow2::Bytes;
 use std::time::Duration;
 
 use ringdisk_ring::Ring;
@@ -25,7 +26,7 @@ impl Null {
     }
 
     /// The options that it was made with; the size is the layer's.
-    pub(crate) fn options(&self, size: u64) -> NullOptions {
+    pub(crate) fn options(&self, size: Bytes) -> NullOptions {
         let latency = self.latency.unwrap_or_default();
         NullOptions { size, read_zeroes: self.read_zeroes, latency }
     }

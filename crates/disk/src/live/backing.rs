@@ -10,14 +10,15 @@ use std::iter;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ringdisk_qcow2::GuestOffset;
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::{Errno, Ring};
 use ringdisk_storage::{Kind, Storage};
 use rustix::fs::{AtFlags, CWD, StatxFlags, major, makedev, minor, statx};
 
 use super::copy::{all_of, buffer, equal, pieces};
 use super::pivot::Named;
-use super::{Busy, check_lasting, offline_layer, reopen};
+use super::{Busy, LongChange, check_lasting, offline_layer, reopen};
+use crate::background::{Parts, Turn};
 use crate::chain::Chain;
 use crate::graph::{Drained, Graph, Tracker};
 use crate::layer::Layer;
@@ -28,7 +29,7 @@ use crate::{Disk, Error, ErrorKind, Format, Progress, lost_names};
 
 /// The last comparison, without requests, begins when no more than this is left, bytes: it takes
 /// some ten milliseconds.
-const LAST_PASS_BYTES: u64 = 4 << 20;
+const LAST_PASS_BYTES: Bytes = Bytes(4 << 20);
 /// Or after so many passes.
 const PASSES_MAX: u32 = 16;
 
@@ -79,7 +80,7 @@ impl Disk {
 
         let drained = self.gateway().drain(ring, turn).await;
         // Clients may change the size meanwhile; every other change is refused.
-        let busy = Busy::begin(self)?;
+        let busy = Busy::begin(self, LongChange::Whole)?;
         start_recording(drained);
         let compared = comparison.run(self, progress).await;
         let snapshots = match (compared, graph.top_image()) {
@@ -266,7 +267,7 @@ impl Comparison<'_> {
         let tracker = || disk.graph().tracker.clone();
         let size = disk.graph().size();
         progress.set_total(size);
-        let mut ranges = pieces(GuestOffset(0), GuestOffset(size));
+        let mut ranges = pieces(GuestOffset(0), GuestOffset::after(size));
         all_of(|| {
             let (offset, len) = ranges.next()?;
             let tracker = tracker();
@@ -275,19 +276,21 @@ impl Comparison<'_> {
                 if let Some(tracker) = tracker {
                     tracker.clear(offset, len);
                 }
-                self.beside_clients(disk, offset, len, progress).await?;
+                self.beside_clients(disk, offset, len, progress, false).await?;
                 progress.add_done(len);
                 Ok(())
             })
         })
         .await?;
-        let mut before = u64::MAX;
+        let (mut before, mut at_once) = (Bytes::MAX, false);
         for _ in 0..PASSES_MAX {
             let Some(tracker) = tracker() else { break };
             let left = tracker.bytes();
-            if left <= LAST_PASS_BYTES || left > before / 2 {
+            if left <= LAST_PASS_BYTES || at_once && left > before / 2 {
                 break;
             }
+            // As a commit does.
+            at_once |= left > before / 2;
             before = left;
             let mut at = GuestOffset(0);
             all_of(|| {
@@ -295,7 +298,7 @@ impl Comparison<'_> {
                 at = offset + len;
                 Some(async move {
                     for (offset, len) in pieces(offset, offset + len) {
-                        self.beside_clients(disk, offset, len, progress).await?;
+                        self.beside_clients(disk, offset, len, progress, at_once).await?;
                     }
                     Ok(())
                 })
@@ -305,17 +308,25 @@ impl Comparison<'_> {
         Ok(())
     }
 
-    /// Compares one piece, as one request among those of the clients.
+    /// Compares one piece, in turns beside the clients.
     async fn beside_clients(
         self,
         disk: &Disk,
         offset: GuestOffset,
-        len: u64,
+        len: Bytes,
         progress: &Progress,
+        at_once: bool,
     ) -> Result<(), Errno> {
-        progress.check()?;
-        let pass = disk.enter().await;
-        self.piece(&pass, offset, len).await
+        let mut parts = Parts::new(offset, len, Bytes(1));
+        while !parts.is_over() {
+            progress.check()?;
+            let turn = if at_once { Turn::at_once() } else { disk.turn(self.ring).await };
+            let (at, len) = parts.next(&turn);
+            let pass = disk.enter_beside_clients().await;
+            self.piece(&pass, at, len).await?;
+            parts.done(len, len);
+        }
+        Ok(())
     }
 
     /// Compares the recorded ranges while no request is in flight.
@@ -334,9 +345,9 @@ impl Comparison<'_> {
 
     /// * `graph`: with the old chain.
     /// * `len`: at most a piece. Bytes past the end of the disk are left out.
-    async fn piece(self, graph: &Graph, offset: GuestOffset, len: u64) -> Result<(), Errno> {
+    async fn piece(self, graph: &Graph, offset: GuestOffset, len: Bytes) -> Result<(), Errno> {
         graph.check()?;
-        let len = len.min(GuestOffset(graph.size()).saturating_sub(offset));
+        let len = len.min(GuestOffset::after(graph.size()).saturating_sub(offset));
         let _graces = graph.graces();
         let top = Chain(&graph.layers[..1]);
         same(self.ring, top, graph.below(0), Chain(self.below), offset, len).await
@@ -395,7 +406,7 @@ pub(crate) async fn snapshots_show_the_same(
     for (index, snapshot) in image.info().snapshots.iter().enumerate() {
         let of_qcow2 = |error: ringdisk_qcow2::Error| crate::open::of_qcow2(&error);
         let mut map = image.snapshot_map(ring, index).await.map_err(of_qcow2)?;
-        let (mut at, end) = (GuestOffset(0), GuestOffset(end));
+        let (mut at, end) = (GuestOffset(0), GuestOffset::after(end));
         while let Some(range) = map.next_unallocated(ring, at, end).await.map_err(of_qcow2)? {
             for (offset, len) in pieces(range.start, range.end) {
                 let compared = match progress.check() {
@@ -429,7 +440,7 @@ async fn equal_where_present(
     old: Chain<'_>,
     new: Chain<'_>,
     offset: GuestOffset,
-    len: u64,
+    len: Bytes,
 ) -> Result<(), Errno> {
     use ringdisk_qcow2::Below;
     if !old.has_data(offset, len) && !new.has_data(offset, len) {
@@ -450,13 +461,13 @@ async fn same(
     old: Chain<'_>,
     new: Chain<'_>,
     offset: GuestOffset,
-    len: u64,
+    len: Bytes,
 ) -> Result<(), Errno> {
     let end = offset + len;
     let mut at = offset;
     while at < end {
         let (status, _) = top.status(ring, at, end - at).await?;
-        if status.len == 0 {
+        if status.len.is_zero() {
             break;
         }
         let run = status.len;

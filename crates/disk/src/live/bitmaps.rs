@@ -1,23 +1,94 @@
 //! Changes the bitmaps of the top image while the disk is in use.
 //!
-//! Promises: clients wait while the bitmaps are changed; what was recorded until then is kept, and
-//! recording goes on with the first write afterwards. A change that fails leaves the bitmaps as
-//! they were.
+//! Promises: clients wait while the bitmaps are changed, but not while one is added; what was
+//! recorded until then is kept, and recording goes on with the first write afterwards. A change
+//! that fails leaves the bitmaps as they were.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use ringdisk_qcow2::Bytes;
 use ringdisk_qcow2::Qcow2;
-use ringdisk_ring::Ring;
+use ringdisk_ring::{Errno, Ring};
 
 use super::{again, check_lasting, close_layer, not_drained, reopen};
 use crate::open::of_qcow2;
-use crate::{Disk, Error};
+use crate::{Disk, Error, ErrorKind};
 
 /// Longest wait for requests in flight and for other changes. Requests that come later wait, too.
 const DRAIN_LIMIT: Duration = Duration::from_secs(2);
+/// A new bitmap is on stable storage within this time, or is not added. Clients do not wait.
+const ADD_LIMIT: Duration = Duration::from_secs(5);
 
 impl Disk {
+    /// Adds an empty bitmap to the top image, which records from then on. Clients do not wait,
+    /// unless the image has no free space at once, or was given many bitmaps since it was opened:
+    /// then as with [`Disk::change_bitmaps`].
+    ///
+    /// Errors: as there, where there is one of this name, and `Busy` where the storage takes longer
+    /// than 5 s. There is no new bitmap then, or it is removed as soon as the storage answers.
+    pub(crate) async fn add_bitmap(
+        &self,
+        ring: &Ring,
+        name: String,
+        granularity_bytes: Option<Bytes>,
+    ) -> Result<(), Error> {
+        check_lasting(self)?;
+        reopen::check(self.graph().top())?;
+        let new = name.clone();
+        let is_given_up = Arc::new(AtomicBool::new(false));
+        let given_up = Arc::clone(&is_given_up);
+        let run = move |disk: Arc<Disk>, ring: Ring| async move {
+            let turn = ring.within(DRAIN_LIMIT, disk.changes().lock()).await;
+            // No other change of the disk, and no end of it, until this is done.
+            let turn = turn.map_err(|_| not_drained(DRAIN_LIMIT))?;
+            disk.check_free()?;
+            let graph = disk.graph();
+            reopen::check(graph.top())?;
+            let Some(image) = graph.top().qcow2().filter(|image| image.bitmaps_can_grow()) else {
+                return Ok(false);
+            };
+            match bitmap_result(image.bitmap_add_beside(&ring, &new, granularity_bytes).await) {
+                Ok(()) if given_up.load(Ordering::Relaxed) => {
+                    drop(turn);
+                    let removed = disk.remove_bitmap(&ring, new).await;
+                    if let Err(error) = &removed {
+                        tracing::warn!("a bitmap that was added too late stays: {error}");
+                    }
+                    removed.map(|()| true)
+                }
+                Ok(()) => Ok(true),
+                Err(error) if error.errno() == Some(Errno::NOSPC) => Ok(false),
+                Err(error) => Err(error),
+            }
+        };
+        match ring.within(ADD_LIMIT, self.detached(ring, run)).await {
+            Ok(Err(error)) => return Err(error),
+            Ok(Ok(true)) => return Ok(()),
+            Ok(Ok(false)) => {}
+            Err(_) => {
+                // The task is of this thread, so it sees this before it says that it is done.
+                is_given_up.store(true, Ordering::Relaxed);
+                return Err(not_added());
+            }
+        }
+        let wanted = name.clone();
+        let add = async move |ring: &Ring, image: &mut Qcow2| {
+            bitmap_result(image.bitmap_add(ring, &name, granularity_bytes).await)
+        };
+        self.change_bitmaps(ring, add, move |image| has_bitmap(image, &wanted)).await
+    }
+
+    /// Removes a bitmap of the top image. Errors: as [`Disk::change_bitmaps`].
+    pub(crate) async fn remove_bitmap(&self, ring: &Ring, name: String) -> Result<(), Error> {
+        let gone = name.clone();
+        let change = async move |ring: &Ring, image: &mut Qcow2| {
+            bitmap_result(image.bitmap_remove(ring, &name).await)
+        };
+        self.change_bitmaps(ring, change, move |image| !has_bitmap(image, &gone)).await
+    }
+
     /// Runs changes of bitmaps on the top image, opened for itself.
     ///
     /// * `is_made`: whether an image is as it shall be. An error may come after a change that was
@@ -63,6 +134,22 @@ impl Disk {
         };
         self.detached(ring, run).await
     }
+}
+
+fn not_added() -> Error {
+    Error::new(
+        ErrorKind::Busy,
+        format!(
+            "adding a bitmap to the image did not end within {} ms: its storage is slow; try again \
+             when less is going on",
+            ADD_LIMIT.as_millis()
+        ),
+    )
+}
+
+/// Whether an image has a bitmap of this name.
+pub(crate) fn has_bitmap(image: &Qcow2, name: &str) -> bool {
+    image.bitmaps().iter().any(|bitmap| bitmap.name == name)
 }
 
 /// Runs one change, with its error in terms of this crate.

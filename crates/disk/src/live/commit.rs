@@ -15,42 +15,26 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ringdisk_qcow2::GuestOffset;
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::{Errno, Ring};
 
 use super::copy::{Copier, all_of, copy_range, pieces};
-use super::pivot::{Last, check_cut, merged_size, name_of_base};
+use super::pivot::{Last, Named, check_cut, merged_size, name_of_base};
 use super::reopen::kept_for_writing;
-use super::{Busy, check_lasting, close_layer, for_reading, in_mode, offline_on};
+use super::{LongChange, Place, check_lasting, close_layer, for_reading, in_mode, offline_on};
+use crate::background::{Parts, Turn, unit_of};
 use crate::chain::Chain;
 use crate::graph::{Drained, Graph, Tracker};
 use crate::layer::{Layer, Node};
 use crate::limits::SECTOR_BYTES;
 use crate::name::{printable, printable_path};
-use crate::{Disk, Error, ErrorKind, Progress, lost_names};
+use crate::{CommitOptions, Disk, Error, ErrorKind, Progress, lost_names};
 
 /// The last pass begins when no more than this is left to copy, bytes: it takes some ten
 /// milliseconds.
-const LAST_PASS_BYTES: u64 = 4 << 20;
+const LAST_PASS_BYTES: Bytes = Bytes(4 << 20);
 /// Or after so many passes: clients that write faster than the copy wait a little longer then.
 const PASSES_MAX: u32 = 16;
-
-/// Which layers are merged; indexes into [`Disk::layers`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CommitOptions {
-    /// The uppermost layer that is merged; 0 is the top one.
-    pub top: usize,
-    /// The layer that it is merged into, with all between.
-    pub base: usize,
-    /// The merged layers are not emptied. They show a mixture once the base has changed, so this is
-    /// for a disk that is closed after the commit.
-    pub keep_top: bool,
-}
-
-impl CommitOptions {
-    /// Merges the top layer into the one below.
-    pub const TOP: CommitOptions = CommitOptions { top: 0, base: 1, keep_top: false };
-}
 
 impl Disk {
     /// Merges layers into one below, while clients work.
@@ -67,10 +51,25 @@ impl Disk {
         options: CommitOptions,
         progress: &Arc<Progress>,
     ) -> Result<(), Error> {
+        self.commit_placed(ring, move |_| Ok(options), progress).await
+    }
+
+    /// As [`Disk::commit`], where another change may come before this one.
+    ///
+    /// * `place`: gets the chain when no other change is under way, and gives the layers of it that
+    ///   are merged.
+    ///
+    /// Errors: as there, and those of `place`.
+    pub async fn commit_placed(
+        &self,
+        ring: &Ring,
+        place: impl FnOnce(&[Arc<Layer>]) -> Result<CommitOptions, Error> + 'static,
+        progress: &Arc<Progress>,
+    ) -> Result<(), Error> {
         check_lasting(self)?;
         let progress = Arc::clone(progress);
         let change = move |disk: Arc<Disk>, ring: Ring| async move {
-            run(&disk, &ring, options, &progress).await
+            run(&disk, &ring, place, &progress).await
         };
         self.detached(ring, change).await
     }
@@ -79,40 +78,63 @@ impl Disk {
 async fn run(
     disk: &Disk,
     ring: &Ring,
-    options: CommitOptions,
+    place: impl FnOnce(&[Arc<Layer>]) -> Result<CommitOptions, Error>,
     progress: &Progress,
 ) -> Result<(), Error> {
-    let top = options.top;
     let turn = disk.changes().lock().await;
-    disk.check_free()?;
+    let options = place(&disk.graph().layers)?;
+    disk.check_free_for(LongChange::commit(options))?;
     check(&disk.graph(), options)?;
     check_new_top(disk, options)?;
     check_names(&disk.graph().layers, options)?;
     // The lock of changes excludes every other change, so no snapshot is created after this.
     check_snapshots(ring, &disk.graph(), options).await?;
-    let new_name = match top {
+    let new_name = match options.top {
         0 => None,
         _ => Some(name_of_base(&disk.graph(), options)?),
     };
     let mut drained = disk.gateway().drain(ring, turn).await;
-    let busy = Busy::begin(disk)?;
+    let merging = Merging::begin(disk, options)?;
     open_layers(disk, ring, &mut drained, options).await?;
     drop(drained);
 
     let copied = async {
-        copy_all(disk, ring, options, progress).await?;
+        copy_all(&merging, ring, progress).await?;
         progress.check()?;
         // While clients still work, so that the flush of the last step is short.
-        let pass = disk.enter().await;
-        copier(&pass, options)?.flush(ring).await
+        let pass = disk.enter_beside_clients().await;
+        copier(&pass, merging.options())?.flush(ring).await
     };
     let copied = copied.await;
 
     // Not `change`, which would refuse because this commit is under way.
     let turn = disk.changes().lock().await;
     let mut drained = disk.gateway().drain(ring, turn).await;
+    let done = end(&merging, ring, &mut drained, (copied, new_name), progress).await;
+    if done.is_ok() {
+        progress.finish();
+    }
+    // Before the gate opens: the next change must not find this one still under way.
+    drop(merging);
+    done
+}
+
+/// The last step, while no request is in flight.
+///
+/// * `copied`: whether all that could be copied beside the clients was.
+/// * `named`: as of [`Last::run`].
+///
+/// Errors: as [`Disk::commit`].
+async fn end(
+    merging: &Merging<'_>,
+    ring: &Ring,
+    drained: &mut Drained<'_>,
+    (copied, named): (Result<(), Errno>, Option<Named>),
+    progress: &Progress,
+) -> Result<(), Error> {
+    let (disk, options) = (merging.disk, merging.options());
     let finished = match copied {
-        Ok(()) => last_pass(ring, &drained, options, progress).await,
+        Ok(()) => last_pass(ring, drained, options, progress).await,
         Err(errno) => Err(errno),
     };
     if let Err(errno) = finished {
@@ -128,19 +150,42 @@ async fn run(
                 None => Error::os("cannot commit", errno),
             },
         };
-        Last::new(disk, ring, &mut drained, options).go_back().await?;
+        Last::new(disk, ring, drained, options).go_back().await?;
         return Err(error);
     }
     // Copying takes long. From here on the merged layers are emptied, so the base must still have
     // its name.
     if let Err(error) = check_names(&drained.graph().layers, options) {
-        Last::new(disk, ring, &mut drained, options).go_back().await?;
+        Last::new(disk, ring, drained, options).go_back().await?;
         return Err(error);
     }
-    Last::new(disk, ring, &mut drained, options).run(new_name).await?;
-    progress.finish();
-    drop(busy);
-    Ok(())
+    Last::new(disk, ring, drained, options).run(named).await
+}
+
+/// A commit that is under way. Ends when it is dropped.
+struct Merging<'a> {
+    disk: &'a Disk,
+    place: Arc<Place>,
+}
+
+impl<'a> Merging<'a> {
+    /// The caller holds the lock of changes.
+    ///
+    /// Errors: `Busy`.
+    fn begin(disk: &'a Disk, options: CommitOptions) -> Result<Merging<'a>, Error> {
+        Ok(Merging { disk, place: disk.long.begin_commit(options)? })
+    }
+
+    /// As [`Place::options`].
+    fn options(&self) -> CommitOptions {
+        self.place.options()
+    }
+}
+
+impl Drop for Merging<'_> {
+    fn drop(&mut self) {
+        self.disk.long.end_commit(&self.place);
+    }
 }
 
 /// Whether the layers can be merged.
@@ -229,7 +274,7 @@ fn check_names(layers: &[Arc<Layer>], options: CommitOptions) -> Result<(), Erro
 async fn check_snapshots(ring: &Ring, graph: &Graph, options: CommitOptions) -> Result<(), Error> {
     for layer in &graph.layers[options.top..options.base] {
         let Some(image) = layer.qcow2() else { continue };
-        let need = image.snapshots_need_backing(ring, u64::MAX).await;
+        let need = image.snapshots_need_backing(ring, Bytes::MAX).await;
         let Some(need) = need.map_err(|error| crate::open::of_qcow2(&error))? else { continue };
         let name = printable_path(layer.name());
         return Err(Error::new(
@@ -275,11 +320,13 @@ async fn open_layers(
                 *layer = Arc::new(for_reading(ring, layer, disk.options()).await?);
             }
         }
-        drained.replace(graph.with_layers(layers));
+        drained.replace(graph.with_merged(layers, options.top));
         return Err(error);
     }
-    let mut next = graph.with_layers(layers);
-    next.tracker = (options.top == 0).then(|| Arc::new(Tracker::new(graph.size())));
+    let mut next = graph.with_merged(layers, options.top);
+    if options.top == 0 {
+        next.tracker = Some(Arc::new(Tracker::new(graph.size())));
+    }
     drained.replace(next);
     Ok(())
 }
@@ -316,7 +363,7 @@ pub(super) async fn grow(
     disk: &Disk,
     ring: &Ring,
     base: &Layer,
-    size: u64,
+    size: Bytes,
     below: Chain<'_>,
 ) -> Result<Layer, Error> {
     match &base.node {
@@ -328,7 +375,7 @@ pub(super) async fn grow(
             let end = raw.offset.checked_add(size).ok_or(Errno::FBIG).map_err(failed)?;
             raw.storage.set_len(ring, end.0).await.map_err(failed)?;
             let fresh = in_mode(ring, base, disk.options(), true).await?;
-            fresh.size.store(size, Ordering::Release);
+            fresh.size.store(size.0, Ordering::Release);
             Ok(fresh)
         }
         Node::Qcow2(_) => {
@@ -345,49 +392,50 @@ pub(super) async fn grow(
 }
 
 /// Copies everything, then the ranges that were written meanwhile, until little is left.
-async fn copy_all(
-    disk: &Disk,
-    ring: &Ring,
-    options: CommitOptions,
-    progress: &Progress,
-) -> Result<(), Errno> {
+async fn copy_all(merging: &Merging<'_>, ring: &Ring, progress: &Progress) -> Result<(), Errno> {
+    let (disk, is_top) = (merging.disk, merging.options().top == 0);
     let (size, base_size) = {
-        let pass = disk.enter().await;
-        let copier = copier(&pass, options)?;
+        let pass = disk.enter_beside_clients().await;
+        let copier = copier(&pass, merging.options())?;
         (copier.from.size(), copier.target.size())
     };
     // A change of the size puts another tracker in place. A range that is taken from an old one is
     // copied twice at worst.
-    let tracker = || disk.graph().tracker.clone();
+    // That of a mirror or a stream, beside a commit below the top, is none of our business.
+    let tracker = || disk.graph().tracker.clone().filter(|_| is_top);
     progress.set_total(size);
-    let mut ranges = pieces(GuestOffset(0), GuestOffset(size));
+    let mut ranges = pieces(GuestOffset(0), GuestOffset::after(size));
     all_of(|| {
         let (offset, len) = ranges.next()?;
         let tracker = tracker();
         Some(async move {
-            progress.pace(ring, 0).await?;
             // Before the copy reads it: later writes are recorded again.
             if let Some(tracker) = tracker {
                 tracker.clear(offset, len);
             }
-            copy_again(disk, ring, options, (offset, len), progress).await?;
+            copy_again(merging, ring, (offset, len), progress, false).await?;
             progress.add_done(len);
             Ok(())
         })
     })
     .await?;
-    if options.top > 0 && base_size > size {
+    if !is_top && base_size > size {
         // The layer hid the bytes of the base past its own end, and no longer will.
-        let pass = disk.enter().await;
-        copier(&pass, options)?.zero(ring, GuestOffset(size), base_size - size).await?;
+        let pass = disk.enter_beside_clients().await;
+        let options = merging.options();
+        let _graces = pass.graces_of_copy(options.top, options.base);
+        copier(&pass, options)?.zero(ring, GuestOffset::after(size), base_size - size).await?;
     }
-    let mut before = u64::MAX;
+    let (mut before, mut at_once) = (Bytes::MAX, false);
     for _ in 0..PASSES_MAX {
         let Some(tracker) = tracker() else { break };
         let left = tracker.bytes();
-        if left <= LAST_PASS_BYTES || left > before / 2 {
+        if left <= LAST_PASS_BYTES || at_once && left > before / 2 {
             break;
         }
+        // Clients would wait for the rest: where they change as much as is copied beside them,
+        // copying no longer yields.
+        at_once |= left > before / 2;
         before = left;
         progress.add_total(left);
         let mut at = GuestOffset(0);
@@ -397,8 +445,7 @@ async fn copy_all(
             Some(async move {
                 let result = async {
                     for (offset, len) in pieces(offset, offset + len) {
-                        progress.pace(ring, 0).await?;
-                        copy_again(disk, ring, options, (offset, len), progress).await?;
+                        copy_again(merging, ring, (offset, len), progress, at_once).await?;
                     }
                     Ok(())
                 };
@@ -412,40 +459,52 @@ async fn copy_all(
     Ok(())
 }
 
-/// Copies one range; after an error again, where the commit rests after errors. The speed limit
-/// counts what was copied: how much of a range is data is known afterwards.
+/// Copies one range, in turns beside the clients or `at_once`; after an error again, where the
+/// commit rests after errors. The speed limit counts what was copied: how much of a range is data
+/// is known afterwards.
 async fn copy_again(
-    disk: &Disk,
+    merging: &Merging<'_>,
     ring: &Ring,
-    options: CommitOptions,
-    (offset, len): (GuestOffset, u64),
+    (offset, len): (GuestOffset, Bytes),
     progress: &Progress,
+    at_once: bool,
 ) -> Result<(), Errno> {
-    loop {
-        match copy_live(disk, ring, options, offset, len).await {
+    let disk = merging.disk;
+    let base = merging.options().base;
+    let unit = disk.graph().layers.get(base).map_or(Bytes(1), |base| unit_of(base));
+    let mut parts = Parts::new(offset, len, unit);
+    while !parts.is_over() {
+        progress.pace(ring, Bytes::ZERO).await?;
+        let turn = if at_once { Turn::at_once() } else { disk.turn(ring).await };
+        let (at, len) = parts.next(&turn);
+        let copied = copy_live(merging, ring, at, len).await;
+        drop(turn);
+        match copied {
             Ok(copied) => {
+                parts.done(len, copied);
                 progress.charge(copied);
-                return Ok(());
             }
             Err(errno) => progress.failed(ring, errno).await?,
         }
     }
+    Ok(())
 }
 
 /// Copies one range, as one request among those of the clients. Gives the bytes of data.
 async fn copy_live(
-    disk: &Disk,
+    merging: &Merging<'_>,
     ring: &Ring,
-    options: CommitOptions,
     offset: GuestOffset,
-    len: u64,
-) -> Result<u64, Errno> {
-    let pass = disk.enter().await;
-    if let Some(tracker) = &pass.tracker {
+    len: Bytes,
+) -> Result<Bytes, Errno> {
+    let disk = merging.disk;
+    let pass = disk.enter_beside_clients().await;
+    let options = merging.options();
+    if let Some(tracker) = pass.tracker.as_ref().filter(|_| options.top == 0) {
         tracker.check()?;
     }
     let copier = copier(&pass, options)?;
-    let _graces = pass.graces_above(options.base);
+    let _graces = pass.graces_of_copy(options.top, options.base);
     let copied = copy_range(ring, copier, offset, len).await?;
     if let Node::Qcow2(image) = &copier.target.node {
         disk.look_after(ring, image);
@@ -462,8 +521,8 @@ async fn last_pass(
 ) -> Result<(), Errno> {
     let graph = drained.graph();
     let copier = copier(graph, options)?;
-    let _graces = graph.graces_above(options.base);
-    if let Some(tracker) = &graph.tracker {
+    let _graces = graph.graces_of_copy(options.top, options.base);
+    if let Some(tracker) = graph.tracker.as_ref().filter(|_| options.top == 0) {
         tracker.check()?;
         progress.add_total(tracker.bytes());
         let mut at = GuestOffset(0);

@@ -8,7 +8,7 @@ use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::task::Poll;
 
-use ringdisk_qcow2::GuestOffset;
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::chain::Chain;
@@ -41,11 +41,11 @@ impl Copier<'_> {
     ) -> Result<(), Errno> {
         let mut done = 0;
         while done < buf.len() {
-            let (at, rest) = (offset + done as u64, buf.slice(done..buf.len()));
+            let (at, rest) = (offset + Bytes::of(done), buf.slice(done..buf.len()));
             let written = match &self.target.node {
                 Node::Raw(raw) => {
                     let len = rest.len() as u64;
-                    let _turn = raw.pass_guard(ring, at, len, Some(&rest)).await?;
+                    let _turn = raw.pass_guard(ring, at, Bytes(len), Some(&rest)).await?;
                     raw.storage.write(ring, raw.host(at).0, &rest).await?
                 }
                 Node::Qcow2(image) => image.write(ring, at, &rest, &self.below).await?,
@@ -64,12 +64,12 @@ impl Copier<'_> {
         self,
         ring: &Ring,
         offset: GuestOffset,
-        len: u64,
+        len: Bytes,
     ) -> Result<(), Errno> {
         match &self.target.node {
             Node::Raw(raw) => {
                 let _turn = raw.pass_guard(ring, offset, len, None).await?;
-                raw.storage.write_zeroes(ring, raw.host(offset).0, len, true, true).await
+                raw.storage.write_zeroes(ring, raw.host(offset).0, len.0, true, true).await
             }
             Node::Qcow2(image) => image.write_zeroes(ring, offset, len, true, &self.below).await,
             Node::Null(_) | Node::Frozen(_) => Err(Errno::OPNOTSUPP),
@@ -96,14 +96,14 @@ pub(crate) async fn copy_range(
     ring: &Ring,
     copier: Copier<'_>,
     offset: GuestOffset,
-    len: u64,
-) -> Result<u64, Errno> {
+    len: Bytes,
+) -> Result<Bytes, Errno> {
     let end = offset.saturating_add(len).min(copier.from.end());
-    let (mut at, mut copied) = (offset, 0);
+    let (mut at, mut copied) = (offset, Bytes::ZERO);
     let mut buf: Option<IoBuf> = None;
     while at < end {
         let (status, is_cut) = copier.from.status(ring, at, end - at).await?;
-        if status.len == 0 {
+        if status.len.is_zero() {
             break;
         }
         if status.zero && (status.present || is_cut) {
@@ -114,8 +114,8 @@ pub(crate) async fn copy_range(
             let piece = buf.slice(0..piece);
             copier.from.fill(ring, at, &piece).await?;
             copier.write(ring, at, &piece).await?;
-            at += piece.len() as u64;
-            copied += piece.len() as u64;
+            at += Bytes::of(piece.len());
+            copied += Bytes::of(piece.len());
             continue;
         }
         at += status.len;

@@ -5,7 +5,8 @@
 //!   is done; changes run one after the other. A commit, a stream and a mirror copy, and a change
 //!   of the backing file compares, while clients work; clients wait for the last step only. Other
 //!   changes are refused meanwhile, except (not during a mirror) those of clients that change the
-//!   size of the disk.
+//!   size of the disk; and a mirror, or a stream, and commits of layers below run at once
+//!   ([`LongChange`]).
 //! - A change runs to its end when its caller is dropped: it is a task of the ring. If the ring
 //!   ends in the middle of it, the images are sound but the chain is unknown, and the disk answers
 //!   with errors.
@@ -30,7 +31,6 @@ mod snapshot;
 mod stream;
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ringdisk_qcow2::Qcow2;
@@ -38,13 +38,14 @@ use ringdisk_ring::{Errno, Ring};
 
 use crate::graph::{Drained, State};
 use crate::layer::{Layer, Node};
+pub(crate) use crate::long_changes::{LongChange, Place, busy};
 use crate::{Disk, Error, ErrorKind};
 
 pub use backing::Backing;
 pub(crate) use backing::snapshots_show_the_same;
-pub(crate) use bitmaps::bitmap_result;
-pub use commit::CommitOptions;
+pub(crate) use bitmaps::{bitmap_result, has_bitmap};
 pub(crate) use copy::{all_of, buffer, equal, pieces};
+pub(crate) use mirror::{Destination, GIVEN_UP_WAIT, check_target, data_bytes, reads_as_zeroes};
 pub use mirror::{MirrorControl, MirrorEnd, MirrorLeft, MirrorOptions, MirrorSync};
 pub use overlay::OverlayOptions;
 pub(crate) use reopen::{again, for_reading, in_mode, named_as};
@@ -67,9 +68,14 @@ impl Disk {
     /// Errors: `Busy` during a long change and while the disk is not active; `Io` on one that is
     /// broken.
     pub(crate) fn check_free(&self) -> Result<(), Error> {
-        if self.is_busy.load(Ordering::Acquire) {
-            return Err(busy());
-        }
+        self.check_free_for(LongChange::Whole)
+    }
+
+    /// As [`Disk::check_free`], for a long change of this kind.
+    ///
+    /// Errors: as there, but where it may begin beside what is under way.
+    pub(crate) fn check_free_for(&self, kind: LongChange) -> Result<(), Error> {
+        self.long.check(kind)?;
         match self.graph().state {
             State::Active => Ok(()),
             State::Inactive | State::Quiet => Err(inactive()),
@@ -82,7 +88,7 @@ impl Disk {
     ///
     /// Errors: as there, but for `Busy` meanwhile.
     pub(crate) fn check_beside_commit(&self) -> Result<bool, Error> {
-        let is_busy = self.is_busy.load(Ordering::Acquire);
+        let is_busy = self.long.any();
         match self.check_free() {
             Err(_) if is_busy && self.graph().state == State::Active => Ok(true),
             result => result.map(|()| false),
@@ -208,24 +214,21 @@ async fn offline_on<T>(
 }
 
 /// Marks a long change: meanwhile clients may change the size of the disk, and every other change
-/// is refused. Ends when it is dropped.
-struct Busy<'a>(&'a Disk);
+/// but those that [`LongChange`] allows is refused. Ends when it is dropped.
+struct Busy<'a>(&'a Disk, LongChange);
 
 impl<'a> Busy<'a> {
     /// The caller holds the lock of changes.
     ///
     /// Errors: `Busy`.
-    fn begin(disk: &'a Disk) -> Result<Busy<'a>, Error> {
-        match disk.is_busy.swap(true, Ordering::AcqRel) {
-            true => Err(busy()),
-            false => Ok(Busy(disk)),
-        }
+    fn begin(disk: &'a Disk, kind: LongChange) -> Result<Busy<'a>, Error> {
+        disk.long.begin(kind).map(|()| Busy(disk, kind))
     }
 }
 
 impl Drop for Busy<'_> {
     fn drop(&mut self) {
-        self.0.is_busy.store(false, Ordering::Release);
+        self.0.long.end(self.1);
     }
 }
 
@@ -235,14 +238,6 @@ fn inactive() -> Error {
         "the disk is not active: its images are in the hands of another process; change it there",
     )
     .with_errno(Some(Errno::BUSY))
-}
-
-pub(crate) fn busy() -> Error {
-    Error::new(
-        ErrorKind::Busy,
-        "a commit, a stream, a mirror or a change of the backing file of this disk is under way; \
-         wait until it is done, or cancel it",
-    )
 }
 
 /// The error for requests in flight, or another change, that did not end within `limit`.
@@ -263,7 +258,10 @@ pub(crate) fn not_drained(limit: Duration) -> Error {
 pub(crate) fn checkpointed(consequence: &str) -> Error {
     Error::new(
         ErrorKind::Busy,
-        format!("a checkpoint of the disk is running, {consequence}; end the checkpoint first"),
+        format!(
+            "a checkpoint of the disk is running, {consequence}; end the checkpoint first, or the \
+             backup that has it"
+        ),
     )
 }
 

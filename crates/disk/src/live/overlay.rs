@@ -142,7 +142,7 @@ fn remove(made: &Layer, path: &Path, options: &ImageOptions) {
 /// changes.
 fn warn_of_bitmaps(old: &Layer) {
     let Some(image) = old.qcow2() else { return };
-    for bitmap in image.info().bitmaps.iter().filter(|bitmap| bitmap.auto && !bitmap.in_use) {
+    for bitmap in image.bitmaps().iter().filter(|bitmap| bitmap.auto && !bitmap.in_use) {
         tracing::warn!(
             "the bitmap '{}' stays in '{}' and does not record what is written to the overlay; add \
              one to the overlay when it is not in use, or commit it, which records",

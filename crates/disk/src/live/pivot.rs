@@ -18,16 +18,16 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ringdisk_qcow2::GuestOffset;
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::{Errno, Ring};
 
 use super::commit::copier;
-use super::{CommitOptions, again, close_layer, for_reading, in_mode, offline_on};
+use super::{again, close_layer, for_reading, in_mode, offline_on};
 use crate::graph::{Drained, Graph};
 use crate::layer::{Layer, Node};
 use crate::limits::SECTOR_BYTES;
 use crate::name::{FileName, printable, printable_path};
-use crate::{Disk, Error, ErrorKind};
+use crate::{CommitOptions, Disk, Error, ErrorKind};
 
 /// Name and format of a backing file, as a header states them.
 pub(super) type Named = (Vec<u8>, Option<String>);
@@ -90,14 +90,17 @@ impl<'a, 'b> Last<'a, 'b> {
     /// Errors: a layer could not be opened again.
     pub(super) async fn go_back(mut self) -> Result<(), Error> {
         self.drained.begin();
-        for index in 1..=self.options.base {
+        let CommitOptions { top, base, .. } = self.options;
+        // The layer above the merged ones may have been opened for writing, too.
+        for index in top.saturating_sub(1).max(1)..=base {
+            let is_ours = index >= top || !self.disk.long.is_base(index);
             // The other layers were not opened again.
-            if self.layers[index].file().is_some_and(|file| !file.is_read_only()) {
+            if is_ours && self.layers[index].file().is_some_and(|file| !file.is_read_only()) {
                 self.open_for_reading(index..index + 1).await?;
             }
         }
         let old = Arc::clone(self.drained.graph());
-        self.drained.replace(old.with_layers(self.layers));
+        self.drained.replace(old.with_merged(self.layers, self.options.top));
         Ok(())
     }
 
@@ -124,7 +127,9 @@ impl<'a, 'b> Last<'a, 'b> {
         self.give_up_bitmaps().await?;
         // Steps that may be refused come first, while the layer above is still usable.
         let upper = Arc::clone(&self.layers[top - 1]);
-        if top > 1 {
+        // The top, or the base of another commit.
+        let was_writable = upper.is_writable;
+        if !was_writable {
             let opened = in_mode(ring, &upper, disk.options(), true).await;
             self.layers[top - 1] = Arc::new(opened.map_err(Failure::Refused)?);
         }
@@ -151,12 +156,14 @@ impl<'a, 'b> Last<'a, 'b> {
             fresh.full_backing_name = full;
         }
         self.layers[top - 1] = Arc::new(fresh);
-        let kept_for_reading = if top > 1 { top - 1..top } else { top..top };
+        let kept_for_reading = if was_writable { top..top } else { top - 1..top };
         self.open_for_reading(kept_for_reading).await.map_err(Failure::Broken)?;
         result.map_err(Failure::Refused)?;
         self.open_for_reading(base..base + 1).await.map_err(Failure::Broken)?;
         self.layers.drain(top..base);
-        let graph = self.drained.graph().with_layers(std::mem::take(&mut self.layers));
+        disk.long.dropped(top, base);
+        let layers = std::mem::take(&mut self.layers);
+        let graph = self.drained.graph().with_merged(layers, top);
         self.disk.put(self.drained, graph, false);
         Ok(())
     }
@@ -176,7 +183,7 @@ impl<'a, 'b> Last<'a, 'b> {
             }
             self.drained.begin();
             let layer = Arc::clone(&self.layers[index]);
-            let uncovered = if layer.size() < shown { shown } else { 0 };
+            let uncovered = if layer.size() < shown { shown } else { Bytes::ZERO };
             let emptied = empty_layer(self.ring, self.disk, &layer, uncovered).await;
             let (fresh, result) = emptied.map_err(Failure::Broken)?;
             self.layers[index] = Arc::new(fresh);
@@ -197,7 +204,7 @@ impl<'a, 'b> Last<'a, 'b> {
         // invalidated.
         for index in (top..base).rev().filter(|_| !keep_top) {
             let layer = Arc::clone(&self.layers[index]);
-            let bitmaps = layer.qcow2().map(|image| &image.info().bitmaps[..]).unwrap_or_default();
+            let bitmaps = layer.qcow2().map(|image| image.bitmaps()).unwrap_or_default();
             if !bitmaps.iter().any(|bitmap| bitmap.auto && !bitmap.in_use) {
                 continue;
             }
@@ -246,9 +253,10 @@ impl<'a, 'b> Last<'a, 'b> {
         check_cut(&layer, size).map_err(Failure::Refused)?;
         match &layer.node {
             Node::Raw(raw) => {
-                let cut = raw.storage.set_len(self.ring, raw.host(GuestOffset(size)).0).await;
+                let cut =
+                    raw.storage.set_len(self.ring, raw.host(GuestOffset::after(size)).0).await;
                 cut.map_err(|errno| named(Error::os("cannot shorten the file", errno)))?;
-                layer.size.store(size, Ordering::Release);
+                layer.size.store(size.0, Ordering::Release);
                 close_layer(self.ring, &layer).await.map_err(Failure::Refused)
             }
             Node::Qcow2(_) => {
@@ -256,7 +264,7 @@ impl<'a, 'b> Last<'a, 'b> {
                 if end > size {
                     let zeroed = async {
                         copier(&graph, self.options)?
-                            .zero(self.ring, GuestOffset(size), end - size)
+                            .zero(self.ring, GuestOffset::after(size), end - size)
                             .await
                     };
                     let zeroed = zeroed.await;
@@ -293,7 +301,7 @@ impl<'a, 'b> Last<'a, 'b> {
 }
 
 /// Size up to which merged layers must not hide bytes of the layers below them.
-pub(super) fn merged_size(graph: &Graph, options: CommitOptions) -> u64 {
+pub(super) fn merged_size(graph: &Graph, options: CommitOptions) -> Bytes {
     if options.top == 0 { graph.size() } else { graph.layers[options.top].size() }
 }
 
@@ -314,12 +322,12 @@ async fn empty_layer(
     ring: &Ring,
     disk: &Disk,
     layer: &Layer,
-    uncovered: u64,
+    uncovered: Bytes,
 ) -> Result<(Layer, Result<(), Error>), Error> {
     offline_on(ring, disk, layer, async |ring, image| {
         image.make_empty(ring).await?;
         match uncovered {
-            0 => Ok(()),
+            Bytes::ZERO => Ok(()),
             size => image.uncover(ring, size).await,
         }
     })
@@ -329,7 +337,7 @@ async fn empty_layer(
 /// Whether a base that is longer than the disk can become as short.
 ///
 /// Errors: `Unsupported` with what the user can do.
-pub(super) fn check_cut(base: &Layer, size: u64) -> Result<(), Error> {
+pub(super) fn check_cut(base: &Layer, size: Bytes) -> Result<(), Error> {
     let reason = match &base.node {
         Node::Raw(raw) if !raw.can_resize() => {
             "a block device, or a window of fixed size, cannot become smaller".to_owned()

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use ringdisk_qcow2::{GuestOffset, Preallocation};
+use ringdisk_qcow2::{Bytes, GuestOffset, Preallocation};
 use ringdisk_ring::{Errno, Ring};
 
 use super::{busy, checkpointed};
@@ -18,7 +18,7 @@ use crate::limits::SECTOR_BYTES;
 use crate::{Disk, Error, ErrorKind, Progress};
 
 /// Zeroes that are written between two checks for a cancellation, bytes.
-const PREPARED_BYTES: u64 = 16 << 20;
+const PREPARED_BYTES: Bytes = Bytes(16 << 20);
 
 /// Options of a change of the size.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -34,15 +34,15 @@ pub struct ResizeOptions {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NewSize {
     /// Exactly this size.
-    To(u64),
+    To(Bytes),
     /// This many bytes more.
-    Grow(u64),
+    Grow(Bytes),
     /// This many bytes less.
-    Shrink(u64),
+    Shrink(Bytes),
 }
 
-impl From<u64> for NewSize {
-    fn from(size: u64) -> NewSize {
+impl From<Bytes> for NewSize {
+    fn from(size: Bytes) -> NewSize {
         NewSize::To(size)
     }
 }
@@ -51,19 +51,19 @@ impl NewSize {
     /// The new size of a disk of `before` bytes.
     ///
     /// Errors: `Invalid` for a size below zero, or larger than any disk can be.
-    pub fn apply(self, before: u64) -> Result<u64, Error> {
+    pub fn apply(self, before: Bytes) -> Result<Bytes, Error> {
         let invalid = |text: String| Error::new(ErrorKind::Invalid, text);
         match self {
             NewSize::To(size) => Ok(size),
             NewSize::Grow(by) => {
-                before.checked_add(by).filter(|size| i64::try_from(*size).is_ok()).ok_or_else(
+                before.checked_add(by).filter(|size| i64::try_from(size.0).is_ok()).ok_or_else(
                     || invalid(format!("{before} bytes and {by} more are too large for any disk")),
                 )
             }
             NewSize::Shrink(by) => {
-                before.checked_sub(by).filter(|size| *size > 0 || by == 0).ok_or_else(|| {
-                    invalid(format!("the disk has {before} bytes, so it cannot lose {by}"))
-                })
+                before.checked_sub(by).filter(|size| !size.is_zero() || by.is_zero()).ok_or_else(
+                    || invalid(format!("the disk has {before} bytes, so it cannot lose {by}")),
+                )
             }
         }
     }
@@ -73,9 +73,9 @@ impl NewSize {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Resized {
     /// The size before the change.
-    pub before: u64,
+    pub before: Bytes,
     /// The size after it.
-    pub after: u64,
+    pub after: Bytes,
 }
 
 /// The origin of a change of the size.
@@ -97,7 +97,7 @@ struct Change {
     requester: Requester,
     /// Start of the preallocated space, if not the old end; EOPNOTSUPP when that is inside the
     /// disk. Bytes.
-    from: Option<u64>,
+    from: Option<GuestOffset>,
 }
 
 impl Change {
@@ -109,12 +109,13 @@ impl Change {
     ///
     /// Errors: `Invalid` for a smaller one that was not allowed, EOPNOTSUPP where the space would
     /// begin inside the disk, EFBIG.
-    fn decide(&self, window: Window, before: u64) -> Result<Option<u64>, Error> {
-        let size = window.start.saturating_add(self.size.apply(window.visible(before))?);
-        if i64::try_from(size).is_err() {
+    fn decide(&self, window: Window, before: Bytes) -> Result<Option<Bytes>, Error> {
+        let size =
+            window.start.saturating_add(self.size.apply(window.visible(before))?).from_start();
+        if i64::try_from(size.0).is_err() {
             return Err(Error::os("cannot change the size", Errno::FBIG));
         }
-        if self.from.is_some_and(|from| from < window.visible(before)) {
+        if self.from.is_some_and(|from| from.from_start() < window.visible(before)) {
             return Err(Error::os("a disk does not reserve space inside", Errno::OPNOTSUPP));
         }
         if self.requester == Requester::ClientAtLeast && size <= before {
@@ -139,8 +140,9 @@ impl Change {
     }
 
     /// Start of the preallocated space in the whole disk, bytes.
-    fn start(&self, window: Window, before: u64) -> u64 {
-        self.from.map_or(before, |from| window.start.saturating_add(from)).max(before)
+    fn start(&self, window: Window, before: Bytes) -> GuestOffset {
+        let end = GuestOffset::after(before);
+        self.from.map_or(end, |from| window.start.saturating_add(from.from_start())).max(end)
     }
 }
 
@@ -152,7 +154,7 @@ impl Disk {
     /// Errors: EOPNOTSUPP where the size is fixed (null, a block device, a window or partition of
     /// given size, an image whose bitmaps or snapshots forbid it, or a base of a commit under way
     /// that cannot be cut); EROFS; those of the storage (EFBIG, ENOSPC).
-    pub async fn resize(&self, ring: &Ring, size: u64) -> Result<(), Errno> {
+    pub async fn resize(&self, ring: &Ring, size: Bytes) -> Result<(), Errno> {
         let options = ResizeOptions { shrink: true, ..ResizeOptions::default() };
         self.set_len_for_client(ring, Change::new(NewSize::To(size), options, Requester::Client))
             .await
@@ -161,7 +163,7 @@ impl Disk {
     /// As [`Disk::resize`], but never shrinks it.
     ///
     /// Errors: as [`Disk::resize`]; EINVAL when the disk is larger.
-    pub async fn lengthen(&self, ring: &Ring, size: u64) -> Result<(), Errno> {
+    pub async fn lengthen(&self, ring: &Ring, size: Bytes) -> Result<(), Errno> {
         let change = Change::new(NewSize::To(size), ResizeOptions::default(), Requester::Client);
         self.set_len_for_client(ring, change).await
     }
@@ -170,7 +172,7 @@ impl Disk {
     /// concurrent ones grow the disk to the largest end, in any order.
     ///
     /// Errors: as [`Disk::resize`].
-    pub async fn grow(&self, ring: &Ring, size: u64) -> Result<(), Errno> {
+    pub async fn grow(&self, ring: &Ring, size: Bytes) -> Result<(), Errno> {
         if size <= self.size() {
             return Ok(());
         }
@@ -186,8 +188,9 @@ impl Disk {
     /// Errors: as [`Disk::resize`]; EOPNOTSUPP for an offset inside the disk, and where space
     /// cannot be preallocated; ENOSPC. The disk is as it was then, except that the kernel may have
     /// lengthened one that is lent.
-    pub async fn allocate(&self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
-        let size = offset.checked_add(len).ok_or(Errno::FBIG)?;
+    pub async fn allocate(&self, ring: &Ring, offset: u64, len: Bytes) -> Result<(), Errno> {
+        let offset = GuestOffset(offset);
+        let size = offset.checked_add(len).ok_or(Errno::FBIG)?.from_start();
         let options = ResizeOptions { shrink: false, preallocation: Preallocation::Falloc };
         let change = Change::new(NewSize::To(size), options, Requester::ClientAtLeast);
         self.set_len_for_client(ring, Change { from: Some(offset), ..change }).await
@@ -324,8 +327,8 @@ impl Disk {
         &self,
         ring: &Ring,
         layer: &Layer,
-        (before, size): (u64, u64),
-        (from, preallocation): (u64, Preallocation),
+        (before, size): (Bytes, Bytes),
+        (from, preallocation): (GuestOffset, Preallocation),
         progress: &Progress,
     ) -> Result<(), Error> {
         let Node::Raw(raw) = &layer.node else { return Err(fixed()) };
@@ -338,8 +341,8 @@ impl Disk {
                 other => failed(other),
             });
         }
-        let known = |size: u64| {
-            layer.size.store(size, Ordering::Release);
+        let known = |size: Bytes| {
+            layer.size.store(size.0, Ordering::Release);
             self.set_size(self.graph().window.visible(size));
         };
         // Requests never see a size that the storage does not have: smaller first, larger last.
@@ -401,7 +404,7 @@ impl Disk {
             self.resize_in_commit(ring, &mut drained, size, options).await?;
             return Ok(Some(resized(window, before, size)));
         }
-        let gap_end = change.start(window, before) / SECTOR_BYTES * SECTOR_BYTES;
+        let gap_end = change.start(window, before).align_down(SECTOR_BYTES).from_start();
         let graph = Arc::clone(drained.graph());
         self.offline(ring, &mut drained, false, async |ring, image| {
             let cancelled = || progress.is_cancelled();
@@ -426,7 +429,7 @@ impl Disk {
 }
 
 /// * `before`, `after`: sizes of the whole disk, bytes.
-fn resized(window: Window, before: u64, after: u64) -> Resized {
+fn resized(window: Window, before: Bytes, after: Bytes) -> Resized {
     Resized { before: window.visible(before), after: window.visible(after) }
 }
 
@@ -451,8 +454,8 @@ fn mode_of(mode: Preallocation) -> Result<ringdisk_storage::Preallocation, Error
 async fn set_end(
     ring: &Ring,
     raw: &Raw,
-    (before, size): (u64, u64),
-    (from, mode): (u64, ringdisk_storage::Preallocation),
+    (before, size): (Bytes, Bytes),
+    (from, mode): (GuestOffset, ringdisk_storage::Preallocation),
     progress: &Progress,
 ) -> Result<(), Errno> {
     use ringdisk_storage::Preallocation as Mode;
@@ -465,12 +468,13 @@ async fn set_end(
     if mode == Mode::Off {
         return if file_len < end { raw.storage.set_len(ring, end).await } else { Ok(()) };
     }
-    let piece = if mode == Mode::Full { PREPARED_BYTES } else { u64::MAX };
+    let piece = if mode == Mode::Full { PREPARED_BYTES } else { Bytes::MAX };
     let mut at = from;
-    while at < size {
-        let len = (size - at).min(piece);
+    let stop = GuestOffset::after(size);
+    while at < stop {
+        let len = (stop - at).min(piece);
         let result = match progress.check() {
-            Ok(()) => raw.storage.preallocate(ring, raw.host(GuestOffset(at)).0, len, mode).await,
+            Ok(()) => raw.storage.preallocate(ring, raw.host(at).0, len.0, mode).await,
             cancelled => cancelled,
         };
         if let Err(errno) = result {
@@ -492,7 +496,7 @@ fn cannot_lengthen() -> Error {
     )
 }
 
-fn would_shrink(window: Window, before: u64, size: u64) -> Error {
+fn would_shrink(window: Window, before: Bytes, size: Bytes) -> Error {
     let (before, size) = (window.visible(before), window.visible(size));
     Error::new(
         ErrorKind::Invalid,
@@ -508,7 +512,7 @@ fn would_shrink(window: Window, before: u64, size: u64) -> Error {
 /// * `size`: of the whole disk, bytes.
 ///
 /// Errors: `Busy`.
-fn check_cut(graph: &Graph, size: u64) -> Result<(), Error> {
+fn check_cut(graph: &Graph, size: Bytes) -> Result<(), Error> {
     match graph.running_fleece() {
         Some(fleece) if size < fleece.size() => {
             Err(checkpointed("so the disk cannot become smaller than it was then"))

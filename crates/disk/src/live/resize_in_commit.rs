@@ -8,7 +8,7 @@
 
 use std::sync::Arc;
 
-use ringdisk_qcow2::{GuestOffset, ResizeOptions};
+use ringdisk_qcow2::{Bytes, GuestOffset, ResizeOptions};
 use ringdisk_ring::{Errno, Ring};
 
 use super::commit::grow;
@@ -29,12 +29,12 @@ impl Disk {
         &self,
         ring: &Ring,
         drained: &mut Drained<'_>,
-        size: u64,
+        size: Bytes,
         options: ResizeOptions,
     ) -> Result<(), Error> {
         let graph = Arc::clone(drained.graph());
         let before = graph.size();
-        let base = base_of(&graph);
+        let base = base_of(&graph).filter(|_| !self.long.has_commit_below());
         if let Some(base) = base.filter(|_| size < before) {
             check_cut(&graph.layers[base], size)?;
         }
@@ -48,7 +48,7 @@ impl Disk {
         let mut tracker = graph.tracker.clone();
         if let (Ok(()), Some(old)) = (&result, &graph.tracker) {
             let next = old.resized(size.max(before));
-            next.set(GuestOffset(before.min(size)), before.abs_diff(size));
+            next.set(GuestOffset::after(before.min(size)), before.abs_diff(size));
             if let Some(base) = base
                 && layers[base].size() < size
                 && let Err(error) = self.grow_base(ring, &graph, base, size, &mut layers).await
@@ -70,7 +70,7 @@ impl Disk {
         ring: &Ring,
         graph: &Graph,
         base: usize,
-        size: u64,
+        size: Bytes,
         layers: &mut [Arc<Layer>],
     ) -> Result<(), Error> {
         let layer = Arc::clone(&layers[base]);
@@ -93,7 +93,8 @@ impl Disk {
     }
 }
 
-/// Index of the layer that a commit of the top layer writes to, if there is such a commit.
+/// Index of the layer that a commit of the top layer writes to, if there is such a commit, and none
+/// of layers below the top.
 fn base_of(graph: &Graph) -> Option<usize> {
     graph.tracker.as_ref()?;
     let base = graph.layers.iter().skip(1).position(|layer| layer.is_writable)?;

@@ -10,24 +10,28 @@
 //!
 //! Internal snapshots of the top show the backing file wherever they have nothing. A stream is
 //! refused where they would show other bytes over the base.
+//!
+//! Layers below the base may be committed meanwhile ([`LongChange::Stream`]), unless the top has
+//! internal snapshots: those are compared with the layers of the beginning.
 
 use std::sync::Arc;
 
-use ringdisk_qcow2::GuestOffset;
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::{Errno, Ring};
 
 use super::backing::{NextBacking, snapshots_show_the_same, start_recording, stop_recording};
 use super::copy::all_of;
 use super::pivot::name_of_base;
-use super::{Busy, CommitOptions, check_lasting, reopen};
+use super::{Busy, LongChange, check_lasting, reopen};
+use crate::background::{Parts, unit_of};
 use crate::chain::Chain;
 use crate::graph::Graph;
 use crate::graph::fill::{FillFailure, Filler, pieces};
-use crate::{Disk, Error, ErrorKind, Progress, lost_names};
+use crate::{CommitOptions, Disk, Error, ErrorKind, Progress, lost_names};
 
 /// The last pass begins when no more than this was changed by clients, bytes. It reads tables, and
 /// copies what clients have uncovered.
-const LAST_PASS_BYTES: u64 = 4 << 20;
+const LAST_PASS_BYTES: Bytes = Bytes(4 << 20);
 /// Or after so many passes.
 const PASSES_MAX: u32 = 16;
 
@@ -71,15 +75,15 @@ impl Disk {
         progress: &Progress,
     ) -> Result<(), Error> {
         let turn = self.changes().lock().await;
-        self.check_free()?;
         let graph = self.graph();
+        let kind = kind_of(&graph, options);
+        self.check_free_for(kind)?;
         reopen::check(graph.top())?;
         let base = check_base(&graph, options)?;
-        let next = backing_of(&graph, base)?;
-        check_names(&graph, &next)?;
+        check_names(&graph, &backing_of(&graph, base)?)?;
         let drained = self.gateway().drain(ring, turn).await;
-        // Clients may change the size meanwhile; every other change is refused.
-        let busy = Busy::begin(self)?;
+        // Clients may change the size meanwhile; other changes are refused.
+        let busy = Busy::begin(self, kind)?;
         start_recording(drained);
         let filled = self.fill_beside_clients(ring, &graph, base, progress).await;
 
@@ -90,11 +94,14 @@ impl Disk {
             Err(error) => Err(error),
         };
         stop_recording(&mut drained);
-        let done = match filled {
-            Ok(()) => self.put_backing(ring, &mut drained, next).await,
+        // With the layers as a commit below has left them.
+        let next = filled.and_then(|()| backing_of(drained.graph(), base));
+        let done = match next {
+            Ok(next) => self.put_backing(ring, &mut drained, next).await,
             Err(error) => Err(error),
         };
         if done.is_ok() {
+            self.long.dropped(1, base);
             progress.finish();
         }
         // Before the gate opens: the next change must not find this one still under way.
@@ -118,7 +125,7 @@ impl Disk {
         }
         self.fill_all(ring, base, progress).await.map_err(refusal)?;
         // So that the flush of the last step is short.
-        let pass = self.enter().await;
+        let pass = self.enter_beside_clients().await;
         pass.flush(ring).await.map_err(refusal)
     }
 
@@ -126,7 +133,7 @@ impl Disk {
     async fn fill_all(&self, ring: &Ring, base: usize, progress: &Progress) -> Result<(), Errno> {
         let size = self.graph().size();
         progress.set_total(size);
-        let mut ranges = pieces(GuestOffset(0), GuestOffset(size));
+        let mut ranges = pieces(GuestOffset(0), GuestOffset::after(size));
         all_of(|| {
             let (offset, len) = ranges.next()?;
             Some(async move {
@@ -136,7 +143,7 @@ impl Disk {
             })
         })
         .await?;
-        let mut before = u64::MAX;
+        let mut before = Bytes::MAX;
         for _ in 0..PASSES_MAX {
             // A change of the size puts another tracker in place.
             let Some(tracker) = self.graph().tracker.clone() else { break };
@@ -161,34 +168,43 @@ impl Disk {
         Ok(())
     }
 
-    /// Fills one piece, as one request among those of the clients. After an error of the top it is
-    /// tried again where the progress says so.
+    /// Fills one piece, in turns beside the clients. After an error of the top it is tried again
+    /// where the progress says so.
     async fn fill_one(
         &self,
         ring: &Ring,
         base: usize,
         offset: GuestOffset,
-        len: u64,
+        len: Bytes,
         progress: &Progress,
     ) -> Result<(), Errno> {
-        loop {
-            progress.pace(ring, 0).await?;
+        let mut parts = Parts::new(offset, len, unit_of(self.graph().top()));
+        while !parts.is_over() {
+            progress.pace(ring, Bytes::ZERO).await?;
+            let turn = self.turn(ring).await;
+            let (at, len) = parts.next(&turn);
             let filled = {
-                let pass = self.enter().await;
-                let filled = Filler::new(&pass, base).piece(ring, offset, len).await;
+                let pass = self.enter_beside_clients().await;
+                let filled = Filler::new(&pass, base).piece(ring, at, len).await;
                 if let Some(image) = pass.top_image() {
                     self.look_after(ring, image);
                 }
                 filled
             };
+            drop(turn);
             match filled {
-                Ok(0) => return Ok(()),
-                // Counted afterwards, when it is known; the next piece waits for it.
-                Ok(copied) => return progress.pace(ring, copied).await,
+                Ok(copied) => {
+                    parts.done(len, copied);
+                    // Counted afterwards, when it is known: this one waits for those before it.
+                    if !copied.is_zero() {
+                        progress.pace(ring, copied).await?;
+                    }
+                }
                 Err(FillFailure::Source(errno)) => return Err(errno),
                 Err(FillFailure::Target(errno)) => progress.failed(ring, errno).await?,
             }
         }
+        Ok(())
     }
 }
 
@@ -211,6 +227,15 @@ async fn fill_recorded(
         at = offset + len;
     }
     progress.check()
+}
+
+/// Which changes may run beside it.
+fn kind_of(graph: &Graph, options: StreamOptions) -> LongChange {
+    let has_snapshots = graph.top_image().is_some_and(|image| !image.info().snapshots.is_empty());
+    match options.base.filter(|_| !has_snapshots) {
+        Some(base) => LongChange::Stream(base),
+        None => LongChange::Whole,
+    }
 }
 
 /// Index of the first layer that stays below the top; the number of layers: none does.

@@ -3,6 +3,7 @@
 //! Promises: pure; a key that is not known, and a driver that is not ours, is refused by its name.
 //! Source: QEMU's documentation of image file names ("json:" pseudo-protocol).
 
+use ringdisk_qcow2::Bytes;
 use serde_json::{Map, Value};
 
 use ringdisk_storage::{NBD_PORT, NbdAddress, NbdServer};
@@ -40,11 +41,18 @@ pub(super) fn parse(text: &[u8]) -> Result<FileName, Error> {
 }
 
 fn unsupported_driver(driver: &str) -> Error {
+    let instead = match driver {
+        "compress" => "; what is written is stored as it is: `convert -c` compresses it afterwards",
+        "luks" => "; encrypted images are not supported",
+        "throttle" => "; `--limit` slows a disk down",
+        "copy-on-read" => "; `--copy-on-read` keeps what is read",
+        _ => "",
+    };
     Error::new(
         ErrorKind::Unsupported,
         format!(
-            "the driver '{}' of the `json:` name is not supported; supported: raw, qcow2 over \
-             file, host_device, nbd",
+            "the driver '{}' is not supported; supported: raw, qcow2 over file, host_device, \
+             nbd{instead}",
             driver.escape_debug()
         ),
     )
@@ -130,7 +138,7 @@ fn format_node(object: &Map<String, Value>, format: Option<Format>) -> Result<Fi
         match (key.as_str(), format) {
             ("driver" | "file", _) => {}
             ("offset", Some(Format::Raw)) => name.raw_offset = number_of(key, value)?,
-            ("size", Some(Format::Raw)) => name.raw_size = Some(number_of(key, value)?),
+            ("size", Some(Format::Raw)) => name.raw_size = Some(Bytes(number_of(key, value)?)),
             ("backing", Some(Format::Qcow2)) if value.is_null() => name.without_backing = true,
             ("lazy-refcounts" | "discard-no-unref", Some(Format::Qcow2)) => {}
             (key, _) if is_general(key) => {}
@@ -163,7 +171,7 @@ fn file_node(object: &Map<String, Value>) -> Result<FileName, Error> {
 /// A node with driver nbd: `{"server": {"type": "unix", "path": "x"}, "export": "y"}`, or `host`,
 /// `port` and `path` without a server.
 fn nbd_node(object: &Map<String, Value>) -> Result<FileName, Error> {
-    let own = ["driver", "server", "export", "host", "port", "path"];
+    let own = ["driver", "server", "export", "host", "port", "path", "x-dirty-bitmap"];
     // How long requests wait is said on the command line.
     let harmless = ["reconnect-delay", "open-timeout"];
     for key in object.keys().map(String::as_str) {
@@ -207,6 +215,11 @@ fn nbd_node(object: &Map<String, Value>) -> Result<FileName, Error> {
             ));
         }
     };
+    let bitmap = text_of(object, "x-dirty-bitmap")?;
+    let address = address.and_then(|address| match &bitmap {
+        Some(bitmap) => address.with_dirty_bitmap(bitmap),
+        None => Ok(address),
+    });
     let name = address.map(FileName::export).map_err(|why| of_address(&why))?;
     Ok(FileName { node: NodeOptions::of(object, NodeOptions::default())?, ..name })
 }

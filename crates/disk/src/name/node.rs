@@ -3,6 +3,7 @@
 //! Promises: pure. What has an effect on what a command does is understood or refused; for an image
 //! that another image names, only its name counts.
 
+use ringdisk_qcow2::Bytes;
 use serde_json::{Map, Value};
 
 use super::json::{invalid_value, text_of};
@@ -123,9 +124,14 @@ impl super::FileName {
             }
             options.window_size = match self.raw_size {
                 None => None,
-                Some(size) => Some(size.checked_sub(options.window_offset).ok_or_else(|| {
-                    Error::new(ErrorKind::Invalid, "the offset is past the end of the named part")
-                })?),
+                Some(size) => {
+                    Some(size.checked_sub(Bytes(options.window_offset)).ok_or_else(|| {
+                        Error::new(
+                            ErrorKind::Invalid,
+                            "the offset is past the end of the named part",
+                        )
+                    })?)
+                }
             };
             options.window_offset = options.window_offset.saturating_add(self.raw_offset);
         }

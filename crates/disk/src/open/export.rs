@@ -13,12 +13,10 @@ use ringdisk_storage::{NBD_RECONNECT_DEFAULT, NbdAddress, NbdOptions, Storage};
 use super::guess::{guessed, raw_is_asked};
 use super::{Candidate, Found, Opening, of_storage};
 use crate::disk::Parts;
+use crate::layer::guard::SECTOR_ALIGN;
 use crate::name::{FileName, printable, printable_path, shell_word};
 use crate::probe::{PROBE_LEN, Probed, probe};
-use crate::{Cache, Error, ErrorKind, Format};
-
-/// Alignment of the buffer for the first sector, bytes.
-const SECTOR_ALIGN: usize = 4096;
+use crate::{Cache, Cause, Error, ErrorKind, Format};
 
 impl Opening<'_> {
     /// Connects to the export that the user named, on a helper thread.
@@ -157,7 +155,8 @@ impl Opening<'_> {
                  if you trust the image, allow these with `--allow-path {}`",
                 shell_word(&tls.certificates.display().to_string())
             ),
-        ))
+        )
+        .because(Cause::PathNotAllowed))
     }
 
     /// Opens the export that an image names as its backing file.

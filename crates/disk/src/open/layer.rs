@@ -6,13 +6,13 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use ringdisk_qcow2::{HostOffset, Qcow2};
+use ringdisk_qcow2::{Bytes, HostOffset, Qcow2};
 use ringdisk_ring::Ring;
 use ringdisk_storage::{Lock, Storage};
 
 use crate::layer::{Layer, Node, Raw};
 use crate::name::printable_path;
-use crate::{Cache, Error, ErrorKind, ImageOptions, SnapshotChoice};
+use crate::{Cache, Cause, Error, ErrorKind, ImageOptions, SnapshotChoice};
 
 /// Options for opening the files of a disk.
 pub(crate) fn storage_options(
@@ -97,10 +97,10 @@ pub(crate) fn raw_layer(
     storage: Arc<Storage>,
     name: &Path,
     offset: u64,
-    size: Option<u64>,
+    size: Option<Bytes>,
 ) -> Result<Layer, Error> {
-    let len = storage.len();
-    let left = len.checked_sub(offset);
+    let len = Bytes(storage.len());
+    let left = len.checked_sub(Bytes(offset));
     let fits = left.is_some_and(|left| size.is_none_or(|size| size <= left));
     let Some(left) = left.filter(|_| fits) else {
         return Err(Error::new(
@@ -113,16 +113,16 @@ pub(crate) fn raw_layer(
         ));
     };
     let raw = Raw { offset: HostOffset(offset), fixed_size: size.is_some(), ..Raw::new(storage) };
-    let mut layer = Layer::new(Node::Raw(raw), 0);
-    layer.size = AtomicU64::new(size.unwrap_or(left));
+    let mut layer = Layer::new(Node::Raw(raw), Bytes::ZERO);
+    layer.size = AtomicU64::new(size.unwrap_or(left).0);
     Ok(layer)
 }
 
 /// Whether an image file has so much less allocated than its length that its clusters must be
 /// preallocated. A difference of a tenth, or of two clusters, may have other reasons.
-fn is_sparse(file: &Storage, cluster_size: u64) -> bool {
-    let held = file.allocated_bytes() / cluster_size;
-    let clusters = file.len() / cluster_size;
+fn is_sparse(file: &Storage, cluster_size: Bytes) -> bool {
+    let held = Bytes(file.allocated_bytes()) / cluster_size;
+    let clusters = Bytes(file.len()) / cluster_size;
     clusters >= (held.saturating_mul(10) / 9).max(held.saturating_add(2))
 }
 
@@ -138,7 +138,7 @@ pub(crate) fn of_storage(error: &ringdisk_storage::Error) -> Error {
         StorageKind::InvalidInput => ErrorKind::Invalid,
         _ => ErrorKind::Io,
     };
-    carry(kind, error)
+    carry(kind, error).because(Cause::of_storage(error))
 }
 
 /// An error of the qcow2 crate in this crate's terms.
@@ -153,7 +153,7 @@ pub(crate) fn of_qcow2(error: &ringdisk_qcow2::Error) -> Error {
     };
     let system = std::error::Error::source(error).and_then(|source| source.downcast_ref());
     let errno = system.and_then(ringdisk_ring::Errno::from_io_error);
-    carry(kind, error).with_errno(errno)
+    carry(kind, error).with_errno(errno).because(Cause::of_qcow2(error))
 }
 
 /// Converts an error of a lower crate: its message, with its cause if it has one.

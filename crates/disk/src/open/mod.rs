@@ -19,6 +19,7 @@ pub(crate) mod simulated;
 mod top;
 mod window;
 
+use ringdisk_qcow2::Bytes;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -30,7 +31,7 @@ use crate::layer::Layer;
 use crate::name::{printable, printable_path};
 use crate::names_note::Names;
 use crate::resolve::{Access, Held, Opened, Resolver};
-use crate::{Disk, Error, ErrorKind, Format, ImageOptions, LAYERS_MAX, Source};
+use crate::{Cause, Disk, Error, ErrorKind, Format, ImageOptions, LAYERS_MAX, Source};
 
 use locks::LockWait;
 use named::Role;
@@ -70,7 +71,7 @@ struct Candidate {
     format: Format,
     read_only: bool,
     raw_offset: u64,
-    raw_size: Option<u64>,
+    raw_size: Option<Bytes>,
     without_backing: bool,
     /// The user has not stated that it is raw.
     is_guarded: bool,
@@ -294,10 +295,10 @@ impl<'a> Opening<'a> {
         };
         let mut layer = match candidate.format {
             Format::Raw if self.options.internal_snapshot.is_some() && self.layers.is_empty() => {
-                return Err(Error::new(
-                    ErrorKind::Unsupported,
-                    format!("'{}' is a raw image, which has no snapshots", printable_path(&name)),
-                ));
+                let text =
+                    format!("'{}' is a raw image, which has no snapshots", printable_path(&name));
+                let error = Error::new(ErrorKind::Unsupported, text);
+                return Err(error.because(Cause::RawWithoutSnapshots));
             }
             Format::Raw => {
                 let mut layer =
@@ -325,30 +326,12 @@ impl<'a> Opening<'a> {
         let below = below.filter(|_| !candidate.without_backing);
         let mut next = None;
         if let Some((file, format)) = below {
-            let context = || {
-                let (file, name) = (printable(&file), printable_path(&name));
-                format!("backing file '{file}' of '{name}'")
-            };
-            let asked = layer.file().map(|open| Names::of_layer(&layer).ask(open));
-            if asked.is_some_and(|note| note.other_below) {
-                let role = Role::Backing(format.as_deref());
-                let directory = candidate.directory.as_deref();
-                self.check_allowed(&file, &name, directory, role)
-                    .map_err(|error| error.context(context()))?;
-                let is_first = self.layers.is_empty();
-                self.is_top_unconfirmed |= is_first && !self.is_allowed_itself(&file, directory)?;
-            }
-            if candidate.is_unconfirmed {
-                self.check_reached(&file, &name, candidate.directory.as_deref())
-                    .map_err(|error| error.context(context()))?;
-            }
-            let (full, mut below) = self
-                .below(&file, format.as_deref(), &name, candidate.directory.as_deref())
-                .map_err(|error| error.context(context()))?;
-            below.is_unconfirmed =
-                candidate.is_unconfirmed || asked.is_some_and(|note| note.other_below);
-            layer.full_backing_name = Some(full);
-            next = Some(below);
+            next = Some(self.next_below(&mut layer, &named, &file, format.as_deref()).map_err(
+                |error| {
+                    let (file, name) = (printable(&file), printable_path(&name));
+                    error.of_backing_file(&file, &format!(" of '{name}'"))
+                },
+            )?);
         }
         self.layers.push(layer);
         if next.is_some() && self.layers.len() == LAYERS_MAX {
@@ -362,6 +345,33 @@ impl<'a> Opening<'a> {
             ));
         }
         Ok(next)
+    }
+
+    /// The backing file that a layer names, if it may.
+    ///
+    /// * `of`: how the layer was reached.
+    fn next_below(
+        &mut self,
+        layer: &mut Layer,
+        of: &Reached<'_>,
+        file: &[u8],
+        format: Option<&str>,
+    ) -> Result<Candidate, Error> {
+        let Reached { name, directory, is_unconfirmed } = *of;
+        let asked = layer.file().map(|open| Names::of_layer(layer).ask(open));
+        let is_other = asked.is_some_and(|note| note.other_below);
+        if is_other {
+            self.check_allowed(file, name, directory, Role::Backing(format))?;
+            let is_first = self.layers.is_empty();
+            self.is_top_unconfirmed |= is_first && !self.is_allowed_itself(file, directory)?;
+        }
+        if is_unconfirmed {
+            self.check_reached(file, name, directory)?;
+        }
+        let (full, mut below) = self.below(file, format, name, directory)?;
+        below.is_unconfirmed = is_unconfirmed || is_other;
+        layer.full_backing_name = Some(full);
+        Ok(below)
     }
 
     /// A qcow2 layer with its external data file.
@@ -481,6 +491,7 @@ impl<'a> Opening<'a> {
                 printable_path(from),
             ),
         )
+        .because(Cause::BackingLoop { file: printable_path(name) })
     }
 }
 

@@ -13,7 +13,7 @@ use super::export::refuse_export;
 use super::{Candidate, Found, Opening};
 use crate::name::{FileName, beside, printable_path, shell_name, shell_path, shell_word};
 use crate::resolve::Resolver;
-use crate::{Error, ErrorKind, Format, format_note};
+use crate::{Cause, Error, ErrorKind, Format, format_note};
 
 /// What an image names a file as.
 #[derive(Clone, Copy, Debug)]
@@ -116,6 +116,10 @@ impl Opening<'_> {
             ),
             Role::Data => format!("`--allow-path {}`", shell_path(&path)),
         };
+        let cause = match role {
+            Role::Backing(_) => None,
+            Role::Data => Some(Cause::PathNotAllowed),
+        };
         let of = printable_path(of);
         Err(Error::new(
             ErrorKind::NotAllowed,
@@ -124,7 +128,8 @@ impl Opening<'_> {
                  ringdisk since: who takes a server over can write such names; if it was changed \
                  by you or another program, say so once with {remedy}"
             ),
-        ))
+        )
+        .because(cause))
     }
 
     /// Whether `--allow-path` names a file itself, and not a directory above it.
@@ -169,7 +174,8 @@ impl Opening<'_> {
                  `--allow-path {}`",
                 shell_path(&path)
             ),
-        ))
+        )
+        .because(Cause::PathNotAllowed))
     }
 
     /// The absolute path of a file that an image names.
@@ -184,7 +190,8 @@ impl Opening<'_> {
                 ErrorKind::NotAllowed,
                 "the image was handed over as a descriptor, so its directory is not known; name \
                  the directory with `--allow-path DIRECTORY`",
-            )),
+            )
+            .because(Cause::PathNotAllowed)),
         }
     }
 

@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ringdisk_qcow2::CreateOptions;
+use ringdisk_qcow2::{Bytes, CreateOptions};
 use ringdisk_ring::Ring;
 use ringdisk_storage::{Lock, Storage};
 use rustix::fs::{CWD, Mode, OFlags};
@@ -64,7 +64,7 @@ async fn temporary(
     };
     let storage =
         Storage::from_fd(fd, &name, &for_file).map(Arc::new).map_err(|error| of_storage(&error))?;
-    let size = below.first().map_or(0, Layer::size);
+    let size = below.first().map_or(Bytes::ZERO, Layer::size);
     let create = CreateOptions { size, ..CreateOptions::default() };
     ringdisk_qcow2::create(ring, &storage, None, &create)
         .await

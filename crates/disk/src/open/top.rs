@@ -86,7 +86,8 @@ impl Opening<'_> {
             }
             Err(error) if !*read_only && error.kind() == ErrorKind::PermissionDenied => {
                 let message = format!("{error}; open it read-only, or ask for write permission");
-                Err(Error::new(error.kind(), message))
+                let cause = error.cause().cloned();
+                Err(Error::new(error.kind(), message).because(cause))
             }
             result => result,
         }

@@ -2,6 +2,7 @@
 //!
 //! Promises: a window that the disk does not hold completely is refused.
 
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::Ring;
 
 use crate::graph::{Graph, Window};
@@ -42,11 +43,11 @@ fn is_asked(options: &ImageOptions) -> bool {
 /// * `name`: of the disk, for messages.
 ///
 /// Errors: `Invalid` when it goes past the end.
-fn asked(options: &ImageOptions, size: u64, name: &str) -> Result<Window, Error> {
+fn asked(options: &ImageOptions, size: Bytes, name: &str) -> Result<Window, Error> {
     let (start, len) = (options.window_offset, options.window_size);
-    let end = start.checked_add(len.unwrap_or(0));
-    if end.is_some_and(|end| end <= size) {
-        return Ok(Window::new(start, len));
+    let end = GuestOffset(start).checked_add(len.unwrap_or_default());
+    if end.is_some_and(|end| end.from_start() <= size) {
+        return Ok(Window::new(GuestOffset(start), len));
     }
     Err(Error::new(
         ErrorKind::Invalid,

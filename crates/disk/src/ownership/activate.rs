@@ -2,7 +2,10 @@
 //!
 //! Promises: on an error the disk is as it was, without the locks that were taken meanwhile.
 
+use std::future::{Future, poll_fn};
+use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ringdisk_qcow2::Info;
@@ -16,6 +19,7 @@ use crate::live::{again, broken, named_as};
 use crate::name::{printable, printable_path};
 use crate::open::locks::{LockWait, give_back, lock_all};
 use crate::open::{lock_of, raw_layer};
+use crate::task_mutex::TaskGuard;
 use crate::{Disk, Error, ErrorKind, ImageOptions};
 
 /// Locks that are released unless the disk becomes active.
@@ -59,24 +63,45 @@ impl Disk {
         let wait = LockWait::new(wait);
         let _end = wait.end_early();
         let change = |disk: Arc<Disk>, ring: Ring| async move {
-            disk.activate_now(&ring, State::Inactive, &wait).await
+            let turn = disk.changes().lock().await;
+            disk.activate_now(&ring, turn, State::Inactive, &wait).await
         };
         self.detached(ring, change).await
     }
 
     /// Makes the disk usable again after [`Disk::hand_over`], when the successor has failed and has
-    /// ended. Does nothing on an active disk.
+    /// ended. Does nothing on an active disk. Requests that come meanwhile wait for it.
     ///
     /// Errors: as [`Disk::activate`].
     pub async fn resume(&self, ring: &Ring) -> Result<(), Error> {
         let change = |disk: Arc<Disk>, ring: Ring| async move {
-            disk.activate_now(&ring, State::Quiet, &LockWait::new(Duration::ZERO)).await
+            let (turn, _resuming) = disk.turn_to_resume().await;
+            disk.activate_now(&ring, turn, State::Quiet, &LockWait::new(Duration::ZERO)).await
         };
         self.detached(ring, change).await
     }
 
-    async fn activate_now(&self, ring: &Ring, from: State, wait: &LockWait) -> Result<(), Error> {
-        let turn = self.changes().lock().await;
+    /// Waits for the lock of changes. Requests wait for it behind this, from the moment on in which
+    /// its place is taken.
+    async fn turn_to_resume(&self) -> (TaskGuard<'_>, Resuming<'_>) {
+        let mut lock = pin!(self.changes().lock());
+        let mut resuming = None;
+        let turn = poll_fn(|context| {
+            let turn = lock.as_mut().poll(context);
+            resuming.get_or_insert_with(|| Resuming::new(self));
+            turn
+        })
+        .await;
+        (turn, resuming.unwrap_or_else(|| Resuming::new(self)))
+    }
+
+    async fn activate_now(
+        &self,
+        ring: &Ring,
+        turn: TaskGuard<'_>,
+        from: State,
+        wait: &LockWait,
+    ) -> Result<(), Error> {
         let graph = self.graph();
         let mut taken = Taken(Vec::new());
         match graph.state {
@@ -115,6 +140,22 @@ impl Disk {
         self.put(&mut drained, fresh, true);
         taken.0.clear();
         Ok(())
+    }
+}
+
+/// Counts in [`Disk::resuming`] until it is dropped.
+struct Resuming<'a>(&'a Disk);
+
+impl<'a> Resuming<'a> {
+    fn new(disk: &'a Disk) -> Resuming<'a> {
+        disk.resuming.fetch_add(1, Ordering::AcqRel);
+        Resuming(disk)
+    }
+}
+
+impl Drop for Resuming<'_> {
+    fn drop(&mut self) {
+        self.0.resuming.fetch_sub(1, Ordering::AcqRel);
     }
 }
 

@@ -88,6 +88,7 @@ impl Disk {
             guarded: graph.bottom_guard().is_some(),
             window: graph.window,
             limits: self.changed_limits(),
+            copy_on_read: self.copy_on_read.changed(),
             layers: graph
                 .layers
                 .iter()
@@ -102,13 +103,13 @@ fn layer_state(layer: &Layer) -> Result<LayerState, Error> {
         Node::Null(null) => {
             let options = null.options(layer.size());
             Kind::Null {
-                size: options.size,
+                size: options.size.0,
                 read_zeroes: options.read_zeroes,
                 latency_ns: u64::try_from(options.latency.as_nanos()).unwrap_or(u64::MAX),
             }
         }
         Node::Raw(raw) => {
-            let fixed_size = raw.fixed_size.then(|| layer.size());
+            let fixed_size = raw.fixed_size.then(|| layer.size().0);
             Kind::Raw { offset: raw.offset.0, fixed_size }
         }
         Node::Qcow2(_) => Kind::Qcow2,

@@ -90,7 +90,7 @@ impl Disk {
     /// Checks that no commit, checkpoint or kernel passthrough uses the disk. The caller holds the
     /// lock of changes.
     fn check_own(&self) -> Result<(), Error> {
-        if self.is_busy.load(std::sync::atomic::Ordering::Acquire) {
+        if self.long.any() {
             return Err(busy());
         }
         if self.graph().running_fleece().is_some() {

@@ -3,20 +3,22 @@
 //! Promises: the text is read back exactly, also with any bytes in the names; a damaged text is
 //! refused as a whole.
 
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
+use ringdisk_messages::state::Versions;
 use ringdisk_throttle::Changed;
 use serde_json::{Map, Value, json};
 
 use crate::graph::Window;
 use crate::{Error, ErrorKind};
 
-/// Version of the text; a program refuses versions that it does not know.
-const VERSION: u64 = 1;
+/// Version of the text.
+const VERSION: u32 = 1;
 /// The version with a window, which a program of version 1 would ignore.
-const VERSION_WITH_WINDOW: u64 = 2;
+const VERSION_WITH_WINDOW: u32 = 2;
 
 /// State of a disk, without its descriptors.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -31,6 +33,8 @@ pub(crate) struct DiskState {
     pub(crate) window: Window,
     /// Limits that a command has set; an older version leaves them out.
     pub(crate) limits: Option<Changed>,
+    /// Copy-on-read, if a command has switched it; an older version leaves it out.
+    pub(crate) copy_on_read: Option<bool>,
     /// Top first.
     pub(crate) layers: Vec<LayerState>,
 }
@@ -70,7 +74,7 @@ impl DiskState {
         // A program that knows no windows must not serve the whole disk.
         let window = self.window;
         let (version, window) = match window.is_part() {
-            true => (VERSION_WITH_WINDOW, json!([window.start, window.len()])),
+            true => (VERSION_WITH_WINDOW, json!([window.start.0, window.len().map(|len| len.0)])),
             false => (VERSION, Value::Null),
         };
         json!({
@@ -81,6 +85,7 @@ impl DiskState {
             "read-only-reason": self.read_only_reason,
             "guarded": self.guarded,
             "limits": self.limits.map(|limits| limits.words()),
+            "copy-on-read": self.copy_on_read,
             "layers": self.layers.iter().map(LayerState::to_json).collect::<Vec<_>>(),
         })
         .to_string()
@@ -91,13 +96,8 @@ impl DiskState {
         let value: Value =
             serde_json::from_str(text).map_err(|error| damaged(&error.to_string()))?;
         let fields = Fields::of(&value)?;
-        let version = fields.number("version")?;
-        if ![VERSION, VERSION_WITH_WINDOW].contains(&version) {
-            return Err(damaged(&format!(
-                "its version is {version}, and this program knows {VERSION} and \
-                 {VERSION_WITH_WINDOW}"
-            )));
-        }
+        let known = Versions::new(VERSION, VERSION_WITH_WINDOW);
+        known.check(&value["version"]).map_err(|why| damaged(&why.to_string()))?;
         let layers = fields.list("layers")?;
         if layers.is_empty() || layers.len() > crate::LAYERS_MAX {
             return Err(damaged("the number of layers makes no sense"));
@@ -109,6 +109,7 @@ impl DiskState {
             guarded: fields.flag("guarded")?,
             window: window(fields.get("window"))?,
             limits: limits(fields.get("limits"))?,
+            copy_on_read: switch(fields.get("copy-on-read"))?,
             layers: layers.iter().map(LayerState::parse).collect::<Result<_, _>>()?,
         })
     }
@@ -166,7 +167,7 @@ fn window(value: &Value) -> Result<Window, Error> {
         return Ok(Window::default());
     }
     match numbers(value)?.as_slice() {
-        [Some(start), len] => Ok(Window::new(*start, *len)),
+        [Some(start), len] => Ok(Window::new(GuestOffset(*start), len.map(Bytes))),
         _ => Err(damaged("the window is none")),
     }
 }
@@ -178,6 +179,14 @@ fn limits(value: &Value) -> Result<Option<Changed>, Error> {
     let words: Result<[String; 2], _> = serde_json::from_value(value.clone());
     let limits = words.ok().and_then(|words| Changed::read(&words).ok());
     limits.map(Some).ok_or_else(|| damaged("the limits are none"))
+}
+
+fn switch(value: &Value) -> Result<Option<bool>, Error> {
+    match value {
+        Value::Null => Ok(None),
+        Value::Bool(is_on) => Ok(Some(*is_on)),
+        _ => Err(damaged("copy-on-read is neither on nor off")),
+    }
 }
 
 fn kind(value: &Value) -> Result<Kind, Error> {
@@ -230,10 +239,6 @@ impl<'a> Fields<'a> {
 
     fn flag(&self, name: &str) -> Result<bool, Error> {
         self.get(name).as_bool().ok_or_else(|| damaged(&format!("'{name}' is missing")))
-    }
-
-    fn number(&self, name: &str) -> Result<u64, Error> {
-        self.get(name).as_u64().ok_or_else(|| damaged(&format!("'{name}' is missing")))
     }
 
     fn list(&self, name: &str) -> Result<&'a [Value], Error> {
@@ -304,8 +309,9 @@ mod tests {
             read_only: true,
             read_only_reason: Some("why".to_owned()),
             guarded: true,
-            window: Window::new(512, Some(4096)),
+            window: Window::new(GuestOffset(512), Some(Bytes(4096))),
             limits: Some(Changed { begun: limits("none"), now: limits("iops=5") }),
+            copy_on_read: Some(false),
             layers: vec![qcow2, raw, null],
         }
     }
@@ -315,7 +321,7 @@ mod tests {
         assert_eq!(DiskState::parse(&disk_state().to_text()).expect("text"), disk_state());
         let plain = DiskState { layers: vec![LayerState::default()], ..DiskState::default() };
         assert_eq!(DiskState::parse(&plain.to_text()).expect("text"), plain);
-        let open = DiskState { window: Window::new(512, None), ..plain };
+        let open = DiskState { window: Window::new(GuestOffset(512), None), ..plain };
         assert_eq!(DiskState::parse(&open.to_text()).expect("text"), open);
     }
 
@@ -323,7 +329,7 @@ mod tests {
     fn only_a_window_needs_a_program_that_knows_windows() {
         let plain = DiskState { layers: vec![LayerState::default()], ..DiskState::default() };
         assert!(plain.to_text().contains("\"version\":1"));
-        let window = DiskState { window: Window::new(0, Some(1)), ..plain };
+        let window = DiskState { window: Window::new(GuestOffset(0), Some(Bytes(1))), ..plain };
         assert!(window.to_text().contains("\"version\":2"));
     }
 
@@ -332,6 +338,7 @@ mod tests {
         let text = disk_state().to_text();
         for (from, to) in [
             ("\"version\":2", "\"version\":3"),
+            ("\"copy-on-read\":false", "\"copy-on-read\":0"),
             ("[512,4096]", "[null,4096]"),
             ("[512,4096]", "[512]"),
             ("\"active\":true", "\"active\":1"),

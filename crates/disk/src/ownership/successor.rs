@@ -3,6 +3,7 @@
 //! Promises: no name is looked up; each descriptor is checked against the file in the description;
 //! the locks of the predecessor are kept, and a failure leaves them with it.
 
+use ringdisk_qcow2::Bytes;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
@@ -89,6 +90,9 @@ impl Disk {
         if let Some(limits) = state.limits {
             let _ = disk.handed_limits.set(limits);
         }
+        if let Some(is_on) = state.copy_on_read {
+            disk.copy_on_read.switch(is_on);
+        }
         Ok(disk)
     }
 
@@ -158,10 +162,10 @@ async fn open_layer(
     let mut layer = match (&state.kind, file) {
         (Kind::Null { size, read_zeroes, latency_ns }, None) => {
             let latency = Duration::from_nanos(*latency_ns);
-            Layer::null(&NullOptions { size: *size, read_zeroes: *read_zeroes, latency })
+            Layer::null(&NullOptions { size: Bytes(*size), read_zeroes: *read_zeroes, latency })
         }
         (Kind::Raw { offset, fixed_size }, Some(file)) if data.is_none() => {
-            raw_layer(file, &state.name, *offset, *fixed_size)?
+            raw_layer(file, &state.name, *offset, fixed_size.map(Bytes))?
         }
         (Kind::Qcow2, Some(file)) => {
             let mut image = open_qcow2(ring, file, options, state.writable).await?;

@@ -36,7 +36,8 @@ impl Disk {
         }
         changes.iter().for_each(|change| change.suspend());
         let end = Instant::now() + STOPPING;
-        while self.is_busy.load(Ordering::Acquire) && Instant::now() < end {
+        let is_any = || self.long.any() || self.backups.load(Ordering::Acquire) > 0;
+        while is_any() && Instant::now() < end {
             ring.sleep(POLL_INTERVAL).await;
         }
     }

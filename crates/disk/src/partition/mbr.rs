@@ -101,7 +101,7 @@ async fn logical(source: &impl Source, table: &mut Table, extended: &Entry) -> R
     // The record, and how long the entry that leads to it says that it is with its partition.
     let (mut at, mut len) = (base, u64::from(extended.sectors.get()));
     for _ in 0..RECORDS_MAX {
-        let bytes = read(source, at * sector, SECTOR_BYTES).await?;
+        let bytes = read(source, at * sector, SECTOR_BYTES.0).await?;
         let Some(entries) = bytes.as_deref().and_then(raw_entries) else {
             // An empty extended partition needs no record.
             let is_damage = at != base || bytes.is_none();

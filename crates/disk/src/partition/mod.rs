@@ -18,6 +18,7 @@ mod mbr;
 #[cfg(test)]
 mod tests;
 
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use std::fmt::Write as _;
 
 use ringdisk_ring::{Errno, IoBuf, Ring};
@@ -41,7 +42,7 @@ pub(crate) trait Source {
 
     /// Sector size that an MBR counts in, bytes; the MBR does not state it.
     fn sector(&self) -> u64 {
-        SECTOR_BYTES
+        SECTOR_BYTES.0
     }
 
     /// Reads bytes; fewer at the end of the disk only.
@@ -53,7 +54,7 @@ struct OnDisk<'a>(&'a Ring, &'a Disk);
 
 impl Source for OnDisk<'_> {
     fn size(&self) -> u64 {
-        self.1.size()
+        self.1.size().0
     }
 
     /// The sector size of the kernel: the logical block of the device at the bottom of the chain,
@@ -64,7 +65,7 @@ impl Source for OnDisk<'_> {
             Node::Raw(raw) => Some(&raw.storage).filter(|it| it.kind() == Kind::BlockDevice),
             Node::Qcow2(_) | Node::Null(_) | Node::Frozen(_) => None,
         });
-        device.map_or(SECTOR_BYTES, |device| u64::from(device.topology().logical_block))
+        device.map_or(SECTOR_BYTES.0, |device| u64::from(device.device_limits().logical_block))
     }
 
     async fn read(&self, offset: u64, len: usize) -> Result<Vec<u8>, Errno> {
@@ -146,7 +147,7 @@ pub(crate) async fn find(
 ///
 /// Errors: as [`find`].
 pub(crate) async fn table(source: &impl Source) -> Result<Table, Error> {
-    let first = read(source, 0, SECTOR_BYTES).await?;
+    let first = read(source, 0, SECTOR_BYTES.0).await?;
     let Some(entries) = first.as_deref().and_then(mbr::entries) else {
         return Err(Error::new(
             ErrorKind::Invalid,
@@ -218,7 +219,7 @@ impl Table {
         if self.own.iter().any(|&(start, len)| asked.meets(start, len)) {
             return refuse(format!("it lies over the partition table itself{by_hand}"));
         }
-        Ok(Window::new(start, Some(len)))
+        Ok(Window::new(GuestOffset(start), Some(Bytes(len))))
     }
 
     /// The list of partitions, for messages.

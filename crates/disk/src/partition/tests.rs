@@ -1,5 +1,6 @@
 //! Tables that are built here, byte by byte, and tables that mean harm.
 
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use std::cell::Cell;
 use std::future::Future;
 use std::pin::pin;
@@ -178,7 +179,7 @@ fn primaries_and_logical_partitions_have_the_numbers_of_the_kernel() {
     for (number, start, sectors) in
         [(1, 100, 900), (3, 6000, 1000), (5, 1010, 490), (6, 1510, 990), (7, 2510, 90)]
     {
-        let expected = Window::new(start * 512, Some(sectors * 512));
+        let expected = Window::new(GuestOffset(start * 512), Some(Bytes(sectors * 512)));
         assert_eq!(disk.window(number).expect("a partition"), expected, "{number}");
     }
 }
@@ -191,7 +192,7 @@ fn the_sectors_of_an_mbr_are_those_of_the_device() {
     disk.pieces = small.pieces.iter().map(|(at, bytes)| (at * 8, bytes.clone())).collect();
     for (number, start, sectors) in [(1, 100, 900), (3, 6000, 1000), (5, 1010, 490), (7, 2510, 90)]
     {
-        let expected = Window::new(start * 4096, Some(sectors * 4096));
+        let expected = Window::new(GuestOffset(start * 4096), Some(Bytes(sectors * 4096)));
         assert_eq!(disk.window(number).expect("a partition"), expected, "{number}");
     }
     let own = disk.table().expect("a table").own;
@@ -208,10 +209,19 @@ fn further_entries_of_a_record_count_where_the_kernel_counts_them() {
         record(&entries)
     };
     disk.put(1500 * 512, &third(600, 400));
-    assert_eq!(disk.window(7).expect("counted"), Window::new(2100 * 512, Some(400 * 512)));
-    assert_eq!(disk.window(8).expect("the next"), Window::new(2510 * 512, Some(90 * 512)));
+    assert_eq!(
+        disk.window(7).expect("counted"),
+        Window::new(GuestOffset(2100 * 512), Some(Bytes(400 * 512)))
+    );
+    assert_eq!(
+        disk.window(8).expect("the next"),
+        Window::new(GuestOffset(2510 * 512), Some(Bytes(90 * 512)))
+    );
     disk.put(1500 * 512, &third(600, 401));
-    assert_eq!(disk.window(7).expect("the next"), Window::new(2510 * 512, Some(90 * 512)));
+    assert_eq!(
+        disk.window(7).expect("the next"),
+        Window::new(GuestOffset(2510 * 512), Some(Bytes(90 * 512)))
+    );
     assert!(disk.refusal(8).contains("no such partition"));
 }
 
@@ -326,8 +336,14 @@ fn a_gpt_is_read_with_both_sizes_of_sectors_and_any_size_of_entries() {
         let mut gpt = Gpt::new(sector, 2000, &[(1, 40, 40), (9, 1500, 1600)]);
         (gpt.entry_bytes, gpt.array_at, gpt.count) = (entry_bytes, 1900, 16);
         let disk = gpt.disk();
-        assert_eq!(disk.window(1).expect("there"), Window::new(40 * sector, Some(sector)));
-        assert_eq!(disk.window(9).expect("there"), Window::new(1500 * sector, Some(101 * sector)));
+        assert_eq!(
+            disk.window(1).expect("there"),
+            Window::new(GuestOffset(40 * sector), Some(Bytes(sector)))
+        );
+        assert_eq!(
+            disk.window(9).expect("there"),
+            Window::new(GuestOffset(1500 * sector), Some(Bytes(101 * sector)))
+        );
     }
 }
 
@@ -338,7 +354,10 @@ fn the_last_header_counts_where_the_first_is_damaged() {
         (gpt.at, gpt.array_at) = (1999, 1967);
         let mut disk = gpt.disk();
         disk.put(sector, b"EFI PART and then nothing that fits");
-        assert_eq!(disk.window(2).expect("there"), Window::new(40 * sector, Some(10 * sector)));
+        assert_eq!(
+            disk.window(2).expect("there"),
+            Window::new(GuestOffset(40 * sector), Some(Bytes(10 * sector)))
+        );
         disk.put(1999 * sector + 60, &[1]);
         let error = disk.table().expect_err("both damaged");
         assert_eq!(error.kind(), ErrorKind::Corrupt);
@@ -416,7 +435,10 @@ fn absurd_entries_of_a_gpt_are_refused_and_the_others_are_not() {
     assert!(disk.refusal(4).contains("beyond any disk"));
     assert!(disk.refusal(5).contains("shares bytes with partition 6"));
     assert!(disk.refusal(7).contains("outside the part of the disk"));
-    assert_eq!(disk.window(8).expect("good"), Window::new(400 * 512, Some(101 * 512)));
+    assert_eq!(
+        disk.window(8).expect("good"),
+        Window::new(GuestOffset(400 * 512), Some(Bytes(101 * 512)))
+    );
 }
 
 #[test]
@@ -431,16 +453,17 @@ fn no_table_gives_a_window_that_is_not_its_own() {
         for each in &table.partitions {
             let Ok(window) = table.window(each.number, disk.size) else { continue };
             windows += 1;
-            assert!(window.end <= disk.size && window.start < window.end);
+            let (first, end) = (window.start.0, window.end.0);
+            assert!(end <= disk.size && first < end);
             // Not over any other partition but the one that holds it, and not over the table.
             let others = table.partitions.iter().filter(|other| other.number != each.number);
             for other in others.filter(|other| !(other.is_extended && each.number > 4)) {
-                let end = other.start.saturating_add(other.len);
-                let apart = other.len == 0 || end <= window.start || window.end <= other.start;
+                let other_end = other.start.saturating_add(other.len);
+                let apart = other.len == 0 || other_end <= first || end <= other.start;
                 assert!(apart, "{window:?} and {other:?}");
             }
             for (start, len) in &table.own {
-                assert!(start + len <= window.start || window.end <= *start);
+                assert!(start + len <= first || end <= *start);
             }
         }
     }

@@ -3,6 +3,7 @@
 //! Promises: pure but for the wakers; times are given by the caller. Every change wakes all who
 //! wait, and each of them looks again, so no wake-up is lost.
 
+use ringdisk_qcow2::Bytes;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
@@ -65,7 +66,7 @@ pub(super) struct Gate {
 
 impl Gate {
     /// Lets a piece pass, or says what it waits for.
-    pub(super) fn enter(&mut self, now: Duration, bytes: u64) -> Wait {
+    pub(super) fn enter(&mut self, now: Duration, bytes: Bytes) -> Wait {
         if self.paused.is_some() {
             return Wait::Resume(self.turn);
         }
@@ -80,7 +81,7 @@ impl Gate {
     }
 
     /// Has later pieces wait for these bytes.
-    pub(super) fn charge(&mut self, now: Duration, bytes: u64) {
+    pub(super) fn charge(&mut self, now: Duration, bytes: Bytes) {
         if self.speed > 0 {
             let from = self.free_at.max(now.saturating_sub(CATCH_UP));
             self.free_at = from.saturating_add(time_of(bytes, self.speed));
@@ -161,8 +162,8 @@ impl Gate {
 }
 
 /// The time that a piece takes at a limit.
-fn time_of(bytes: u64, speed: u64) -> Duration {
-    seconds(bytes as f64 / speed as f64)
+fn time_of(bytes: Bytes, speed: u64) -> Duration {
+    seconds(bytes.0 as f64 / speed as f64)
 }
 
 /// A time; at most [`WAIT_MAX`].

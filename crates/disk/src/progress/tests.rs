@@ -1,3 +1,6 @@
+use ringdisk_qcow2::Bytes;
+use std::time::Instant;
+
 use super::gate::{Gate, Wait};
 use super::*;
 
@@ -8,7 +11,7 @@ const SECOND: Duration = Duration::from_secs(1);
 fn passed(gate: &mut Gate, piece: u64, from: Duration, time: Duration, late: Duration) -> u64 {
     let (mut now, mut bytes) = (from, 0);
     while now < from + time {
-        match gate.enter(now, piece) {
+        match gate.enter(now, Bytes(piece)) {
             Wait::Go => bytes += piece,
             Wait::Until(_, wait) => now += wait + late,
             Wait::Resume(_) => break,
@@ -38,34 +41,34 @@ fn ten_seconds_have_the_bytes_of_the_limit() {
 #[test]
 fn a_piece_larger_than_the_limit_passes_and_the_next_waits_for_it() {
     let mut gate = limited(1 << 20);
-    assert_eq!(gate.enter(SECOND, 4 << 20), Wait::Go);
-    let Wait::Until(_, wait) = gate.enter(SECOND, 1) else { panic!("no limit") };
+    assert_eq!(gate.enter(SECOND, Bytes(4 << 20)), Wait::Go);
+    let Wait::Until(_, wait) = gate.enter(SECOND, Bytes(1)) else { panic!("no limit") };
     assert!(wait > 3 * SECOND && wait <= 4 * SECOND, "{wait:?}");
 }
 
 #[test]
 fn bytes_that_are_told_afterwards_hold_up_the_next_piece() {
     let mut gate = limited(1 << 20);
-    assert_eq!(gate.enter(SECOND, 0), Wait::Go);
-    assert_eq!(gate.enter(SECOND, 0), Wait::Go);
-    gate.charge(SECOND, 1 << 20);
-    gate.charge(SECOND, 1 << 20);
-    let Wait::Until(_, wait) = gate.enter(SECOND, 0) else { panic!("no limit") };
+    assert_eq!(gate.enter(SECOND, Bytes::ZERO), Wait::Go);
+    assert_eq!(gate.enter(SECOND, Bytes::ZERO), Wait::Go);
+    gate.charge(SECOND, Bytes(1 << 20));
+    gate.charge(SECOND, Bytes(1 << 20));
+    let Wait::Until(_, wait) = gate.enter(SECOND, Bytes::ZERO) else { panic!("no limit") };
     assert!(wait > SECOND && wait <= 2 * SECOND, "{wait:?}");
 }
 
 #[test]
 fn a_new_limit_stretches_and_shortens_the_wait_that_is_left() {
     let mut gate = limited(1 << 20);
-    assert_eq!(gate.enter(SECOND, 8 << 20), Wait::Go);
+    assert_eq!(gate.enter(SECOND, Bytes(8 << 20)), Wait::Go);
     gate.set_speed(SECOND, 8 << 20);
-    let Wait::Until(_, wait) = gate.enter(SECOND, 1) else { panic!("no limit") };
+    let Wait::Until(_, wait) = gate.enter(SECOND, Bytes(1)) else { panic!("no limit") };
     assert!(wait <= SECOND, "{wait:?}");
     gate.set_speed(SECOND, 1);
-    let Wait::Until(_, wait) = gate.enter(SECOND, 1) else { panic!("no limit") };
+    let Wait::Until(_, wait) = gate.enter(SECOND, Bytes(1)) else { panic!("no limit") };
     assert!(wait > 1000 * SECOND, "{wait:?}");
     gate.set_speed(SECOND, 0);
-    assert_eq!(gate.enter(SECOND, u64::MAX), Wait::Go);
+    assert_eq!(gate.enter(SECOND, Bytes::MAX), Wait::Go);
 }
 
 #[test]
@@ -73,7 +76,7 @@ fn limits_at_the_edge_of_numbers_do_not_overflow() {
     for speed in [1, u64::MAX] {
         let mut gate = limited(speed);
         for now in [Duration::ZERO, SECOND, Duration::MAX] {
-            gate.enter(now, u64::MAX);
+            gate.enter(now, Bytes::MAX);
             gate.set_speed(now, speed);
         }
     }
@@ -121,7 +124,7 @@ fn a_paused_operation_rests_until_it_is_resumed_or_cancelled() {
         std::thread::sleep(later);
         progress.resume();
     };
-    let result = beside(&progress, resume, async |ring| progress.pace(&ring, 1).await);
+    let result = beside(&progress, resume, async |ring| progress.pace(&ring, Bytes(1)).await);
     assert_eq!(result, Ok(()));
     assert!(begun.elapsed() >= later);
     progress.pause();
@@ -129,7 +132,7 @@ fn a_paused_operation_rests_until_it_is_resumed_or_cancelled() {
         std::thread::sleep(later);
         progress.cancel();
     };
-    let result = beside(&progress, cancel, async |ring| progress.pace(&ring, 1).await);
+    let result = beside(&progress, cancel, async |ring| progress.pace(&ring, Bytes(1)).await);
     assert_eq!(result, Err(Errno::CANCELED));
 }
 
@@ -145,8 +148,8 @@ fn a_wait_for_the_limit_ends_when_the_limit_or_the_operation_does() {
             change(progress);
         };
         let result = beside(&progress, change, async |ring| {
-            progress.pace(&ring, 1 << 30).await?;
-            progress.pace(&ring, 1).await
+            progress.pace(&ring, Bytes(1 << 30)).await?;
+            progress.pace(&ring, Bytes(1)).await
         });
         assert_eq!(result, expected);
     }
@@ -166,4 +169,15 @@ fn a_full_storage_is_tried_again_after_resume() {
     assert_eq!(again, Ok(()));
     let ended = beside(&progress, |_| {}, async |ring| progress.failed(&ring, Errno::IO).await);
     assert_eq!(ended, Err(Errno::IO));
+}
+
+#[test]
+fn an_operation_that_failed_or_was_cancelled_was_not_suspended() {
+    let progress = Progress::new();
+    let (cut, failed) = (Error::os("copy", Errno::CANCELED), Error::os("copy", Errno::IO));
+    assert!(!progress.was_suspended(&cut));
+    progress.suspend();
+    assert!(progress.was_suspended(&cut) && !progress.was_suspended(&failed));
+    progress.cancel();
+    assert!(!progress.was_suspended(&cut));
 }

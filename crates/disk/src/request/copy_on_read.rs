@@ -8,7 +8,7 @@
 
 use std::sync::atomic::Ordering;
 
-use ringdisk_qcow2::GuestOffset;
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::Ring;
 
 use crate::Disk;
@@ -24,8 +24,8 @@ impl Disk {
     }
 
     /// Bytes that were kept since the disk was opened.
-    pub fn kept_on_read(&self) -> u64 {
-        self.copy_on_read.kept.load(Ordering::Relaxed)
+    pub fn kept_on_read(&self) -> Bytes {
+        Bytes(self.copy_on_read.kept.load(Ordering::Relaxed))
     }
 
     /// Begins or ends it, for requests from now on. Any thread.
@@ -44,8 +44,20 @@ impl Disk {
                 return Err(Error::new(ErrorKind::Unsupported, why));
             }
         }
-        self.copy_on_read.is_on.store(is_on, Ordering::Relaxed);
+        self.copy_on_read.switch(is_on);
         Ok(())
+    }
+
+    /// It is what a command has made it in a process before this one, whatever the image on top is
+    /// by now: reads of a disk whose top keeps nothing stay as they are.
+    pub fn follow_copy_on_read(&self, is_on: bool) {
+        self.copy_on_read.switch(is_on);
+    }
+
+    /// Calls `watch` with each change that a command makes ([`Disk::set_copy_on_read`]), on its
+    /// thread. The first one stays.
+    pub fn watch_copy_on_read(&self, watch: impl Fn(bool) + Send + Sync + 'static) {
+        self.copy_on_read.watch(Box::new(watch));
     }
 
     /// Fills the clusters of the top that a read touches and that the top has nothing of.
@@ -56,18 +68,18 @@ impl Disk {
         ring: &Ring,
         graph: &Graph,
         offset: u64,
-        len: u64,
+        len: Bytes,
     ) {
         let Some(image) = graph.top_image().filter(|_| graph.layers.len() > 1) else { return };
         let (start, len) = graph.place(offset, len);
-        if len == 0 || self.is_read_only() {
+        if len.is_zero() || self.is_read_only() {
             return;
         }
         let cluster = image.info().cluster_size();
-        let end = (start + len).next_multiple_of(cluster).0.min(graph.size());
+        let end = (start + len).next_multiple_of(cluster).min(GuestOffset::after(graph.size()));
         let filler = Filler::new(graph, graph.layers.len());
-        let mut kept = 0;
-        for (at, len) in pieces(start.align_down(cluster), GuestOffset(end)) {
+        let mut kept = Bytes::ZERO;
+        for (at, len) in pieces(start.align_down(cluster), end) {
             match filler.piece(ring, at, len).await {
                 Ok(copied) => kept += copied,
                 // The client's own read gets it, too.
@@ -84,8 +96,8 @@ impl Disk {
                 }
             }
         }
-        if kept > 0 {
-            self.copy_on_read.kept.fetch_add(kept, Ordering::Relaxed);
+        if !kept.is_zero() {
+            self.copy_on_read.kept.fetch_add(kept.0, Ordering::Relaxed);
             self.copy_on_read.is_failing.store(false, Ordering::Relaxed);
             self.look_after(ring, image);
         }

@@ -4,6 +4,7 @@
 //! waits. The answer holds as long as the [`View`] and the [`Mapped`] live: the disk does not
 //! change, and a cluster that is freed meanwhile is not used again.
 
+use ringdisk_qcow2::Bytes;
 use std::sync::Arc;
 
 use ringdisk_ring::{Errno, Ring};
@@ -39,18 +40,18 @@ pub enum Mapping<'a> {
         /// Offset in the storage, bytes.
         offset: u64,
         /// Length, bytes.
-        len: u64,
+        len: Bytes,
     },
     /// Zeroes.
     Zero {
         /// Length, bytes.
-        len: u64,
+        len: Bytes,
     },
     /// Bytes that only [`Disk::read`] can give: compressed, of a frozen disk, or a null disk's
     /// (where a read leaves the buffer alone, after the disk's latency).
     ReadOnly {
         /// Length, bytes.
-        len: u64,
+        len: Bytes,
     },
     /// The range begins at or after the end of the disk.
     PastEnd,
@@ -70,7 +71,7 @@ impl View<'_> {
     /// * `len`: how many bytes are of interest; the answer may be shorter.
     ///
     /// Errors: EIO for a damaged image, and those of the storage.
-    pub async fn map(&self, ring: &Ring, offset: u64, len: u64) -> Result<Mapped<'_>, Errno> {
+    pub async fn map(&self, ring: &Ring, offset: u64, len: Bytes) -> Result<Mapped<'_>, Errno> {
         let graph = &self.graph;
         graph.check()?;
         if self.disk.copies_on_read() {
@@ -79,7 +80,7 @@ impl View<'_> {
         let graces = graph.graces();
         let mapped = |mapping| Ok(Mapped { mapping, _graces: graces });
         let (offset, len) = graph.place(offset, len);
-        if len == 0 {
+        if len.is_zero() {
             return mapped(Mapping::PastEnd);
         }
         if let Node::Frozen(frozen) = &graph.top().node {

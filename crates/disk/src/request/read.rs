@@ -2,6 +2,7 @@
 //!
 //! Promises: those of `chain/read.rs`; what the window of the disk does not show is never read.
 
+use ringdisk_qcow2::Bytes;
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_throttle::Kind;
 
@@ -18,7 +19,7 @@ impl Disk {
     ///
     /// Errors: those of the storage; EIO for a damaged image.
     pub async fn read(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
-        self.pass_limits(ring, Kind::Read, buf.len() as u64).await;
+        self.pass_limits(ring, Kind::Read, Bytes::of(buf.len())).await;
         self.read_part(ring, offset, buf).await
     }
 
@@ -30,7 +31,7 @@ impl Disk {
         let graph = self.enter().await;
         graph.check()?;
         if self.copies_on_read() {
-            let kept = self.keep_what_is_read(ring, &graph, offset, buf.len() as u64);
+            let kept = self.keep_what_is_read(ring, &graph, offset, Bytes::of(buf.len()));
             Box::pin(kept).await;
         }
         graph.read(ring, offset, buf).await
@@ -40,7 +41,7 @@ impl Disk {
 impl Graph {
     /// As [`Disk::read`].
     pub(crate) async fn read(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
-        let (offset, len) = self.place(offset, buf.len() as u64);
+        let (offset, len) = self.place(offset, Bytes::of(buf.len()));
         // Not longer than the buffer.
         let len = usize::try_from(len).unwrap_or(usize::MAX).min(buf.len());
         match &self.top().node {

@@ -2,6 +2,7 @@
 //!
 //! Promises: no data is read. For the control path and SEEK_DATA/SEEK_HOLE.
 
+use ringdisk_qcow2::Bytes;
 use ringdisk_ring::{Errno, Ring};
 use serde_json::{Value, json};
 
@@ -23,7 +24,7 @@ impl MapEntry {
         let status = &self.status;
         let mut value = json!({
             "start": self.start,
-            "length": status.len,
+            "length": status.len.0,
             "depth": status.depth,
             "present": status.present,
             "zero": status.zero,
@@ -41,7 +42,7 @@ impl MapEntry {
         let (ours, theirs) = (&mut self.status, &next.status);
         let follows = match (ours.offset, theirs.offset) {
             (None, None) => true,
-            (Some(ours_at), Some(theirs_at)) => ours_at.checked_add(ours.len) == Some(theirs_at),
+            (Some(ours_at), Some(theirs_at)) => ours_at.checked_add(ours.len.0) == Some(theirs_at),
             _ => false,
         };
         let same = BlockStatus { len: theirs.len, offset: theirs.offset, ..*ours } == *theirs;
@@ -62,13 +63,13 @@ impl Disk {
         &self,
         ring: &Ring,
         offset: u64,
-        len: u64,
+        len: Bytes,
     ) -> Result<BlockStatus, Errno> {
         let graph = self.enter().await;
         graph.check()?;
         let (offset, len) = graph.place(offset, len);
         if let Node::Frozen(frozen) = &graph.top().node {
-            return if len == 0 {
+            return if len.is_zero() {
                 Ok(BlockStatus::EMPTY)
             } else {
                 frozen.piece(ring, offset, len).await.map(BlockStatus::from)
@@ -86,19 +87,19 @@ impl Disk {
         &self,
         ring: &Ring,
         start: u64,
-        len: u64,
+        len: Bytes,
         mut each: impl FnMut(&MapEntry),
     ) -> Result<(), Errno> {
-        let end = start.saturating_add(len).min(self.size());
+        let end = start.saturating_add(len.0).min(self.size().0);
         let mut at = start;
         let mut current: Option<MapEntry> = None;
         while at < end {
-            let status = self.block_status(ring, at, end - at).await?;
-            if status.len == 0 {
+            let status = self.block_status(ring, at, Bytes(end - at)).await?;
+            if status.len.is_zero() {
                 break;
             }
             let entry = MapEntry { start: at, status };
-            at += status.len;
+            at += status.len.0;
             if current.as_mut().is_some_and(|run| run.extend(&entry)) {
                 continue;
             }

@@ -4,6 +4,7 @@
 //! never waits for a limit; jobs of the disk itself (a commit, a resize) are not limited. A disk
 //! that never had a limit pays one load for each request.
 
+use ringdisk_qcow2::Bytes;
 use std::sync::Arc;
 
 use ringdisk_ring::Ring;
@@ -120,9 +121,9 @@ impl Disk {
     /// Waits until the limits let a request go on. Queue thread; before the request enters the
     /// graph. The requests of this crate do so themselves, but for [`Disk::read_part`].
     #[inline]
-    pub async fn pass_limits(&self, ring: &Ring, kind: Kind, bytes: u64) {
+    pub async fn pass_limits(&self, ring: &Ring, kind: Kind, bytes: Bytes) {
         if let Some(member) = self.limit.get() {
-            member.pass(ring, kind, bytes).await;
+            member.pass(ring, kind, bytes.0).await;
         }
     }
 }

@@ -2,8 +2,9 @@
 //!
 //! Promises: after a write that left metadata dirty a task of the same ring writes it within about
 //! a second (or at once when the image says that too much is dirty), so a crash loses little and
-//! memory stays bounded. The task enters the graph like a request, so a change of the disk waits
-//! for it and it never works on an image that was closed.
+//! memory stays bounded. The task enters the graph like a request, so it never works on an image
+//! that was closed. A change waits for it before it keeps clients waiting: the flush of a
+//! write-back can take long.
 
 use std::sync::Weak;
 use std::sync::atomic::Ordering;
@@ -56,6 +57,11 @@ impl Disk {
                 Some(DELAY)
             }
         };
+        self.write_back_after(ring, delay);
+    }
+
+    /// Starts a task that writes dirty metadata back.
+    fn write_back_after(&self, ring: &Ring, delay: Option<Duration>) {
         let pending = PendingWriteBack { disk: self.weak(), is_done: false };
         let handle = ring.clone();
         ring.spawn(async move {
@@ -70,12 +76,16 @@ impl Disk {
 
     /// Writes dirty metadata of all writable layers.
     async fn write_back(&self, ring: &Ring) {
-        let graph = self.enter().await;
+        let _alone = self.gateway().write_backs().lock().await;
+        let graph = self.enter_beside_clients().await;
         for layer in graph.layers.iter().filter(|layer| layer.is_writable) {
             if let Some(image) = layer.qcow2() {
                 image.write_back(ring).await;
-                // What could not be freed or written yet is tried again later.
-                self.look_after(ring, image);
+                // What could not be freed or written yet is tried again later: at once it might
+                // fail again and again, and keep a change out.
+                if image.wants_write_back() != WriteBack::Nothing {
+                    self.write_back_after(ring, Some(DELAY));
+                }
             }
         }
     }

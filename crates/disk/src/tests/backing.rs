@@ -19,7 +19,7 @@ use crate::{
     Backing, CommitOptions, Disk, Error, ErrorKind, Format, ImageOptions, OverlayOptions, Progress,
     SnapshotChange,
 };
-use ringdisk_qcow2::GuestOffset;
+use ringdisk_qcow2::{Bytes, GuestOffset};
 
 const MIB: usize = 1 << 20;
 
@@ -79,10 +79,10 @@ fn what_a_discard_uncovers_while_backing_files_are_compared_is_compared_again() 
                 *slot.borrow_mut() = Some(changed);
             });
             // All is compared but the piece that is held.
-            while base.held().is_empty() || progress.done() < 3 * MIB as u64 {
+            while base.held().is_empty() || progress.done() < Bytes(3 * MIB as u64) {
                 ring.sleep(std::time::Duration::from_millis(1)).await;
             }
-            assert_eq!(disk.discard(&ring, 0, 64 << 10).await, Ok(()));
+            assert_eq!(disk.discard(&ring, 0, Bytes(64 << 10)).await, Ok(()));
             let mut bytes = vec![0; 4 * MIB];
             bytes[2 * MIB..2 * MIB + (64 << 10)].fill(7);
             base.clear_rules();
@@ -136,14 +136,17 @@ fn clients_append_while_backing_files_are_compared() {
             let grown = Rc::new(std::cell::Cell::new(None));
             let (other, handle, slot) = (Arc::clone(&disk), ring.clone(), Rc::clone(&grown));
             ring.spawn(async move {
-                slot.set(Some(other.grow(&handle, 20 * MIB as u64).await));
+                slot.set(Some(other.grow(&handle, Bytes(20 * MIB as u64)).await));
             });
             while grown.get().is_none() {
                 base.release_all();
                 ring.sleep(std::time::Duration::from_millis(1)).await;
             }
             assert_eq!(grown.get(), Some(Ok(())));
-            assert!(progress.done() < 16 * MIB as u64, "it has waited until all was compared");
+            assert!(
+                progress.done() < Bytes(16 * MIB as u64),
+                "it has waited until all was compared"
+            );
             // Other changes wait for the next time.
             let snapshot = disk.snapshot(&ring, SnapshotChange::Create("s".to_owned())).await;
             assert_eq!(snapshot.expect_err("busy").kind(), ErrorKind::Busy);
@@ -397,7 +400,8 @@ fn a_base_that_is_deleted_while_a_commit_copies_gets_no_data_that_is_taken_from_
         assert_same(&read_steps(&ring, &disk, MIB).await, &bytes);
         let open = ringdisk_qcow2::OpenOptions::default();
         let emptied = ringdisk_qcow2::Qcow2::open(&ring, top.fork(1).storage(), &open).await;
-        let kept = emptied.expect("open").map(&ring, GuestOffset(0), 65536).await.expect("map");
+        let kept =
+            emptied.expect("open").map(&ring, GuestOffset(0), Bytes(65536)).await.expect("map");
         assert!(matches!(kept.kind, ringdisk_qcow2::ExtentKind::Data { .. }), "{kept:?}");
         // With its name again it takes the data.
         std::fs::rename(&away, &base).expect("rename");

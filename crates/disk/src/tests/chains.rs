@@ -1,5 +1,6 @@
 //! Backing chains: every byte as `qemu-img convert` gives it, and the refusals.
 
+use ringdisk_qcow2::Bytes;
 use std::fs;
 use std::path::Path;
 use std::time::Instant;
@@ -7,7 +8,7 @@ use std::time::Instant;
 use tempfile::TempDir;
 
 use super::{assert_same, directory, open, qemu_img, qemu_io, read_steps, reading, refusal, run};
-use crate::{Cache, ErrorKind, Format, ImageOptions, LAYERS_MAX};
+use crate::{Cache, Cause, ErrorKind, Format, ImageOptions, LAYERS_MAX};
 
 /// Compares an image with what `qemu-img convert` makes of it, in requests of several sizes.
 fn compare(directory: &TempDir, image: &str, options: &ImageOptions) {
@@ -186,7 +187,7 @@ fn a_json_name_states_the_format_where_the_header_does_not() {
     run(async |ring| {
         let path = directory.path().join("top.qcow2");
         let disk = open(&ring, path, &reading()).await.expect("open");
-        assert_eq!(disk.layers()[1].size(), 2048);
+        assert_eq!(disk.layers()[1].size(), Bytes(2048));
         assert_eq!(disk.layers()[1].format(), Some(Format::Raw));
     });
 }
@@ -260,6 +261,7 @@ fn loops_are_refused() {
     let error = refusal(directory.path().join("a"), &reading());
     assert_eq!(error.kind(), ErrorKind::Loop, "{error}");
     assert!(error.message().contains("loop"), "{error}");
+    assert!(matches!(error.cause(), Some(Cause::BackingLoop { .. })), "{error:?}");
     rebase("c", "hard");
     assert_eq!(refusal(directory.path().join("a"), &reading()).kind(), ErrorKind::Loop);
     rebase("a", "a");
@@ -418,7 +420,7 @@ fn threads_read_one_disk_with_a_small_cache_at_once() {
     qemu_img(&directory, &["convert", "-O", "raw", "top.qcow2", "expected.raw"]);
     let expected = fs::read(directory.path().join("expected.raw")).expect("read");
     let path = directory.path().join("top.qcow2");
-    let options = ImageOptions { metadata_cache_bytes: Some(64 << 10), ..reading() };
+    let options = ImageOptions { metadata_cache_bytes: Some(Bytes(64 << 10)), ..reading() };
     let disk = run(async |ring| open(&ring, path, &options).await.expect("open"));
     std::thread::scope(|scope| {
         for step in [4096, 50_000, 1 << 20] {

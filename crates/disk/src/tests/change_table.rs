@@ -14,7 +14,7 @@
 //! has failed; no request of a client has. In some cells clients wait for a limit of the disk.
 //!
 //! A mirror is a change with one storage more, its target: no failure of that is one of a client,
-//! until the disk has switched over to it.
+//! until the disk has switched over to it. So is a backup, whose disk stays where it is.
 //!
 //! Two failures may leave a disk that answers with errors until it is opened again, and a change
 //! that was made although an error was told; never wrong bytes, damaged images, or a bitmap that is
@@ -182,6 +182,16 @@ fn a_disk_switches_over_to_a_raw_image_in_step_or_stays() {
 #[test]
 fn a_copy_is_left_or_refused() {
     table(Change::MirrorLeft);
+}
+
+#[test]
+fn a_backup_is_made_or_refused() {
+    table(Change::Backup);
+}
+
+#[test]
+fn a_backup_to_a_raw_image_is_made_or_refused() {
+    table(Change::BackupRaw);
 }
 
 #[test]

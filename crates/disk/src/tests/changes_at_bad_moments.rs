@@ -1,5 +1,6 @@
 //! Changes of the graph that fail half way, or meet a client at the worst moment.
 
+use ringdisk_qcow2::Bytes;
 use std::sync::Arc;
 
 use ringdisk_ring::IoBuf;
@@ -148,7 +149,7 @@ fn what_is_discarded_while_a_commit_copies_it_stays_discarded() {
                 ring.yield_now().await;
             }
             // What was read of it is on its way into the base.
-            assert_eq!(disk.punch(&ring, 0, 512 << 10).await, Ok(()));
+            assert_eq!(disk.punch(&ring, 0, Bytes(512 << 10)).await, Ok(()));
             base.clear_rules();
             while !done.get() {
                 base.release_all();
@@ -200,7 +201,7 @@ fn a_cluster_that_was_read_is_not_given_away_after_a_change() {
             assert_eq!(disk.read(&ring, 2 << 20, &buf).await, Ok(CLUSTER));
             // They may be refused.
             let is_made = match change {
-                "resize" => disk.resize(&ring, 16 << 20).await.is_ok(),
+                "resize" => disk.resize(&ring, Bytes(16 << 20)).await.is_ok(),
                 "snapshot" => {
                     let create = crate::SnapshotChange::Create("s".to_owned());
                     disk.snapshot(&ring, create).await.is_ok()

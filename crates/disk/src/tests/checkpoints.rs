@@ -7,6 +7,7 @@ mod frozen;
 mod refusals;
 mod under_load;
 
+use ringdisk_qcow2::Bytes;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -32,7 +33,7 @@ fn fleece() -> Arc<Storage> {
 }
 
 fn options() -> CheckpointOptions {
-    CheckpointOptions::new(fleece(), 1 << 30)
+    CheckpointOptions::new(fleece(), Bytes(1 << 30))
 }
 
 /// Makes a checkpoint of one disk.

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ringdisk_qcow2::{Qcow2, check_bytes};
+use ringdisk_qcow2::{Bytes, Qcow2, check_bytes};
 use ringdisk_ring::{IoBuf, Ring};
 use ringdisk_testkit::sim::{Fault, OpKind, Prng, SimStorage, When};
 
@@ -410,14 +410,14 @@ fn a_base_that_cannot_grow_with_the_disk_ends_the_commit_and_no_client() {
         }
         let grown = std::rc::Rc::new(std::cell::Cell::new(None));
         let (other, handle, slot) = (Arc::clone(&disk), ring.clone(), grown.clone());
-        ring.spawn(async move { slot.set(Some(other.grow(&handle, 6 << 20).await)) });
+        ring.spawn(async move { slot.set(Some(other.grow(&handle, Bytes(6 << 20)).await)) });
         while grown.get().is_none() || committed.borrow().is_none() {
             base.release_all();
             ring.yield_now().await;
         }
         assert_eq!(grown.get(), Some(Ok(())));
         assert_eq!(committed.take(), Some(Err(Some(Errno::NOSPC))));
-        assert_eq!((disk.size(), disk.layers().len()), (6 << 20, 3));
+        assert_eq!((disk.size(), disk.layers().len()), (Bytes(6 << 20), 3));
         bytes.resize(6 << 20, 0);
         base.clear_rules();
         assert_eq!(write_on(&ring, &disk, &mut bytes).await, Ok(()));
@@ -433,7 +433,7 @@ async fn over_device(ring: &Ring, top: &SimStorage, device: &SimStorage) -> Arc<
     let open = ringdisk_qcow2::OpenOptions { writable: true, ..Default::default() };
     let image = Qcow2::open(ring, top.storage(), &open).await.expect("the image opens");
     let raw = Raw::new(device.storage());
-    let mut base = Layer::new(Node::Raw(raw), device.len());
+    let mut base = Layer::new(Node::Raw(raw), Bytes(device.len()));
     base.name = PathBuf::from("/dev/simulated");
     Disk::build(vec![qcow2_layer(image, true), base], Parts::new(&ImageOptions::default()))
 }
@@ -463,7 +463,7 @@ fn a_base_on_a_block_device_takes_a_commit_of_a_disk_of_its_size_only() {
 
             // What the message advises, and what a smaller device allows.
             let options = ResizeOptions { shrink: true, ..ResizeOptions::default() };
-            disk.resize_with(&ring, device.len(), options).await.expect("resized");
+            disk.resize_with(&ring, Bytes(device.len()), options).await.expect("resized");
             disk.commit(&ring, CommitOptions::TOP, &progress).await.expect("commit");
             let mut expected = shown;
             expected.resize(before.len(), 0);

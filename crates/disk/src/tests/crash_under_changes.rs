@@ -9,6 +9,7 @@
 mod clients;
 mod judge;
 
+use ringdisk_qcow2::Bytes;
 use std::cell::{Cell, RefCell};
 use std::future::Future;
 use std::path::PathBuf;
@@ -206,8 +207,10 @@ async fn change(shore: &Shore) {
     let snapshot = |change| disk.snapshot(ring, change);
     let done = match shore.what {
         Change::Commit(options, _) => disk.commit(ring, options, &progress).await,
-        Change::Grow => disk.resize_with(ring, GROWN, ResizeOptions::default()).await.map(drop),
-        Change::Shrink => disk.resize_with(ring, SMALL, shrink).await.map(drop),
+        Change::Grow => {
+            disk.resize_with(ring, Bytes(GROWN), ResizeOptions::default()).await.map(drop)
+        }
+        Change::Shrink => disk.resize_with(ring, Bytes(SMALL), shrink).await.map(drop),
         Change::Overlay => disk.add_overlay(ring, OVER, OverlayOptions::default()).await,
         Change::Create => snapshot(SnapshotChange::Create(KEPT.to_owned())).await,
         Change::Apply => snapshot(SnapshotChange::Apply(KEPT.to_owned())).await,

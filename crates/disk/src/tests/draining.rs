@@ -1,5 +1,6 @@
 //! Requests and changes that wait for each other, on storage that takes its time.
 
+use ringdisk_qcow2::Bytes;
 use std::cell::Cell;
 use std::future::Future;
 use std::pin::pin;
@@ -47,14 +48,14 @@ fn a_change_waits_for_requests_and_later_requests_wait_for_it() {
         settle(&ring).await;
         let changed = Rc::new(Cell::new(None));
         let (other, handle, cell) = (Arc::clone(&disk), ring.clone(), changed.clone());
-        ring.spawn(async move { cell.set(Some(other.resize(&handle, LEN / 2).await)) });
+        ring.spawn(async move { cell.set(Some(other.resize(&handle, Bytes(LEN / 2)).await)) });
         settle(&ring).await;
         let after = read(&ring, &disk, 4096);
         let outside = read(&ring, &disk, LEN - 512);
         settle(&ring).await;
         assert_eq!(changed.get(), None, "a request is in flight");
         assert_eq!((after.get(), outside.get()), (None, None), "a change is under way");
-        assert_eq!(disk.size(), LEN);
+        assert_eq!(disk.size(), Bytes(LEN));
         sim.release_all();
         while outside.get().is_none() {
             ring.yield_now().await;
@@ -73,7 +74,7 @@ fn a_change_that_is_given_up_opens_the_gate() {
         let before = read(&ring, &disk, 0);
         settle(&ring).await;
         {
-            let mut change = pin!(disk.resize(&ring, LEN / 2));
+            let mut change = pin!(disk.resize(&ring, Bytes(LEN / 2)));
             std::future::poll_fn(|context| {
                 assert!(change.as_mut().poll(context).is_pending());
                 Poll::Ready(())
@@ -89,7 +90,7 @@ fn a_change_that_is_given_up_opens_the_gate() {
         sim.release_all();
         settle(&ring).await;
         assert_eq!(before.get(), Some(Ok(512)));
-        assert_eq!(disk.resize(&ring, LEN / 2).await, Ok(()));
+        assert_eq!(disk.resize(&ring, Bytes(LEN / 2)).await, Ok(()));
     });
 }
 
@@ -100,7 +101,7 @@ fn a_resize_by_command_goes_on_when_its_caller_is_gone() {
         sim.on(When::kind(OpKind::SetLen).once(), Fault::Hold);
         {
             let options = ResizeOptions { shrink: true, ..ResizeOptions::default() };
-            let mut change = pin!(disk.resize_with(&ring, LEN / 2, options));
+            let mut change = pin!(disk.resize_with(&ring, Bytes(LEN / 2), options));
             std::future::poll_fn(|context| {
                 assert!(change.as_mut().poll(context).is_pending());
                 Poll::Ready(())
@@ -117,7 +118,7 @@ fn a_resize_by_command_goes_on_when_its_caller_is_gone() {
         while waiting.get().is_none() {
             ring.yield_now().await;
         }
-        assert_eq!((disk.size(), sim.len()), (LEN / 2, LEN / 2));
+        assert_eq!((disk.size().0, sim.len()), (LEN / 2, LEN / 2));
     });
 }
 
@@ -135,8 +136,8 @@ fn a_request_that_is_dropped_counts_no_more() {
             })
             .await;
         }
-        assert_eq!(disk.resize(&ring, LEN / 2).await, Ok(()));
-        assert_eq!(disk.size(), LEN / 2);
+        assert_eq!(disk.resize(&ring, Bytes(LEN / 2)).await, Ok(()));
+        assert_eq!(disk.size(), Bytes(LEN / 2));
     });
 }
 
@@ -145,12 +146,13 @@ fn a_view_keeps_changes_away() {
     run(async |ring| {
         let (_sim, disk) = disk();
         let view = disk.view().await;
-        let mapped = view.map(&ring, 0, 512).await.expect("map");
-        let change = ring.within(std::time::Duration::from_millis(50), disk.resize(&ring, 512));
+        let mapped = view.map(&ring, 0, Bytes(512)).await.expect("map");
+        let change =
+            ring.within(std::time::Duration::from_millis(50), disk.resize(&ring, Bytes(512)));
         assert!(change.await.is_err(), "a view is held");
         drop(mapped);
         drop(view);
-        assert_eq!(disk.resize(&ring, 512).await, Ok(()));
+        assert_eq!(disk.resize(&ring, Bytes(512)).await, Ok(()));
     });
 }
 

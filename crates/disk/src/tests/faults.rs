@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use ringdisk_qcow2::Qcow2;
+use ringdisk_qcow2::{Bytes, Qcow2};
 use ringdisk_ring::{IoBuf, Ring};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 
@@ -137,10 +137,10 @@ fn errors_of_a_raw_storage_reach_the_caller_as_they_are() {
             assert_eq!(disk.read(&ring, 0, &buf).await, Err(errno));
             assert_eq!(disk.write(&ring, 0, &buf).await, Err(errno));
             assert_eq!(disk.flush(&ring).await, Err(errno));
-            assert_eq!(disk.write_zeroes(&ring, 0, 4096, true).await, Err(errno));
-            assert_eq!(disk.discard(&ring, 0, 4096).await, Err(errno));
-            assert_eq!(disk.resize(&ring, 1).await, Err(errno));
-            assert_eq!(disk.size(), 1 << 20);
+            assert_eq!(disk.write_zeroes(&ring, 0, Bytes(4096), true).await, Err(errno));
+            assert_eq!(disk.discard(&ring, 0, Bytes(4096)).await, Err(errno));
+            assert_eq!(disk.resize(&ring, Bytes(1)).await, Err(errno));
+            assert_eq!(disk.size(), Bytes(1 << 20));
         }
     });
 }
@@ -185,14 +185,14 @@ fn a_dropped_resize_lets_the_next_one_in() {
         let disk = Disk::from_storage(sim.storage(), &ImageOptions::default());
         sim.on(When::any().once(), Fault::Hang);
         {
-            let mut hanging = std::pin::pin!(disk.resize(&ring, 100));
+            let mut hanging = std::pin::pin!(disk.resize(&ring, Bytes(100)));
             std::future::poll_fn(|cx| {
                 assert!(hanging.as_mut().poll(cx).is_pending());
                 std::task::Poll::Ready(())
             })
             .await;
         }
-        assert_eq!(disk.resize(&ring, 200).await, Ok(()));
-        assert_eq!(disk.size(), 200);
+        assert_eq!(disk.resize(&ring, Bytes(200)).await, Ok(()));
+        assert_eq!(disk.size(), Bytes(200));
     });
 }

@@ -1,13 +1,15 @@
 //! What can be wrong with an image before its chain matters.
 
+use ringdisk_qcow2::Bytes;
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::net::UnixListener;
 
+use ringdisk_storage::Cause::NotOpened;
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 
 use super::{directory, open, qemu_img, reading, refusal, run};
-use crate::{Disk, ErrorKind, Format, ImageOptions, Source};
+use crate::{Cause, Disk, ErrorKind, Format, ImageOptions, Source};
 
 #[test]
 fn an_image_that_is_not_there_is_named() {
@@ -16,6 +18,8 @@ fn an_image_that_is_not_there_is_named() {
     assert_eq!(error.kind(), ErrorKind::NotFound);
     assert!(error.message().contains("a.img"), "{error}");
     assert!(error.message().contains("No such file"), "{error}");
+    let cause = error.cause();
+    assert!(matches!(cause, Some(Cause::Storage(NotOpened { is_missing: true, .. }))), "{cause:?}");
     fs::write(directory.path().join("file"), b"").expect("write");
     let error = refusal(directory.path().join("file/a.img"), &reading());
     assert_eq!(error.kind(), ErrorKind::NotFound);
@@ -60,7 +64,7 @@ fn an_unknown_format_is_refused_unless_raw_is_asked_for() {
         let raw = ImageOptions { format: Some(Format::Raw), ..reading() };
         run(async |ring| {
             let disk = open(&ring, &path, &raw).await.expect("raw");
-            assert_eq!(disk.size(), fs::metadata(&path).expect("stat").len());
+            assert_eq!(disk.size(), Bytes(fs::metadata(&path).expect("stat").len()));
         });
     }
 }
@@ -73,7 +77,7 @@ fn qcow2_is_found_by_its_magic_and_opened_for_writing() {
     run(async |ring| {
         let disk = open(&ring, &path, &ImageOptions::default()).await.expect("open");
         assert_eq!(disk.layers()[0].format(), Some(Format::Qcow2));
-        assert_eq!(disk.size(), 10 << 20);
+        assert_eq!(disk.size(), Bytes(10 << 20));
         assert!(!disk.is_read_only());
         assert_eq!(disk.read_only_reason(), None);
         assert_eq!(disk.protection_reason(), None);
@@ -117,7 +121,7 @@ fn options_that_contradict_are_refused() {
     let cases = [
         ImageOptions { force_share: true, ..ImageOptions::default() },
         ImageOptions { partition: Some(1), window_offset: 512, ..reading() },
-        ImageOptions { partition: Some(1), window_size: Some(512), ..reading() },
+        ImageOptions { partition: Some(1), window_size: Some(Bytes(512)), ..reading() },
         ImageOptions { partition: Some(1), inactive: true, ..ImageOptions::default() },
     ];
     for options in cases {

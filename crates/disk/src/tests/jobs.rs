@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 use super::{assert_same, directory, open, qemu_img, qemu_io, run};
 use crate::jobs::{Commit, Rebase, commit, rebase};
-use crate::{Backing, Error, ErrorKind, Format, ImageOptions, Progress};
+use crate::{Backing, Cause, Error, ErrorKind, Format, ImageOptions, Progress};
 
 /// What QEMU reads from an image, which it finds clean.
 fn bytes(directory: &TempDir, name: &str, format: &str) -> Vec<u8> {
@@ -186,7 +186,10 @@ fn an_unsafe_rebase_needs_no_chain_and_changes_the_header_only() {
     fs::rename(directory.path().join("mid.qcow2"), directory.path().join("moved.qcow2"))
         .expect("rename");
     let error = run_rebase(&directory, backing("moved.qcow2", Format::Qcow2), false);
-    assert_eq!(error.expect_err("the old chain is needed").kind(), ErrorKind::NotFound);
+    let error = error.expect_err("the old chain is needed");
+    assert_eq!(error.kind(), ErrorKind::NotFound);
+    let Some(Cause::BackingFile { file, why, .. }) = error.cause() else { panic!("{error:?}") };
+    assert_eq!((file.as_str(), why.as_str()), ("mid.qcow2", "No such file or directory"));
     run_rebase(&directory, backing("moved.qcow2", Format::Qcow2), true).expect("rebase");
     assert_same(&bytes(&directory, "top.qcow2", "qcow2"), &before);
 }

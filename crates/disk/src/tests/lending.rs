@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use ringdisk_qcow2::Preallocation;
+use ringdisk_qcow2::{Bytes, Preallocation};
 use ringdisk_ring::{Errno, Ring};
 
 use super::{directory, open, qemu_img, run};
@@ -32,9 +32,9 @@ fn nothing_is_put_above_an_image_that_the_kernel_has() {
         // Writes of the kernel show when the length is asked.
         let mut file = std::fs::File::from(lent.as_fd().try_clone_to_owned().expect("dup"));
         file.write_all(&[9; 70_000]).expect("write");
-        assert_eq!(disk.size(), 65536);
+        assert_eq!(disk.size(), Bytes(65536));
         disk.follow_length(&ring).await.expect("longer");
-        assert_eq!(disk.size(), 70_000);
+        assert_eq!(disk.size(), Bytes(70_000));
     });
 }
 
@@ -49,7 +49,7 @@ fn only_a_file_that_is_the_disk_is_lent() {
         // Each of these is more than the kernel does.
         let raw = ImageOptions { format: Some(Format::Raw), ..ImageOptions::default() };
         let window = ImageOptions { window_offset: 4096, ..raw.clone() };
-        let end = ImageOptions { window_size: Some(4096), ..raw.clone() };
+        let end = ImageOptions { window_size: Some(Bytes(4096)), ..raw.clone() };
         let direct = ImageOptions { cache: Cache::Writethrough, ..raw.clone() };
         let detects = ImageOptions { detect_zeroes: DetectZeroes::On, ..raw.clone() };
         for options in [guessed, window, end, direct, detects] {
@@ -100,7 +100,7 @@ fn an_image_without_the_backing_file_that_it_names_gets_no_overlay() {
         let progress = Arc::new(Progress::new());
         disk.commit(&ring, CommitOptions::TOP, &progress).await.expect("a commit");
         // Nobody knows what of that one would show.
-        disk.grow(&ring, 2 << 20).await.expect_err("it does not grow");
+        disk.grow(&ring, Bytes(2 << 20)).await.expect_err("it does not grow");
         let overlay = directory.path().join("overlay");
         let refused = disk.add_overlay(&ring, &overlay, OverlayOptions::default()).await;
         let error = refused.expect_err("another disk when it is opened again");
@@ -135,11 +135,11 @@ fn watchers_hear_of_a_lent_disk_that_grows_and_an_error_is_told() {
         let heard = Arc::new(Mutex::new(Vec::new()));
         let list = Arc::clone(&heard);
         let _watch = disk.watch_size(move |size| list.lock().expect("list").push(size));
-        disk.grow(&ring, 100_000).await.expect("grow");
-        assert_eq!(*heard.lock().expect("list"), [100_000]);
-        assert_eq!(disk.layers()[0].size(), 100_000);
-        assert!(disk.grow(&ring, u64::MAX / 2).await.is_err());
-        assert_eq!(disk.size(), 100_000);
+        disk.grow(&ring, Bytes(100_000)).await.expect("grow");
+        assert_eq!(*heard.lock().expect("list"), [Bytes(100_000)]);
+        assert_eq!(disk.layers()[0].size(), Bytes(100_000));
+        assert!(disk.grow(&ring, Bytes(u64::MAX / 2)).await.is_err());
+        assert_eq!(disk.size(), Bytes(100_000));
     });
 }
 
@@ -185,7 +185,7 @@ fn nothing_appended_is_lost_beside(change: impl AsyncFn(&Ring, &Disk)) {
                     change(&ring, &disk).await;
                 }
                 let len = disk.follow_length(&ring).await.expect("a length");
-                assert!(disk.size() == len && len > 0);
+                assert!(disk.size() == len && len > Bytes::ZERO);
             }
         });
         stop.store(true, Ordering::Relaxed);
@@ -210,11 +210,11 @@ fn following_the_length_cuts_off_nothing_that_is_appended_meanwhile() {
 #[test]
 fn growing_a_lent_disk_cuts_off_nothing_that_is_appended_meanwhile() {
     nothing_appended_is_lost_beside(async |ring, disk| {
-        let size = disk.follow_length(ring).await.expect("a length") + 4096;
+        let size = disk.follow_length(ring).await.expect("a length") + Bytes(4096);
         disk.grow(ring, size).await.expect("grow");
         assert!(disk.size() >= size);
-        let size = disk.follow_length(ring).await.expect("a length") + 4096;
-        disk.allocate(ring, size, 4096).await.unwrap_or_else(|errno| {
+        let size = disk.follow_length(ring).await.expect("a length") + Bytes(4096);
+        disk.allocate(ring, size.0, Bytes(4096)).await.unwrap_or_else(|errno| {
             // An append was faster, so the range is not past the end.
             assert_eq!(errno, Errno::OPNOTSUPP);
         });
@@ -226,9 +226,9 @@ fn no_preallocation_of_a_lent_disk_touches_what_is_appended_meanwhile() {
     for preallocation in [Preallocation::Off, Preallocation::Falloc, Preallocation::Full] {
         nothing_appended_is_lost_beside(async |ring, disk| {
             let options = ResizeOptions { preallocation, ..ResizeOptions::default() };
-            let size = NewSize::Grow(8192);
+            let size = NewSize::Grow(Bytes(8192));
             let resized = disk.resize_with(ring, size, options).await.expect("resize");
-            assert!(resized.after >= resized.before + 8192);
+            assert!(resized.after >= resized.before + Bytes(8192));
         });
     }
 }
@@ -243,17 +243,18 @@ fn a_lent_disk_of_which_the_file_is_longer_is_not_shortened_by_a_size_in_between
         let mut file = std::fs::File::options().append(true).open(&path).expect("open");
         file.write_all(&vec![8; 1 << 20]).expect("append");
         let whole = 65536 + (1 << 20);
-        let refused = disk.resize_with(&ring, 100_000, ResizeOptions::default()).await;
+        let refused = disk.resize_with(&ring, Bytes(100_000), ResizeOptions::default()).await;
         assert_eq!(refused.expect_err("smaller").kind(), ErrorKind::Invalid);
-        assert_eq!(disk.lengthen(&ring, 100_000).await, Err(Errno::INVAL));
-        assert_eq!(disk.grow(&ring, 100_000).await, Ok(()));
+        assert_eq!(disk.lengthen(&ring, Bytes(100_000)).await, Err(Errno::INVAL));
+        assert_eq!(disk.grow(&ring, Bytes(100_000)).await, Ok(()));
         assert_eq!(std::fs::metadata(&path).expect("stat").len(), whole);
-        assert_eq!(disk.size(), whole);
+        assert_eq!(disk.size(), Bytes(whole));
         // What is relative counts from the file, too.
         let shrink = ResizeOptions { shrink: true, ..ResizeOptions::default() };
         file.write_all(&[9; 4096]).expect("append");
-        let resized = disk.resize_with(&ring, NewSize::Shrink(4096), shrink).await.expect("shrink");
-        assert_eq!((resized.before, resized.after), (whole + 4096, whole));
+        let resized =
+            disk.resize_with(&ring, NewSize::Shrink(Bytes(4096)), shrink).await.expect("shrink");
+        assert_eq!((resized.before, resized.after), (Bytes(whole + 4096), Bytes(whole)));
         assert_eq!(std::fs::metadata(&path).expect("stat").len(), whole);
     });
 }
@@ -268,15 +269,16 @@ fn a_lent_disk_grows_with_its_space() {
             std::fs::write(&path, vec![7; 1000]).expect("an image");
             let disk = lent(&ring, &path).await;
             let options = ResizeOptions { preallocation, ..ResizeOptions::default() };
-            disk.resize_with(&ring, 3 << 20, options).await.expect("resize");
+            disk.resize_with(&ring, Bytes(3 << 20), options).await.expect("resize");
             assert_eq!(disk.flush(&ring).await, Ok(()));
             let stat = std::fs::metadata(&path).expect("stat");
             assert_eq!(stat.len(), 3 << 20);
             assert!(stat.blocks() * 512 >= 3 << 20, "{preallocation:?}: {}", stat.blocks());
             // More than any file system has.
-            let huge = disk.resize_with(&ring, 1 << 50, options).await.expect_err("no space");
+            let huge =
+                disk.resize_with(&ring, Bytes(1 << 50), options).await.expect_err("no space");
             assert_eq!(huge.errno(), Some(Errno::NOSPC));
-            assert_eq!(disk.size(), 3 << 20);
+            assert_eq!(disk.size(), Bytes(3 << 20));
         });
     }
 }

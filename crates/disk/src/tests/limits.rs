@@ -2,6 +2,7 @@
 
 use super::{directory, open, qemu_img, reading, run};
 use crate::{Discard, Disk, ImageOptions, NullOptions};
+use ringdisk_qcow2::Bytes;
 
 #[test]
 fn the_unit_of_a_discard_is_that_of_the_image() {
@@ -20,7 +21,7 @@ fn the_unit_of_a_discard_is_that_of_the_image() {
             let limits = disk.block_limits();
             assert_eq!(limits.discard_align, unit, "{name}");
             assert!(limits.can_discard && limits.can_write_zeroes && limits.zeroes_may_unmap);
-            assert_eq!(limits.discard_max % u64::from(unit), 0);
+            assert_eq!(limits.discard_max % Bytes(u64::from(unit)), Bytes::ZERO);
         });
     }
     let path = directory.path().join("a.raw");

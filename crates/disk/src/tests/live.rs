@@ -1,12 +1,17 @@
 //! Changes of a disk while clients work on it: every byte is what the clients know, `qemu-img
 //! check` finds nothing, and QEMU reads the same.
 
+mod backups;
+mod beside;
 mod commits;
 mod copy_on_read;
 mod mirror_targets;
+mod mirroring;
 mod mirrors;
 mod streams;
+mod switch_over;
 
+use ringdisk_qcow2::Bytes;
 use std::fs;
 use std::sync::Arc;
 
@@ -111,14 +116,14 @@ fn a_qcow2_disk_grows_and_shrinks_under_clients() {
         for size in [30 << 20, 50 << 20, 100 << 20, 40 << 20] {
             load.progress(&ring, SOME).await;
             let options = ResizeOptions { shrink: true, ..ResizeOptions::default() };
-            disk.resize_with(&ring, size, options).await.expect("resize");
-            assert_eq!(disk.size(), size);
+            disk.resize_with(&ring, Bytes(size), options).await.expect("resize");
+            assert_eq!(disk.size(), Bytes(size));
         }
-        let error = disk.resize_with(&ring, 30 << 20, ResizeOptions::default()).await;
+        let error = disk.resize_with(&ring, Bytes(30 << 20), ResizeOptions::default()).await;
         assert_eq!(error.expect_err("shrinks").kind(), ErrorKind::Invalid);
-        assert_eq!(disk.grow(&ring, 35 << 20).await, Ok(()));
-        assert_eq!(disk.grow(&ring, (60 << 20) + 1).await, Ok(()));
-        assert_eq!(disk.size(), (60 << 20) + 512);
+        assert_eq!(disk.grow(&ring, Bytes(35 << 20)).await, Ok(()));
+        assert_eq!(disk.grow(&ring, Bytes((60 << 20) + 1)).await, Ok(()));
+        assert_eq!(disk.size(), Bytes((60 << 20) + 512));
         load.progress(&ring, SOME).await;
         bytes.resize((60 << 20) + 512, 0);
         finish(&ring, &directory, disk, load, "a.qcow2", &mut bytes).await;
@@ -137,7 +142,7 @@ fn a_grown_overlay_does_not_show_what_a_longer_backing_file_has_there() {
         let disk = opened(&ring, &directory, "top.qcow2").await;
         let load = Load::start(&disk, &bytes, 3);
         load.progress(&ring, SOME).await;
-        assert_eq!(disk.resize(&ring, 20 << 20).await, Ok(()));
+        assert_eq!(disk.resize(&ring, Bytes(20 << 20)).await, Ok(()));
         load.progress(&ring, SOME).await;
         bytes.resize(20 << 20, 0);
         finish(&ring, &directory, disk, load, "top.qcow2", &mut bytes).await;
@@ -153,7 +158,7 @@ fn a_raw_disk_shrinks_and_grows_under_clients() {
         let load = Load::start(&disk, &bytes[..10 << 20], 5);
         for size in [20 << 20, 12 << 20, 24 << 20] {
             load.progress(&ring, SOME).await;
-            assert_eq!(disk.resize(&ring, size).await, Ok(()));
+            assert_eq!(disk.resize(&ring, Bytes(size)).await, Ok(()));
         }
         load.progress(&ring, SOME).await;
         bytes[12 << 20..].fill(0);
@@ -276,7 +281,7 @@ fn a_change_whose_caller_is_gone_is_made_all_the_same() {
     run(async |ring| {
         let disk = opened(&ring, &directory, "a.qcow2").await;
         {
-            let mut change = std::pin::pin!(disk.resize(&ring, 50 << 20));
+            let mut change = std::pin::pin!(disk.resize(&ring, Bytes(50 << 20)));
             std::future::poll_fn(|context| {
                 assert!(change.as_mut().poll(context).is_pending());
                 std::task::Poll::Ready(())
@@ -285,8 +290,8 @@ fn a_change_whose_caller_is_gone_is_made_all_the_same() {
         }
         // Its turn is after the first one.
         let options = ResizeOptions::default();
-        disk.resize_with(&ring, 60 << 20, options).await.expect("resize");
-        assert_eq!(disk.size(), 60 << 20);
+        disk.resize_with(&ring, Bytes(60 << 20), options).await.expect("resize");
+        assert_eq!(disk.size(), Bytes(60 << 20));
         assert_eq!(disk.close(&ring).await, Ok(()));
     });
     qemu_img(&directory, &["check", "-q", "-f", "qcow2", "a.qcow2"]);

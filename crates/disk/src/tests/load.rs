@@ -1,6 +1,7 @@
 //! Clients that write, zero, discard and read a disk from threads of their own, and know what they
 //! must read.
 
+use ringdisk_qcow2::Bytes;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -148,11 +149,11 @@ async fn client(
             }
             7 => {
                 part.bytes[range].fill(0);
-                assert_eq!(disk.write_zeroes(ring, offset, len, true).await, Ok(()), "zero");
+                assert_eq!(disk.write_zeroes(ring, offset, Bytes(len), true).await, Ok(()), "zero");
             }
             8 => {
                 part.bytes[range].fill(0);
-                assert_eq!(disk.punch(ring, offset, len).await, Ok(()), "punch");
+                assert_eq!(disk.punch(ring, offset, Bytes(len)).await, Ok(()), "punch");
             }
             9 => assert_eq!(disk.flush(ring).await, Ok(()), "flush"),
             _ => {

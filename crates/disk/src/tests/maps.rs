@@ -1,5 +1,6 @@
 //! `map` and `info`: the answers of `qemu-img`, key by key.
 
+use ringdisk_qcow2::Bytes;
 use std::fs;
 
 use serde_json::Value;
@@ -14,7 +15,7 @@ fn our_map(directory: &TempDir, image: &str) -> Vec<Value> {
         let path = directory.path().join(image);
         let disk = open(&ring, path, &reading()).await.expect("open");
         let mut entries = Vec::new();
-        disk.map_entries(&ring, 0, u64::MAX, |entry| entries.push(entry.to_json()))
+        disk.map_entries(&ring, 0, Bytes::MAX, |entry| entries.push(entry.to_json()))
             .await
             .expect("map");
         entries
@@ -124,18 +125,18 @@ fn a_map_names_the_storage_that_holds_the_bytes() {
         let disk = open(&ring, path, &reading()).await.expect("open");
         let base = fs::canonicalize(directory.path().join("base.raw")).expect("path");
         let view = disk.view().await;
-        match view.map(&ring, 1 << 20, 64 << 10).await.expect("map").mapping {
+        match view.map(&ring, 1 << 20, Bytes(64 << 10)).await.expect("map").mapping {
             Mapping::Data { storage, offset, len } => {
                 assert_eq!(storage.name(), base.to_str().expect("text"));
-                assert_eq!((offset, len), (1 << 20, 64 << 10));
+                assert_eq!((offset, len), (1 << 20, Bytes(64 << 10)));
             }
             other => panic!("{other:?}"),
         }
-        let zero = view.map(&ring, 4 << 20, 1 << 20).await.expect("map").mapping;
-        assert!(matches!(zero, Mapping::Zero { len: 65536 }), "{zero:?}");
-        let compressed = view.map(&ring, 5 << 20, 4096).await.expect("map").mapping;
-        assert!(matches!(compressed, Mapping::ReadOnly { len: 4096 }), "{compressed:?}");
-        let end = view.map(&ring, 30 << 20, 4096).await.expect("map").mapping;
+        let zero = view.map(&ring, 4 << 20, Bytes(1 << 20)).await.expect("map").mapping;
+        assert!(matches!(zero, Mapping::Zero { len: Bytes(65536) }), "{zero:?}");
+        let compressed = view.map(&ring, 5 << 20, Bytes(4096)).await.expect("map").mapping;
+        assert!(matches!(compressed, Mapping::ReadOnly { len: Bytes(4096) }), "{compressed:?}");
+        let end = view.map(&ring, 30 << 20, Bytes(4096)).await.expect("map").mapping;
         assert!(matches!(end, Mapping::PastEnd), "{end:?}");
     });
 }

@@ -1,12 +1,13 @@
 //! Disks that go from one user to the next and back: two disks on the same images, whose locks
 //! refuse each other.
 
+use ringdisk_qcow2::Bytes;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use futures_util::future::join;
+use futures_util::future::{join, join_all};
 use ringdisk_ring::{IoBuf, Ring};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 use tempfile::TempDir;
@@ -90,7 +91,7 @@ fn a_disk_moves_and_comes_back_with_all_that_was_written() {
             // The source writes on while the destination is there already.
             let target = open(&ring, &path, &incoming(&options)).await.expect("target");
             assert!(source.is_active() && !target.is_active());
-            assert_eq!(target.size(), 4 << 20);
+            assert_eq!(target.size(), Bytes(4 << 20));
             write(&ring, &source, 1 << 20, 100_000, 2).await;
 
             source.deactivate(&ring).await.expect("deactivate");
@@ -223,13 +224,13 @@ fn a_disk_that_is_not_active_serves_and_changes_nothing() {
         assert_eq!(disk.read(&ring, 0, &buf).await, Err(Errno::BUSY));
         assert_eq!(disk.write(&ring, 0, &buf).await, Err(Errno::BUSY));
         assert_eq!(disk.flush(&ring).await, Err(Errno::BUSY));
-        assert_eq!(disk.discard(&ring, 0, 4096).await, Err(Errno::BUSY));
-        assert_eq!(disk.write_zeroes(&ring, 0, 4096, true).await, Err(Errno::BUSY));
-        assert_eq!(disk.block_status(&ring, 0, 4096).await.map(|_| ()), Err(Errno::BUSY));
-        assert_eq!(disk.resize(&ring, 8 << 20).await, Err(Errno::BUSY));
-        let error = disk.resize_with(&ring, 8 << 20, ResizeOptions::default()).await;
+        assert_eq!(disk.discard(&ring, 0, Bytes(4096)).await, Err(Errno::BUSY));
+        assert_eq!(disk.write_zeroes(&ring, 0, Bytes(4096), true).await, Err(Errno::BUSY));
+        assert_eq!(disk.block_status(&ring, 0, Bytes(4096)).await.map(|_| ()), Err(Errno::BUSY));
+        assert_eq!(disk.resize(&ring, Bytes(8 << 20)).await, Err(Errno::BUSY));
+        let error = disk.resize_with(&ring, Bytes(8 << 20), ResizeOptions::default()).await;
         assert_eq!(error.expect_err("not active").kind(), ErrorKind::Busy);
-        assert_eq!(disk.size(), 4 << 20);
+        assert_eq!(disk.size(), Bytes(4 << 20));
         assert_eq!(disk.close(&ring).await, Ok(()));
     });
 }
@@ -247,18 +248,18 @@ fn the_size_of_the_source_is_the_size_of_the_target() {
             let heard = Arc::new(Mutex::new(Vec::new()));
             let list = Arc::clone(&heard);
             let _watch = target.watch_size(move |size| list.lock().expect("list").push(size));
-            source.resize(&ring, 6 << 20).await.expect("resize");
+            source.resize(&ring, Bytes(6 << 20)).await.expect("resize");
             write(&ring, &source, 5 << 20, 4096, 5).await;
             source.deactivate(&ring).await.expect("deactivate");
             target.activate(&ring, WAIT).await.expect("activate");
-            assert_eq!(target.size(), 6 << 20);
-            assert_eq!(*heard.lock().expect("list"), [6 << 20]);
+            assert_eq!(target.size(), Bytes(6 << 20));
+            assert_eq!(*heard.lock().expect("list"), [Bytes(6 << 20)]);
             holds(&ring, &target, 5 << 20, 4096, 5).await;
             // Also when it shrinks.
-            target.resize(&ring, 1 << 20).await.expect("resize");
+            target.resize(&ring, Bytes(1 << 20)).await.expect("resize");
             target.deactivate(&ring).await.expect("deactivate");
             source.activate(&ring, WAIT).await.expect("activate");
-            assert_eq!(source.size(), 1 << 20);
+            assert_eq!(source.size(), Bytes(1 << 20));
         });
     }
 }
@@ -426,10 +427,37 @@ fn the_source_waits_for_requests_in_flight() {
     });
 }
 
+/// It comes back while the hand-over that failed is still waiting: no request finds it gone.
+#[test]
+fn requests_wait_for_a_disk_that_comes_back_after_a_slow_hand_over() {
+    let directory = directory();
+    let Case { name, options } = cases(&directory).remove(0);
+    run(async |ring| {
+        let disk = open(&ring, directory.path().join(name), &options).await.expect("open");
+        let slow = disk.enter().await;
+        let mut handed = Box::pin(disk.hand_over(&ring));
+        assert!(ring.within(SHORT, &mut handed).await.is_err());
+        let mut resumed = Box::pin(disk.resume(&ring));
+        assert!(ring.within(SHORT, &mut resumed).await.is_err());
+        let requests = (0..4).map(|at| {
+            let (disk, ring) = (&disk, &ring);
+            async move { write(ring, disk, at * 4096, 4096, 7).await }
+        });
+        let mut requests = Box::pin(join_all(requests.collect::<Vec<_>>()));
+        assert!(ring.within(SHORT, &mut requests).await.is_err());
+        drop(slow);
+        requests.await;
+        drop(handed.await.expect("it was handed over"));
+        resumed.await.expect("it is back");
+        holds(&ring, &disk, 0, 16384, 7).await;
+        assert_eq!(disk.close(&ring).await, Ok(()));
+    });
+}
+
 #[test]
 fn a_null_disk_and_a_reader_move_too() {
     run(async |ring| {
-        let disk = Disk::null(&NullOptions { size: 4096, ..NullOptions::default() });
+        let disk = Disk::null(&NullOptions { size: Bytes(4096), ..NullOptions::default() });
         disk.deactivate(&ring).await.expect("deactivate");
         assert!(!disk.is_active());
         disk.activate(&ring, Duration::ZERO).await.expect("activate");

@@ -1,5 +1,6 @@
 //! Names of backing files.
 
+use ringdisk_qcow2::Bytes;
 use std::path::Path;
 
 use ringdisk_testkit::sim::Prng;
@@ -73,7 +74,7 @@ fn json_names_of_plain_files_are_understood() {
 fn json_windows_of_raw_files_are_understood() {
     let text = br#"json:{"driver":"raw","offset":512,"size":"1024","file.filename":"x"}"#;
     let parsed = FileName::parse(text).expect("name");
-    assert_eq!((parsed.raw_offset, parsed.raw_size), (512, Some(1024)));
+    assert_eq!((parsed.raw_offset, parsed.raw_size), (512, Some(Bytes(1024))));
 }
 
 #[test]
@@ -236,7 +237,7 @@ fn a_description_is_added_to_the_options_of_the_command() {
     let options = ImageOptions { window_offset: 1024, ..ImageOptions::default() };
     let options = added(text, options).expect("fits");
     assert_eq!(options.format, Some(Format::Raw));
-    assert_eq!((options.window_offset, options.window_size), (1536, Some(3072)));
+    assert_eq!((options.window_offset, options.window_size), (1536, Some(Bytes(3072))));
     assert_eq!((options.cache, options.discard), (Cache::None, Discard::Ignore));
     assert_eq!(options.detect_zeroes, DetectZeroes::Unmap);
 
@@ -255,7 +256,7 @@ fn a_description_is_added_to_the_options_of_the_command() {
 #[test]
 fn a_description_that_contradicts_the_command_is_refused() {
     let qcow2 = ImageOptions { format: Some(Format::Qcow2), ..ImageOptions::default() };
-    let part = ImageOptions { window_size: Some(512), ..ImageOptions::default() };
+    let part = ImageOptions { window_size: Some(Bytes(512)), ..ImageOptions::default() };
     for (text, options, kind) in [
         ("driver=raw,file.filename=x", qcow2.clone(), ErrorKind::Invalid),
         ("driver=file,filename=x", qcow2, ErrorKind::Invalid),

@@ -1,5 +1,6 @@
 //! The null disk.
 
+use ringdisk_qcow2::Bytes;
 use std::time::{Duration, Instant};
 
 use ringdisk_ring::IoBuf;
@@ -10,7 +11,7 @@ use crate::{Disk, Errno, Mapping, NullOptions};
 const MIB: u64 = 1 << 20;
 
 fn options(read_zeroes: bool) -> NullOptions {
-    NullOptions { size: MIB, read_zeroes, latency: Duration::ZERO }
+    NullOptions { size: Bytes(MIB), read_zeroes, latency: Duration::ZERO }
 }
 
 #[test]
@@ -44,16 +45,16 @@ fn requests_are_cut_at_the_end() {
 fn what_a_null_disk_cannot_do_is_not_supported() {
     run(async |ring| {
         let disk = Disk::null(&options(false));
-        assert_eq!(disk.discard(&ring, 0, 512).await, Err(Errno::OPNOTSUPP));
-        assert_eq!(disk.punch(&ring, 0, 512).await, Err(Errno::OPNOTSUPP));
-        assert_eq!(disk.resize(&ring, 0).await, Err(Errno::OPNOTSUPP));
-        assert_eq!(disk.grow(&ring, 2 * MIB).await, Err(Errno::OPNOTSUPP));
-        assert_eq!(disk.grow(&ring, MIB).await, Ok(()));
+        assert_eq!(disk.discard(&ring, 0, Bytes(512)).await, Err(Errno::OPNOTSUPP));
+        assert_eq!(disk.punch(&ring, 0, Bytes(512)).await, Err(Errno::OPNOTSUPP));
+        assert_eq!(disk.resize(&ring, Bytes::ZERO).await, Err(Errno::OPNOTSUPP));
+        assert_eq!(disk.grow(&ring, Bytes(2 * MIB)).await, Err(Errno::OPNOTSUPP));
+        assert_eq!(disk.grow(&ring, Bytes(MIB)).await, Ok(()));
         assert_eq!(disk.flush(&ring).await, Ok(()));
-        assert_eq!(disk.write_zeroes(&ring, 0, 512, true).await, Ok(()));
+        assert_eq!(disk.write_zeroes(&ring, 0, Bytes(512), true).await, Ok(()));
         assert!(!disk.can_resize());
         assert!(!disk.is_read_only());
-        assert_eq!(disk.allocated_bytes(), 0);
+        assert_eq!(disk.allocated_bytes(), Bytes::ZERO);
     });
 }
 
@@ -61,7 +62,7 @@ fn what_a_null_disk_cannot_do_is_not_supported() {
 fn the_largest_size_works() {
     run(async |ring| {
         let size = i64::MAX as u64;
-        let disk = Disk::null(&NullOptions { size, ..options(true) });
+        let disk = Disk::null(&NullOptions { size: Bytes(size), ..options(true) });
         assert_eq!(disk.read(&ring, size - 1, &IoBuf::new(4096, 4096)).await, Ok(1));
     });
 }
@@ -94,12 +95,12 @@ fn the_map_sends_readers_to_read() {
     run(async |ring| {
         let disk = Disk::null(&options(true));
         let view = disk.view().await;
-        let mapping = view.map(&ring, 0, MIB).await.expect("map").mapping;
-        assert!(matches!(mapping, Mapping::ReadOnly { len: MIB }));
-        let mapping = view.map(&ring, MIB, 1).await.expect("map").mapping;
+        let mapping = view.map(&ring, 0, Bytes(MIB)).await.expect("map").mapping;
+        assert!(matches!(mapping, Mapping::ReadOnly { len: Bytes(MIB) }));
+        let mapping = view.map(&ring, MIB, Bytes(1)).await.expect("map").mapping;
         assert!(matches!(mapping, Mapping::PastEnd));
         drop(view);
-        let status = disk.block_status(&ring, 0, MIB).await.expect("status");
-        assert!(status.zero && status.len == MIB);
+        let status = disk.block_status(&ring, 0, Bytes(MIB)).await.expect("status");
+        assert!(status.zero && status.len == Bytes(MIB));
     });
 }

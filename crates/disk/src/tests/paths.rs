@@ -14,7 +14,7 @@ use tempfile::TempDir;
 use super::directory;
 use crate::name::shell_path;
 use crate::resolve::{Access, Held, Resolver};
-use crate::{Error, ErrorKind};
+use crate::{Cause, Error, ErrorKind};
 
 const READ: Access = Access { write: false, direct: false };
 
@@ -94,6 +94,7 @@ fn names_that_lead_outside_are_refused_with_advice() {
         assert_eq!(error.kind(), ErrorKind::NotAllowed, "{name}: {error}");
         assert!(error.message().contains("--allow-path"), "{error}");
         assert!(error.message().contains("inside"), "{error}");
+        assert_eq!(error.cause(), Some(&Cause::PathNotAllowed));
     }
 }
 

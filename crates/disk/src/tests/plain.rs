@@ -1,5 +1,6 @@
 //! A frozen disk, whose bytes the kernel reads and writes directly.
 
+use ringdisk_qcow2::Bytes;
 use std::cell::RefCell;
 use std::os::fd::AsFd;
 use std::rc::Rc;
@@ -32,7 +33,7 @@ fn a_change_waits_for_who_holds_the_disk_and_says_so() {
             async move {
                 let held = disk.hold_plain(async |plain| {
                     *begun.borrow_mut() = true;
-                    assert_eq!((plain.size, plain.is_block_device), (65536, false));
+                    assert_eq!((plain.size, plain.is_block_device), (Bytes(65536), false));
                     assert!(!plain.read_only && !plain.write_through && plain.memory_align > 0);
                     let mut byte = [0];
                     rustix::io::pread(plain.fd.as_fd(), &mut byte, 0).expect_err("direct I/O");
@@ -70,7 +71,7 @@ fn only_a_disk_that_is_the_bytes_of_a_file_is_plain() {
             (ImageOptions { cache: Cache::Writeback, ..plain_options() }, "page cache"),
             (ImageOptions { cache: Cache::Unsafe, ..plain_options() }, "flushes"),
             (ImageOptions { window_offset: 512, ..plain_options() }, "window"),
-            (ImageOptions { window_size: Some(4096), ..plain_options() }, "window"),
+            (ImageOptions { window_size: Some(Bytes(4096)), ..plain_options() }, "window"),
             (ImageOptions { detect_zeroes: DetectZeroes::On, ..plain_options() }, "zeroes"),
             (ImageOptions { discard: Discard::Ignore, ..plain_options() }, "discards"),
         ] {

@@ -1,5 +1,6 @@
 //! Raw images.
 
+use ringdisk_qcow2::Bytes;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -34,7 +35,7 @@ fn every_byte_is_read_and_written_whatever_the_size() {
         fs::write(&path, pattern(size)).expect("write");
         run(async |ring| {
             let disk = open(&ring, &path, &writing()).await.expect("open");
-            assert_eq!(disk.size(), size as u64);
+            assert_eq!(disk.size(), Bytes::of(size));
             for step in [512, 1000, 1 << 20] {
                 assert_same(&read_steps(&ring, &disk, step).await, &pattern(size));
             }
@@ -62,7 +63,7 @@ fn every_cache_mode_reads_and_writes() {
             assert_same(&read_steps(&ring, &disk, 777).await, &pattern(10_000));
             assert_eq!(disk.write(&ring, 777, &buffer(&[9; 3000])).await, Ok(3000));
             assert_eq!(disk.flush(&ring).await, Ok(()));
-            assert_eq!(disk.size(), 10_000);
+            assert_eq!(disk.size(), Bytes(10_000));
         });
         let mut expected = pattern(10_000);
         expected[777..3777].fill(9);
@@ -81,21 +82,21 @@ fn a_window_shows_its_part_only() {
         ..ImageOptions::default()
     };
     run(async |ring| {
-        let disk = open(&ring, &path, &window(1000, Some(2000))).await.expect("open");
-        assert_eq!(disk.size(), 2000);
+        let disk = open(&ring, &path, &window(1000, Some(Bytes(2000)))).await.expect("open");
+        assert_eq!(disk.size(), Bytes(2000));
         assert!(!disk.can_resize());
-        assert_eq!(disk.resize(&ring, 100).await, Err(Errno::OPNOTSUPP));
+        assert_eq!(disk.resize(&ring, Bytes(100)).await, Err(Errno::OPNOTSUPP));
         assert_same(&read_steps(&ring, &disk, 512).await, &pattern(10_000)[1000..3000]);
         assert_eq!(disk.write(&ring, 1990, &buffer(&[7; 100])).await, Ok(10));
         drop(disk);
         let disk = open(&ring, &path, &window(3000, None)).await.expect("open");
-        assert_eq!(disk.size(), 7000);
-        assert_eq!(disk.resize(&ring, 1).await, Ok(()));
+        assert_eq!(disk.size(), Bytes(7000));
+        assert_eq!(disk.resize(&ring, Bytes(1)).await, Ok(()));
     });
     let mut expected = pattern(3001);
     expected[2990..3000].fill(7);
     assert_same(&fs::read(&path).expect("read"), &expected);
-    for options in [window(9000, None), window(0, Some(4000)), window(1, Some(u64::MAX))] {
+    for options in [window(9000, None), window(0, Some(Bytes(4000))), window(1, Some(Bytes::MAX))] {
         let error = refusal(&path, &options);
         assert_eq!(error.kind(), ErrorKind::Invalid);
         assert!(error.message().contains("3001 bytes"), "{error}");
@@ -109,19 +110,22 @@ fn a_hole_that_the_storage_refuses_changes_nothing() {
     sim.put(0, &image);
     sim.refuse_holes();
     let whole = ImageOptions::default();
-    let window = ImageOptions { window_offset: 1000, window_size: Some(90_000), ..whole.clone() };
+    let window =
+        ImageOptions { window_offset: 1000, window_size: Some(Bytes(90_000)), ..whole.clone() };
     run(async |ring| {
         for options in [whole, window] {
             let disk = Disk::from_storage(sim.storage(), &options);
-            for (offset, len) in [(0, disk.size()), (100, 5000), (4096, 8192), (5, 10)] {
+            for (offset, len) in
+                [(0, disk.size()), (100, Bytes(5000)), (4096, Bytes(8192)), (5, Bytes(10))]
+            {
                 let punched = disk.punch(&ring, offset, len).await;
                 assert_eq!(punched, Err(Errno::OPNOTSUPP), "{len} bytes at {offset}");
             }
-            assert_eq!(disk.punch(&ring, 0, 0).await, Ok(()));
+            assert_eq!(disk.punch(&ring, 0, Bytes::ZERO).await, Ok(()));
         }
         assert_same(&sim.image(), &image);
         let disk = Disk::from_storage(sim.storage(), &ImageOptions::default());
-        assert_eq!(disk.write_zeroes(&ring, 100, 5000, true).await, Ok(()));
+        assert_eq!(disk.write_zeroes(&ring, 100, Bytes(5000), true).await, Ok(()));
     });
     let mut expected = image;
     expected[100..5100].fill(0);
@@ -139,20 +143,20 @@ fn the_size_changes_and_watchers_hear_of_it() {
         let heard = Arc::new(Mutex::new(Vec::new()));
         let list = Arc::clone(&heard);
         let watch = disk.watch_size(move |size| list.lock().expect("list").push(size));
-        assert_eq!(disk.resize(&ring, 9000).await, Ok(()));
-        assert_eq!(disk.size(), 9000);
+        assert_eq!(disk.resize(&ring, Bytes(9000)).await, Ok(()));
+        assert_eq!(disk.size(), Bytes(9000));
         let mut expected = pattern(5000);
         expected.resize(9000, 0);
         assert_same(&read_steps(&ring, &disk, 4096).await, &expected);
-        assert_eq!(disk.resize(&ring, 700).await, Ok(()));
-        assert_eq!(disk.grow(&ring, 600).await, Ok(()));
-        assert_eq!(disk.size(), 700);
-        assert_eq!(disk.grow(&ring, 800).await, Ok(()));
+        assert_eq!(disk.resize(&ring, Bytes(700)).await, Ok(()));
+        assert_eq!(disk.grow(&ring, Bytes(600)).await, Ok(()));
+        assert_eq!(disk.size(), Bytes(700));
+        assert_eq!(disk.grow(&ring, Bytes(800)).await, Ok(()));
         drop(watch);
-        assert_eq!(disk.resize(&ring, 0).await, Ok(()));
-        assert_eq!(*heard.lock().expect("list"), [9000, 700, 800]);
-        assert_eq!(disk.resize(&ring, u64::MAX).await, Err(Errno::FBIG));
-        assert_eq!(disk.size(), 0);
+        assert_eq!(disk.resize(&ring, Bytes::ZERO).await, Ok(()));
+        assert_eq!(*heard.lock().expect("list"), [9000, 700, 800].map(Bytes));
+        assert_eq!(disk.resize(&ring, Bytes::MAX).await, Err(Errno::FBIG));
+        assert_eq!(disk.size(), Bytes::ZERO);
     });
     assert_eq!(fs::metadata(&path).expect("stat").len(), 0);
 }
@@ -171,8 +175,8 @@ fn concurrent_growth_ends_at_the_largest_size() {
             let (running, largest) = (running.clone(), Arc::clone(&largest));
             running.set(running.get() + 1);
             ring.spawn(async move {
-                assert_eq!(disk.grow(&handle, size).await, Ok(()));
-                assert!(disk.size() >= size);
+                assert_eq!(disk.grow(&handle, Bytes(size)).await, Ok(()));
+                assert!(disk.size() >= Bytes(size));
                 largest.fetch_max(size, Ordering::Relaxed);
                 running.set(running.get() - 1);
             });
@@ -180,7 +184,7 @@ fn concurrent_growth_ends_at_the_largest_size() {
         while running.get() > 0 {
             ring.yield_now().await;
         }
-        assert_eq!(disk.size(), largest.load(Ordering::Relaxed));
+        assert_eq!(disk.size(), Bytes(largest.load(Ordering::Relaxed)));
     });
     assert_eq!(fs::metadata(&path).expect("stat").len(), 12_000);
 }
@@ -193,14 +197,14 @@ fn holes_are_punched_and_zeroes_written() {
     run(async |ring| {
         let disk = open(&ring, &path, &writing()).await.expect("open");
         let before = disk.allocated_bytes();
-        assert_eq!(disk.discard(&ring, 0, 65536).await, Ok(()));
-        assert_eq!(disk.punch(&ring, 65536, 65536).await, Ok(()));
-        assert_eq!(disk.write_zeroes(&ring, 131_072, 1000, true).await, Ok(()));
-        assert_eq!(disk.write_zeroes(&ring, (1 << 20) - 10, 1000, false).await, Ok(()));
-        assert_eq!(disk.discard(&ring, 2 << 20, 1000).await, Ok(()));
+        assert_eq!(disk.discard(&ring, 0, Bytes(65536)).await, Ok(()));
+        assert_eq!(disk.punch(&ring, 65536, Bytes(65536)).await, Ok(()));
+        assert_eq!(disk.write_zeroes(&ring, 131_072, Bytes(1000), true).await, Ok(()));
+        assert_eq!(disk.write_zeroes(&ring, (1 << 20) - 10, Bytes(1000), false).await, Ok(()));
+        assert_eq!(disk.discard(&ring, 2 << 20, Bytes(1000)).await, Ok(()));
         assert_eq!(disk.flush(&ring).await, Ok(()));
         assert!(disk.allocated_bytes() < before);
-        assert_eq!(disk.size(), 1 << 20);
+        assert_eq!(disk.size(), Bytes(1 << 20));
     });
     let mut expected = pattern(1 << 20);
     expected[..132_072].fill(0);
@@ -218,10 +222,10 @@ fn a_read_only_disk_refuses_every_change() {
         assert!(disk.is_read_only());
         let buf = buffer(&[0; 512]);
         assert_eq!(disk.write(&ring, 0, &buf).await, Err(Errno::ROFS));
-        assert_eq!(disk.discard(&ring, 0, 512).await, Err(Errno::ROFS));
-        assert_eq!(disk.punch(&ring, 0, 512).await, Err(Errno::ROFS));
-        assert_eq!(disk.write_zeroes(&ring, 0, 512, true).await, Err(Errno::ROFS));
-        assert_eq!(disk.resize(&ring, 0).await, Err(Errno::ROFS));
+        assert_eq!(disk.discard(&ring, 0, Bytes(512)).await, Err(Errno::ROFS));
+        assert_eq!(disk.punch(&ring, 0, Bytes(512)).await, Err(Errno::ROFS));
+        assert_eq!(disk.write_zeroes(&ring, 0, Bytes(512), true).await, Err(Errno::ROFS));
+        assert_eq!(disk.resize(&ring, Bytes::ZERO).await, Err(Errno::ROFS));
         assert_eq!(disk.flush(&ring).await, Ok(()));
         assert!(!disk.can_resize());
     });
@@ -247,15 +251,15 @@ fn a_probed_image_keeps_its_format() {
         assert_eq!(disk.write(&ring, 3, &buffer(b"x")).await, Ok(1));
         // A zero can be the last byte of a magic, too.
         assert_eq!(disk.write(&ring, 0, &buffer(b"QEDx")).await, Ok(4));
-        assert_eq!(disk.write_zeroes(&ring, 3, 1, false).await, Err(Errno::PERM));
-        assert_eq!(disk.punch(&ring, 3, 1).await, Err(Errno::PERM));
-        assert_eq!(disk.discard(&ring, 3, 1).await, Err(Errno::PERM));
+        assert_eq!(disk.write_zeroes(&ring, 3, Bytes(1), false).await, Err(Errno::PERM));
+        assert_eq!(disk.punch(&ring, 3, Bytes(1)).await, Err(Errno::PERM));
+        assert_eq!(disk.discard(&ring, 3, Bytes(1)).await, Err(Errno::PERM));
         // So can the last byte of the sector: a text that ends there.
         let text = [&b"#"[..], &[b'x'; 501], b"\nversion="].concat();
         assert_eq!(disk.write(&ring, 0, &buffer(&text)).await, Ok(511));
         assert_eq!(disk.write(&ring, 511, &buffer(b"1")).await, refused);
         assert_eq!(disk.write(&ring, 511, &buffer(b"7")).await, Ok(1));
-        assert_eq!(disk.write_zeroes(&ring, 0, 4096, true).await, Ok(()));
+        assert_eq!(disk.write_zeroes(&ring, 0, Bytes(4096), true).await, Ok(()));
         // Elsewhere, and what is no magic, is free.
         assert_eq!(disk.write(&ring, 512, &whole).await, Ok(1024));
         assert_eq!(disk.write(&ring, 0, &buffer(&[0xff; 600])).await, Ok(600));
@@ -314,10 +318,10 @@ fn a_file_that_shrinks_in_use_reads_as_zeroes() {
         let mut expected = pattern(5000);
         expected.resize(100_000, 0);
         assert_same(&read_steps(&ring, &disk, 4096).await, &expected);
-        let status = disk.block_status(&ring, 50_000, 1000).await.expect("status");
-        assert!(status.len > 0);
+        let status = disk.block_status(&ring, 50_000, Bytes(1000)).await.expect("status");
+        assert!(status.len > Bytes::ZERO);
         assert_eq!(disk.write(&ring, 99_000, &buffer(&[3; 1000])).await, Ok(1000));
-        assert_eq!(disk.punch(&ring, 50_000, 1000).await, Ok(()));
+        assert_eq!(disk.punch(&ring, 50_000, Bytes(1000)).await, Ok(()));
     });
 }
 
@@ -354,7 +358,7 @@ fn any_storage_can_be_a_raw_disk() {
     run(async |ring| {
         let options = ImageOptions { window_offset: 1000, ..ImageOptions::default() };
         let disk = Disk::from_storage(Arc::clone(&storage), &options);
-        assert_eq!(disk.size(), 4000);
+        assert_eq!(disk.size(), Bytes(4000));
         assert_same(&read_steps(&ring, &disk, 4096).await, &pattern(5000)[1000..]);
         assert_eq!(disk.write(&ring, 0, &IoBuf::new(100, 1)).await, Ok(100));
     });
@@ -368,7 +372,7 @@ fn the_allocated_size_is_that_of_the_file() {
     let blocks = fs::metadata(&path).expect("stat").blocks();
     run(async |ring| {
         let disk = open(&ring, &path, &reading()).await.expect("open");
-        assert_eq!(disk.allocated_bytes(), blocks * 512);
+        assert_eq!(disk.allocated_bytes(), Bytes(blocks * 512));
         assert_eq!(disk.request_align(), 1);
         assert!(disk.optimal_transfer() >= 512);
     });
@@ -394,20 +398,21 @@ fn space_that_cannot_be_had_leaves_a_raw_disk_as_it_was() {
     run(async |ring| {
         let disk = open(&ring, &path, &writing()).await.expect("open");
         assert_eq!(disk.flush(&ring).await, Ok(()));
-        assert_eq!(disk.allocate(&ring, 10_000, 64 << 20).await, Err(Errno::NOSPC));
+        assert_eq!(disk.allocate(&ring, 10_000, Bytes(64 << 20)).await, Err(Errno::NOSPC));
         for preallocation in [Preallocation::Falloc, Preallocation::Full] {
             let options = ResizeOptions { preallocation, ..ResizeOptions::default() };
-            let error = disk.resize_with(&ring, 64 << 20, options).await.expect_err("no space");
+            let error =
+                disk.resize_with(&ring, Bytes(64 << 20), options).await.expect_err("no space");
             assert_eq!(error.errno(), Some(Errno::NOSPC));
         }
-        assert_eq!(disk.size(), 5000);
+        assert_eq!(disk.size(), Bytes(5000));
         let after = fs::metadata(&path).expect("stat");
         // But for a block of the file system's own.
         assert!(after.len() == 5000 && after.blocks() * 512 < 16384, "{}", after.blocks());
         // What is there may be reserved: from where it was asked for, not before.
-        assert_eq!(disk.allocate(&ring, 4 << 20, 1 << 20).await, Ok(()));
-        assert_eq!(disk.allocate(&ring, 4 << 20, 1 << 20).await, Err(Errno::OPNOTSUPP));
-        assert_eq!(disk.size(), 5 << 20);
+        assert_eq!(disk.allocate(&ring, 4 << 20, Bytes(1 << 20)).await, Ok(()));
+        assert_eq!(disk.allocate(&ring, 4 << 20, Bytes(1 << 20)).await, Err(Errno::OPNOTSUPP));
+        assert_eq!(disk.size(), Bytes(5 << 20));
         let taken = fs::metadata(&path).expect("stat").blocks() * 512;
         assert!((1 << 20..2 << 20).contains(&taken), "{taken}");
     });
@@ -425,10 +430,10 @@ fn a_file_that_somebody_made_longer_is_not_cut_when_the_disk_grows() {
             .open(&path)
             .and_then(|f| f.set_len(20_000))
             .expect("longer");
-        assert_eq!(disk.resize(&ring, 9000).await, Ok(()));
-        assert_eq!(disk.size(), 9000);
+        assert_eq!(disk.resize(&ring, Bytes(9000)).await, Ok(()));
+        assert_eq!(disk.size(), Bytes(9000));
         assert_eq!(fs::metadata(&path).expect("stat").len(), 20_000);
-        assert_eq!(disk.resize(&ring, 30_000).await, Ok(()));
+        assert_eq!(disk.resize(&ring, Bytes(30_000)).await, Ok(()));
     });
     assert_eq!(fs::metadata(&path).expect("stat").len(), 30_000);
 }
@@ -454,17 +459,17 @@ fn relative_sizes_count_from_the_size_when_their_turn_comes() {
                 });
             };
             for _ in 0..5 {
-                start(NewSize::Grow(65536));
-                start(NewSize::Shrink(4096));
+                start(NewSize::Grow(Bytes(65536)));
+                start(NewSize::Shrink(Bytes(4096)));
             }
             while running.get() > 0 {
                 ring.yield_now().await;
             }
-            assert_eq!(disk.size(), (1 << 20) + 5 * (65536 - 4096), "{format}");
+            assert_eq!(disk.size(), Bytes((1 << 20) + 5 * (65536 - 4096)), "{format}");
             let none =
                 disk.resize_with(&ring, NewSize::Shrink(disk.size()), ResizeOptions::default());
             assert_eq!(none.await.expect_err("nothing left").kind(), ErrorKind::Invalid);
-            let huge = disk.resize_with(&ring, NewSize::Grow(u64::MAX), ResizeOptions::default());
+            let huge = disk.resize_with(&ring, NewSize::Grow(Bytes::MAX), ResizeOptions::default());
             assert_eq!(huge.await.expect_err("too large").kind(), ErrorKind::Invalid);
         });
     }

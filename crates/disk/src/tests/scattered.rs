@@ -1,5 +1,6 @@
 //! Requests whose data lies in several pieces of memory read and write what contiguous ones do.
 
+use ringdisk_qcow2::Bytes;
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
@@ -223,7 +224,8 @@ fn storage_that_is_no_file_and_moves_a_few_bytes_at_a_time() {
 #[test]
 fn a_null_disk_fills_pieces_with_zeroes() {
     run(async |ring| {
-        let null = NullOptions { size: 1 << 20, read_zeroes: true, ..NullOptions::default() };
+        let null =
+            NullOptions { size: Bytes(1 << 20), read_zeroes: true, ..NullOptions::default() };
         let disk = Disk::null(&null);
         let memory = IoBuf::new(100, 16);
         memory.fill(1);

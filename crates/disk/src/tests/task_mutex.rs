@@ -62,3 +62,28 @@ fn a_waiter_that_is_dropped_does_not_keep_others_out() {
         assert!(left.as_mut().poll(&mut contexts[number]).is_ready());
     }
 }
+
+#[test]
+fn tasks_get_it_in_the_order_in_which_they_came() {
+    let mutex = TaskMutex::default();
+    let mut context = Context::from_waker(Waker::noop());
+    let mut pass = match pin!(mutex.lock()).poll(&mut context) {
+        Poll::Ready(pass) => Some(pass),
+        Poll::Pending => panic!("the mutex is free"),
+    };
+    let mut waiting = [Box::pin(mutex.lock()), Box::pin(mutex.lock())];
+    for waiter in &mut waiting {
+        assert!(waiter.as_mut().poll(&mut context).is_pending());
+    }
+    drop(pass.take());
+    // The one that had it comes again, before the others have looked.
+    let mut again = Box::pin(mutex.lock());
+    assert!(again.as_mut().poll(&mut context).is_pending());
+    let [mut first, mut second] = waiting;
+    assert!(second.as_mut().poll(&mut context).is_pending());
+    let Poll::Ready(pass) = first.as_mut().poll(&mut context) else { panic!("its turn") };
+    drop(pass);
+    let Poll::Ready(pass) = second.as_mut().poll(&mut context) else { panic!("its turn") };
+    drop(pass);
+    assert!(again.as_mut().poll(&mut context).is_ready());
+}

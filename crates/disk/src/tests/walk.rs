@@ -10,6 +10,7 @@
 mod jobs;
 mod steps;
 
+use ringdisk_qcow2::Bytes;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -107,13 +108,13 @@ impl Walk {
     }
 
     /// Clients work.
-    fn go_on(&mut self) {
+    pub(super) fn go_on(&mut self) {
         let seed = self.prng.below(1 << 40);
         self.load = Some(Load::start(&self.disk, &self.bytes[..CLIENTS], seed));
     }
 
     /// Clients stand still; what the disk holds is known.
-    async fn halt(&mut self) {
+    pub(super) async fn halt(&mut self) {
         if let Some(load) = self.load.take() {
             self.bytes[..CLIENTS].copy_from_slice(&load.halt(&self.ring).await);
         }
@@ -139,7 +140,7 @@ impl Walk {
         };
         let wanted = self.prng.coin();
         if data[0] == 0 && wanted {
-            let zeroed = self.disk.write_zeroes(&self.ring, at as u64, len as u64, true).await;
+            let zeroed = self.disk.write_zeroes(&self.ring, at as u64, Bytes::of(len), true).await;
             assert_eq!(zeroed, Ok(()));
         } else {
             let written = self.disk.write(&self.ring, at as u64, &buffer(&data)).await;

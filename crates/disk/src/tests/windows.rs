@@ -1,5 +1,6 @@
 //! Windows: what a client sees of a disk, and what it never touches.
 
+use ringdisk_qcow2::Bytes;
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
@@ -28,7 +29,7 @@ fn content() -> Vec<u8> {
 fn options(window: (u64, u64)) -> ImageOptions {
     ImageOptions {
         window_offset: window.0,
-        window_size: Some(window.1),
+        window_size: Some(Bytes(window.1)),
         discard: crate::Discard::Unmap,
         ..ImageOptions::default()
     }
@@ -76,16 +77,16 @@ async fn request(ring: &Ring, disk: &Disk, prng: &mut Prng, expected: &mut [u8])
             expected[range].fill(value);
         }
         2 => {
-            assert_eq!(disk.discard(ring, offset, len as u64).await, Ok(()));
+            assert_eq!(disk.discard(ring, offset, Bytes::of(len)).await, Ok(()));
             expected[range].fill(0);
         }
         3 => {
-            assert_eq!(disk.punch(ring, offset, len as u64).await, Ok(()));
+            assert_eq!(disk.punch(ring, offset, Bytes::of(len)).await, Ok(()));
             expected[range].fill(0);
         }
         4 => {
             let may_unmap = prng.coin();
-            assert_eq!(disk.write_zeroes(ring, offset, len as u64, may_unmap).await, Ok(()));
+            assert_eq!(disk.write_zeroes(ring, offset, Bytes::of(len), may_unmap).await, Ok(()));
             expected[range].fill(0);
         }
         5 => assert_eq!(disk.flush(ring).await, Ok(())),
@@ -175,16 +176,16 @@ fn maps_and_status_count_from_the_start_of_the_window() {
         let disk = open(&ring, &path, &options((65_536 + 512, 131_072))).await.expect("open");
         let mut runs = Vec::new();
         let each = |entry: &crate::MapEntry| {
-            runs.push((entry.start, entry.status.len, entry.status.is_data()));
+            runs.push((entry.start, entry.status.len.0, entry.status.is_data()));
         };
-        disk.map_entries(&ring, 0, u64::MAX, each).await.expect("map");
+        disk.map_entries(&ring, 0, Bytes::MAX, each).await.expect("map");
         assert_eq!(runs, [(0, 65_024, true), (65_024, 65_536, false), (130_560, 512, true)]);
-        let past = disk.block_status(&ring, 131_072, 1).await.expect("status");
-        assert_eq!(past.len, 0);
+        let past = disk.block_status(&ring, 131_072, Bytes(1)).await.expect("status");
+        assert_eq!(past.len, Bytes::ZERO);
         let view = disk.view().await;
-        let mapped = view.map(&ring, 0, 10).await.expect("map").mapping;
-        assert!(matches!(mapped, crate::Mapping::Data { len: 10, .. }), "{mapped:?}");
-        let past = view.map(&ring, 131_072, 10).await.expect("map").mapping;
+        let mapped = view.map(&ring, 0, Bytes(10)).await.expect("map").mapping;
+        assert!(matches!(mapped, crate::Mapping::Data { len: Bytes(10), .. }), "{mapped:?}");
+        let past = view.map(&ring, 131_072, Bytes(10)).await.expect("map").mapping;
         assert!(matches!(past, crate::Mapping::PastEnd), "{past:?}");
     });
 }
@@ -235,26 +236,26 @@ fn a_window_with_a_size_cannot_be_resized_and_one_without_can() {
         run(async |ring| {
             let disk = open(&ring, &path, &options((512, 4096))).await.expect("open");
             assert!(!disk.can_resize());
-            assert_eq!(disk.resize(&ring, 512).await, Err(Errno::OPNOTSUPP));
-            assert_eq!(disk.grow(&ring, 1 << 20).await, Err(Errno::OPNOTSUPP));
+            assert_eq!(disk.resize(&ring, Bytes(512)).await, Err(Errno::OPNOTSUPP));
+            assert_eq!(disk.grow(&ring, Bytes(1 << 20)).await, Err(Errno::OPNOTSUPP));
             let asked = ResizeOptions { shrink: true, ..ResizeOptions::default() };
-            let error = disk.resize_with(&ring, 1 << 20, asked).await.expect_err("fixed");
+            let error = disk.resize_with(&ring, Bytes(1 << 20), asked).await.expect_err("fixed");
             assert!(error.message().contains("part of its image"), "{error}");
             disk.close(&ring).await.expect("close");
             drop(disk);
             let open_end = ImageOptions { window_size: None, ..options((512, 0)) };
             let disk = open(&ring, &path, &open_end).await.expect("open");
-            assert_eq!(disk.size(), SIZE as u64 - 512);
-            let error = disk.resize_with(&ring, 1024, ResizeOptions::default()).await;
+            assert_eq!(disk.size(), Bytes(SIZE as u64 - 512));
+            let error = disk.resize_with(&ring, Bytes(1024), ResizeOptions::default()).await;
             let error = error.expect_err("shrinks");
             assert!(
                 error.message().contains("1024 bytes are less than the disk has (307200)"),
                 "{error}"
             );
-            assert_eq!(disk.resize(&ring, 1024).await, Ok(()));
-            assert_eq!(disk.size(), 1024);
-            assert_eq!(disk.grow(&ring, 4096).await, Ok(()));
-            assert_eq!(disk.size(), 4096);
+            assert_eq!(disk.resize(&ring, Bytes(1024)).await, Ok(()));
+            assert_eq!(disk.size(), Bytes(1024));
+            assert_eq!(disk.grow(&ring, Bytes(4096)).await, Ok(()));
+            assert_eq!(disk.size(), Bytes(4096));
             disk.close(&ring).await.expect("close");
         });
         let mut expected = content()[..1536].to_vec();
@@ -265,8 +266,8 @@ fn a_window_with_a_size_cannot_be_resized_and_one_without_can() {
 
 /// The bytes of the window, and that it is still one.
 async fn still(ring: &Ring, disk: &Disk, expected: &[u8]) {
-    assert_eq!(disk.window(), Some((65_536, Some(131_072))));
-    assert_eq!(disk.size(), 131_072);
+    assert_eq!(disk.window(), Some((65_536, Some(Bytes(131_072)))));
+    assert_eq!(disk.size(), Bytes(131_072));
     assert_same(&read_steps(ring, disk, 65_536).await, expected);
 }
 
@@ -281,7 +282,7 @@ fn live_changes_keep_the_window() {
             let overlay = OverlayOptions::default();
             disk.add_overlay(&ring, &top, overlay).await.expect("overlay");
             still(&ring, &disk, &expected).await;
-            assert_eq!(disk.layers().first().map(|top| top.size()), Some(SIZE as u64));
+            assert_eq!(disk.layers().first().map(|top| top.size()), Some(Bytes(SIZE as u64)));
             assert_eq!(disk.write(&ring, 131_000, &buffer(&[7; 200])).await, Ok(72));
             expected[131_000..].fill(7);
             disk.commit(&ring, CommitOptions::TOP, &Arc::default()).await.expect("commit");

@@ -1,5 +1,6 @@
 //! Writable qcow2 disks: writes, freed space, refusals.
 
+use ringdisk_qcow2::Bytes;
 use std::fs;
 use std::sync::Arc;
 use std::time::Duration;
@@ -60,7 +61,7 @@ fn every_cache_mode_writes() {
             let options = ImageOptions { cache, ..ImageOptions::default() };
             let disk = opened(&ring, &directory, &options).await;
             assert_eq!(disk.write(&ring, 777, &buffer(&vec![9; 100_000])).await, Ok(100_000));
-            assert_eq!(disk.write_zeroes(&ring, 2 << 20, 1 << 20, true).await, Ok(()));
+            assert_eq!(disk.write_zeroes(&ring, 2 << 20, Bytes(1 << 20), true).await, Ok(()));
             assert_eq!(disk.flush(&ring).await, Ok(()));
             let past = buffer(&[5; 1024]);
             assert_eq!(disk.write(&ring, (8 << 20) - 512, &past).await, Ok(512));
@@ -125,7 +126,7 @@ fn discards_give_space_back_unless_they_are_ignored() {
             let options =
                 ImageOptions { discard, discard_no_unref: no_unref, ..ImageOptions::default() };
             let disk = opened(&ring, &directory, &options).await;
-            assert_eq!(disk.discard(&ring, 0, 4 << 20).await, Ok(()));
+            assert_eq!(disk.discard(&ring, 0, Bytes(4 << 20)).await, Ok(()));
             let mut expected = vec![1; 8 * MIB];
             if gives_back {
                 expected[..4 * MIB].fill(0);
@@ -136,7 +137,7 @@ fn discards_give_space_back_unless_they_are_ignored() {
         run(async |ring| {
             let options = ImageOptions { discard, ..ImageOptions::default() };
             let disk = opened(&ring, &directory, &options).await;
-            assert_eq!(disk.punch(&ring, 0, 6 << 20).await, Ok(()));
+            assert_eq!(disk.punch(&ring, 0, Bytes(6 << 20)).await, Ok(()));
             let mut expected = vec![1; 8 * MIB];
             expected[..6 * MIB].fill(0);
             end(&ring, &directory, disk, &expected).await;
@@ -160,7 +161,7 @@ fn writes_of_zeroes_are_noticed_where_that_was_asked_for() {
             let mut almost = vec![0; MIB];
             almost[MIB - 1] = 7;
             assert_eq!(disk.write(&ring, 4 << 20, &buffer(&almost)).await, Ok(MIB));
-            let status = disk.block_status(&ring, 0, 1 << 20).await.expect("status");
+            let status = disk.block_status(&ring, 0, Bytes(1 << 20)).await.expect("status");
             assert_eq!(status.zero, detect_zeroes != DetectZeroes::Off);
             let mut expected = vec![1; 8 * MIB];
             expected[..5 * MIB].fill(0);
@@ -185,10 +186,10 @@ fn a_disk_that_is_opened_for_reading_refuses_every_change() {
         let disk = opened(&ring, &directory, &reading()).await;
         let refused = Err(Errno::ROFS);
         assert_eq!(disk.write(&ring, 0, &buffer(&[0; 512])).await, Err(Errno::ROFS));
-        assert_eq!(disk.write_zeroes(&ring, 0, 512, true).await, refused);
-        assert_eq!(disk.discard(&ring, 0, 512).await, refused);
-        assert_eq!(disk.punch(&ring, 0, 512).await, refused);
-        assert_eq!(disk.grow(&ring, 1 << 30).await, refused);
+        assert_eq!(disk.write_zeroes(&ring, 0, Bytes(512), true).await, refused);
+        assert_eq!(disk.discard(&ring, 0, Bytes(512)).await, refused);
+        assert_eq!(disk.punch(&ring, 0, Bytes(512)).await, refused);
+        assert_eq!(disk.grow(&ring, Bytes(1 << 30)).await, refused);
         assert_eq!(disk.write_compressed(&ring, 0, &[0]).await, refused);
         let path = directory.path().join("b.qcow2");
         let overlay = disk.add_overlay(&ring, &path, crate::OverlayOptions::default()).await;
@@ -209,7 +210,7 @@ fn a_data_file_is_written_too() {
     run(async |ring| {
         let disk = opened(&ring, &directory, &ImageOptions::default()).await;
         assert_eq!(disk.write(&ring, 12_345, &buffer(&vec![9; 300_000])).await, Ok(300_000));
-        assert_eq!(disk.resize(&ring, 16 << 20).await, Ok(()));
+        assert_eq!(disk.resize(&ring, Bytes(16 << 20)).await, Ok(()));
         assert_eq!(disk.write(&ring, 15 << 20, &buffer(&vec![8; 1000])).await, Ok(1000));
         let mut expected = vec![0; 16 * MIB];
         expected[12_345..312_345].fill(9);
@@ -232,7 +233,7 @@ fn only_the_top_of_a_chain_is_opened_where_its_base_is_gone() {
         let options = ImageOptions { without_backing: true, ..reading() };
         let disk = open(&ring, &path, &options).await.expect("open");
         assert_eq!(disk.layers().len(), 1);
-        assert_eq!(disk.size(), 8 << 20);
+        assert_eq!(disk.size(), Bytes(8 << 20));
         assert_same(&read_steps(&ring, &disk, MIB).await, &vec![0; 8 * MIB]);
     });
 }
@@ -256,7 +257,7 @@ fn what_is_written_over_a_temporary_overlay_leaves_no_trace() {
             assert!(!disk.is_read_only());
             assert_eq!(disk.write(&ring, 12_345, &buffer(&[9; 3000])).await, Ok(3000));
             assert_eq!(disk.flush(&ring).await, Ok(()));
-            assert_eq!(disk.resize(&ring, 10 << 20).await, Ok(()));
+            assert_eq!(disk.resize(&ring, Bytes(10 << 20)).await, Ok(()));
             let mut expected = vec![1; 8 * MIB];
             expected.resize(10 * MIB, 0);
             expected[12_345..15_345].fill(9);
@@ -349,10 +350,10 @@ fn what_was_answered_is_in_the_file_when_it_shall_outlive_the_process() {
         seen("new", &["read -P 7 70000 1000"]);
         disk.write(&ring, 72_000, &buffer(&[8; 1000])).await.expect("in place");
         seen("in_place", &["read -P 7 70000 1000", "read -P 8 72000 1000"]);
-        disk.write_zeroes(&ring, 70_500, 500, true).await.expect("zeroes");
-        disk.punch(&ring, 65_536, 4096).await.expect("part of a cluster");
+        disk.write_zeroes(&ring, 70_500, Bytes(500), true).await.expect("zeroes");
+        disk.punch(&ring, 65_536, Bytes(4096)).await.expect("part of a cluster");
         seen("zeroes", &["read -P 0 65536 4096", "read -P 0 70500 500", "read -P 8 72000 1000"]);
-        disk.punch(&ring, 65_536, 65_536).await.expect("a cluster");
+        disk.punch(&ring, 65_536, Bytes(65_536)).await.expect("a cluster");
         seen("hole", &["read -P 0 65536 65536"]);
         disk.close(&ring).await.expect("close");
     });

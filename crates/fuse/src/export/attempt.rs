@@ -13,6 +13,7 @@ use ringdisk_disk::{ClientErrors, Disk};
 use ringdisk_export::{Clock, Error};
 use ringdisk_ring::{Errno, SharedMemory, Topology};
 
+use super::Forced;
 use super::control_thread::{ask_first, control_thread};
 use super::fallback::{
     is_direct, lend, may_zero_copy, no_passthrough, queue_devices, refusal, why_no_zero_copy,
@@ -44,6 +45,7 @@ pub(super) struct Attempt<'a> {
     pub(super) mode: Option<RingMode>,
     /// The mount of a live process; `None`: it is made, or was left by a process that is gone.
     pub(super) taken: Option<&'a TakenMount>,
+    pub(super) forced: Forced,
 }
 
 /// What came of an attempt.
@@ -107,7 +109,7 @@ type RingStart = (Starting, Receiver<()>);
 impl Attempt<'_> {
     /// Tries.
     ///
-    /// * `devices`: as [`Export::start_with_devices`].
+    /// * `devices`: as [`crate::testing::start_with_devices`].
     /// * `notes`: what was asked for and cannot be had; added to.
     ///
     /// Errors: no attempt can do better.
@@ -227,12 +229,12 @@ impl Attempt<'_> {
     ) -> Result<Threads, Stop> {
         let (options, placement) = (self.options, &layout.placement);
         let count = placement.threads.len();
-        let place = if options.test.restless { Place::restless(count) } else { Place::new(count) };
+        let place = if self.forced.restless { Place::restless(count) } else { Place::new(count) };
         let (place, clock) = (Arc::new(place), Clock::start());
         let rings = layout.plan.take().map(|plan| {
             let bytes = layout.profile.transfer_bytes() as usize;
-            let rings = Rings::new(plan, placement, bytes, options.test.stay, options.zero_copy);
-            Arc::new(rings.refusing(options.test.refuse))
+            let rings = Rings::new(plan, placement, bytes, self.forced.stay, options.zero_copy);
+            Arc::new(rings.refusing(self.forced.refuse))
         });
         let (sender, received) = channel();
         let events = EventSender(sender);

@@ -14,9 +14,9 @@ use ringdisk_export::{ControlThread, Error};
 
 use super::Export;
 use super::attempt::{Attempt, Connection, Layout, Threads};
+use crate::control::{Control, InUseSlot};
 use crate::events::{Event, EventSender};
 use crate::file::FileServer;
-use crate::keeper::{InUseSlot, Keeper};
 use crate::mount::AnswerCheck;
 use crate::thread::FuseThread;
 use crate::topology::Live;
@@ -30,14 +30,14 @@ const LOOK_AFTER_DEATH: Duration = Duration::from_secs(10);
 impl Attempt<'_> {
     /// Phase 7: starts the control thread, which sees to the end of the export.
     ///
-    /// * `control`: made by [`control_thread`].
+    /// * `thread`: made by [`control_thread`].
     pub(super) fn look_after(
         &self,
         layout: Layout,
         threads: Threads,
         connection: Connection,
         server: Arc<FileServer>,
-        control: ControlThread<Work>,
+        thread: ControlThread<Work>,
     ) -> (Export, PathBuf) {
         let Threads { queues, place, rings, clock, events, received, .. } = threads;
         let live = live(&queues[..threads.count], rings.as_deref());
@@ -53,7 +53,7 @@ impl Attempt<'_> {
         let (remover, connection) = (mount.remover(), mount.connection());
         let in_use = InUseSlot::default();
         let is_resumed = self.left().is_some();
-        let keeper = Keeper {
+        let control = Control {
             mount,
             queues,
             disk: Arc::clone(self.disk),
@@ -74,11 +74,11 @@ impl Attempt<'_> {
         };
         // Until it has all that the end will need, the process gives nothing up.
         let (prepared, is_prepared) = channel();
-        let keeper = Some(control.start((keeper, prepared)));
+        let control = Some(thread.start((control, prepared)));
         let _ = is_prepared.recv();
         let (queues, parked, _size_watch) = (views, None, size_watch);
         let export = Export {
-            keeper,
+            control,
             events,
             queues,
             topology,
@@ -120,13 +120,13 @@ fn watch_size(disk: &Disk, events: &EventSender, server: &Arc<FileServer>) -> Si
 
 /// What the control thread is given: the export, and how it says that it has all that the end will
 /// need.
-pub(super) type Work = (Keeper, Sender<()>);
+pub(super) type Work = (Control, Sender<()>);
 
 /// Makes the control thread.
 ///
 /// Errors: the system has no thread.
 pub(super) fn control_thread() -> Result<ControlThread<Work>, Error> {
-    ControlThread::make("keeper", |(keeper, prepared): Work| keeper.run(&prepared))
+    ControlThread::make("export", |(control, prepared): Work| control.run(&prepared))
 }
 
 /// Phase 8, over io_uring: whether the mount answers, which is not known otherwise. (Over /dev/fuse

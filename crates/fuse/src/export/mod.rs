@@ -2,16 +2,16 @@
 //!
 //! Promises: several exports live in one process independently of each other; what an attempt to
 //! start has made is undone when it fails. Control path; any thread. How a start goes is in
-//! [`start`], one attempt of it in [`attempt`], and the end in [`crate::keeper`].
+//! [`start`], one attempt of it in [`attempt`], and the end in [`crate::control`].
 
 mod attempt;
 mod control_thread;
 mod fallback;
+mod forced;
 mod options;
-mod start;
+pub(crate) mod start;
 mod take_over;
 
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
@@ -19,8 +19,8 @@ use ringdisk_disk::{Disk, SizeWatch};
 use ringdisk_export::stats::{QueueView, Stats};
 use ringdisk_export::{Error, HaltReason, HandedOver, ask_hand_over};
 
+use crate::control::InUseSlot;
 use crate::events::{Event, EventSender};
-use crate::keeper::InUseSlot;
 use crate::kept::{HandedMount, Parked, TakenMount};
 use crate::mount::{Remover, RemoverSlot};
 use crate::topology::{Live, MountTopology, watch};
@@ -28,7 +28,8 @@ use crate::transport::Transport;
 use crate::uring::RingMode;
 
 pub use crate::queue::{QUEUE_DEPTH_DEFAULT, QUEUE_DEPTH_MAX};
-pub use options::{ExportOptions, TestSettings};
+pub use forced::Forced;
+pub use options::ExportOptions;
 pub use take_over::Prepared;
 
 /// Asks an export to stop. Any thread.
@@ -68,7 +69,7 @@ impl HandOverHandle {
 /// A disk that is being served. Dropping it ends it at once, also while clients use it.
 #[derive(Debug)]
 pub struct Export {
-    keeper: Option<JoinHandle<Result<(), HaltReason>>>,
+    control: Option<JoinHandle<Result<(), HaltReason>>>,
     events: EventSender,
     queues: Vec<QueueView>,
     topology: MountTopology,
@@ -87,7 +88,7 @@ impl Export {
     /// be used; [`crate::ErrorKind::RingForbidden`] and [`crate::ErrorKind::System`] when no ring
     /// can be made.
     pub fn start(disk: Arc<Disk>, options: ExportOptions) -> Result<Export, Error> {
-        start::start(disk, options, Vec::new())
+        start::start(disk, options, Forced::default(), Vec::new())
     }
 
     /// Prepares to go on with a mount that another process hands over
@@ -104,17 +105,6 @@ impl Export {
         mount: TakenMount,
     ) -> Result<Prepared, Error> {
         take_over::prepare(disk, options, mount)
-    }
-
-    /// As [`Export::start`], with one queue more for each of `devices`, whose messages it takes for
-    /// requests of the kernel. For tests of what a broken device does.
-    #[doc(hidden)]
-    pub fn start_with_devices(
-        disk: Arc<Disk>,
-        options: ExportOptions,
-        devices: Vec<OwnedFd>,
-    ) -> Result<Export, Error> {
-        start::start(disk, options, devices)
     }
 
     /// How requests travel: never [`Transport::Auto`].
@@ -197,9 +187,8 @@ impl Export {
         HandOverHandle(self.events.clone())
     }
 
-    /// Makes a queue thread panic.
-    #[doc(hidden)]
-    pub fn panic_for_test(&self) {
+    /// Makes a queue thread panic, for [`crate::testing`].
+    pub(crate) fn panic_on_a_queue(&self) {
         self.queues[0].remote.run(|_| panic!("asked to panic"));
     }
 
@@ -212,7 +201,7 @@ impl Export {
     }
 
     fn join(&mut self) -> Result<(), HaltReason> {
-        match self.keeper.take().map(JoinHandle::join) {
+        match self.control.take().map(JoinHandle::join) {
             Some(Ok(result)) => result,
             Some(Err(panic)) => std::panic::resume_unwind(panic),
             None => Ok(()),
@@ -222,7 +211,7 @@ impl Export {
 
 impl Drop for Export {
     fn drop(&mut self) {
-        if self.keeper.is_some() {
+        if self.control.is_some() {
             self.events.send(Event::Force);
             if let Err(reason) = self.join() {
                 tracing::warn!("{reason}");

@@ -9,7 +9,7 @@ use ringdisk_export::CommonOptions;
 
 use crate::kept::Keep;
 use crate::transport::Transport;
-use crate::uring::{Refuse, RingMode, Stay, ZeroCopy};
+use crate::uring::ZeroCopy;
 
 /// How to serve a disk as a file.
 #[derive(Clone, Debug)]
@@ -41,34 +41,6 @@ pub struct ExportOptions {
     pub stop_timeout: Option<Duration>,
     /// The mount outlives this process; over `/dev/fuse` only.
     pub keep: Option<Keep>,
-    /// No option: for tests and measurements of single parts.
-    #[doc(hidden)]
-    pub test: TestSettings,
-}
-
-/// What tests and measurements set to see a single part at work.
-#[doc(hidden)]
-#[derive(Clone, Debug)]
-pub struct TestSettings {
-    /// Moves the fetching between queues all the time.
-    pub restless: bool,
-    /// Where entries of the rings stay; `None`: they move with the load.
-    pub stay: Option<Stay>,
-    /// The most that rings do.
-    pub ring_mode_max: RingMode,
-    /// Makes the kernel refuse a step of the start over io_uring.
-    pub refuse: Option<Refuse>,
-}
-
-impl Default for TestSettings {
-    fn default() -> TestSettings {
-        TestSettings {
-            restless: false,
-            stay: None,
-            ring_mode_max: RingMode::ZeroCopy,
-            refuse: None,
-        }
-    }
 }
 
 impl ExportOptions {
@@ -89,7 +61,6 @@ impl ExportOptions {
             io_timeout: None,
             stop_timeout: None,
             keep: None,
-            test: TestSettings::default(),
         }
     }
 }

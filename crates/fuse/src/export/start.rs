@@ -8,6 +8,7 @@ use std::sync::Arc;
 use ringdisk_disk::Disk;
 use ringdisk_export::{Error, ErrorKind};
 
+use super::Forced;
 use super::attempt::{Attempt, Outcome};
 use super::fallback::first_mode;
 use super::{Export, ExportOptions};
@@ -21,10 +22,11 @@ const TURNS_MAX: u32 = 3;
 
 /// Mounts and serves: tries the best that may work, and the next best where that is refused.
 ///
-/// * `devices`: as [`Export::start_with_devices`].
-pub(super) fn start(
+/// * `forced`, `devices`: as in [`crate::testing`].
+pub(crate) fn start(
     disk: Arc<Disk>,
     mut options: ExportOptions,
+    forced: Forced,
     devices: Vec<OwnedFd>,
 ) -> Result<Export, Error> {
     if options.keep.is_some()
@@ -36,12 +38,12 @@ pub(super) fn start(
         // The two exclude each other, and the kernel's own reading is better still.
         options.zero_copy = ZeroCopy::Off;
     }
-    let mut choice = Choice::first(&options)?;
+    let mut choice = Choice::first(&options, forced)?;
     let mut devices = Some(devices);
     loop {
         let devices = devices.take().unwrap_or_default();
         let (disk, options, mode) = (&disk, &options, choice.mode);
-        let attempt = Attempt { disk, options, mode, taken: None };
+        let attempt = Attempt { disk, options, mode, taken: None, forced };
         match attempt.run(devices, &mut choice.notes)? {
             Outcome::Serves(export) => return Ok(choice.report(*export)),
             refused => choice.next(options, refused)?,
@@ -65,7 +67,7 @@ impl Choice {
     /// The first attempt.
     ///
     /// Errors: what was asked for cannot be had.
-    fn first(options: &ExportOptions) -> Result<Choice, Error> {
+    fn first(options: &ExportOptions, forced: Forced) -> Result<Choice, Error> {
         let is_auto = options.transport == Transport::Auto;
         let (with_rings, reason) = match options.keep {
             Some(_) => (false, is_auto.then(kept::why_dev)),
@@ -75,7 +77,7 @@ impl Choice {
             tracing::info!("served over /dev/fuse: {reason}");
         }
         let mode = match with_rings {
-            true => Some(first_mode(options.zero_copy)?.min(options.test.ring_mode_max)),
+            true => Some(first_mode(options.zero_copy)?.min(forced.ring_mode_max)),
             false => None,
         };
         if mode.is_none() && options.zero_copy == ZeroCopy::On {

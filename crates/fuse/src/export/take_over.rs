@@ -11,6 +11,7 @@ use std::sync::Arc;
 use ringdisk_disk::Disk;
 use ringdisk_export::{ControlThread, Error, ErrorKind};
 
+use super::Forced;
 use super::attempt::{Attempt, Connection, Layout, Stop, Threads};
 use super::control_thread::{Work, control_thread};
 use super::start::report;
@@ -44,7 +45,9 @@ pub(super) fn prepare(
     {
         return Err(why);
     }
-    let attempt = Attempt { disk: &disk, options: &options, mode: None, taken: Some(&mount) };
+    let forced = Forced::default();
+    let (mode, taken) = (None, Some(&mount));
+    let attempt = Attempt { disk: &disk, options: &options, mode, taken, forced };
     let mut notes = Vec::new();
     let mut layout = attempt.lay_out()?;
     let threads = attempt.start_threads(&mut layout, 0).map_err(error_of)?;
@@ -80,7 +83,8 @@ impl Prepared {
         let Prepared { disk, options, layout, threads, connection, server, devices, .. } = self;
         disk.take_charge();
         threads.serve(devices, Vec::new(), &server, None);
-        let attempt = Attempt { disk: &disk, options: &options, mode: None, taken: None };
+        let (mode, taken, forced) = (None, None, Forced::default());
+        let attempt = Attempt { disk: &disk, options: &options, mode, taken, forced };
         let (mut export, _) = attempt.look_after(layout, threads, connection, server, self.control);
         export.parked = self.parked;
         export.topology.warnings.extend(self.notes);

@@ -3,6 +3,7 @@
 //! Promises: nothing is written where a mode is refused; a range that was punched or zeroed reads
 //! as zeroes.
 
+use ringdisk_disk::Bytes;
 use ringdisk_ring::{Errno, Ring};
 
 use super::{ClientResize, FILE_BYTES_MAX, FileServer};
@@ -38,14 +39,14 @@ impl FileServer {
         // The kernel may have written past the end that was known.
         let size = self.disk.follow_length(ring).await?;
         match mode {
-            0 if offset >= size => {
+            0 if offset >= size.0 => {
                 self.check_growable()?;
                 let _by_client = ClientResize::begin(self);
-                self.disk.allocate(ring, offset, length).await
+                self.disk.allocate(ring, offset, Bytes(length)).await
             }
-            PUNCH_AND_KEEP => self.disk.punch(ring, offset, length).await,
+            PUNCH_AND_KEEP => self.disk.punch(ring, offset, Bytes(length)).await,
             ZERO_RANGE => {
-                if end > size {
+                if end > size.0 {
                     self.check_growable()?;
                     self.grow(ring, end).await?;
                 }
@@ -63,6 +64,6 @@ impl FileServer {
 
     /// Zeroes stay allocated, as ZERO_RANGE promises.
     async fn zero(&self, ring: &Ring, offset: u64, length: u64) -> Result<(), Errno> {
-        self.disk.write_zeroes(ring, offset, length, false).await
+        self.disk.write_zeroes(ring, offset, Bytes(length), false).await
     }
 }

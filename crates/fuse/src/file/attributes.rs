@@ -3,6 +3,7 @@
 //! Promises: a SETATTR that is refused changes nothing; mode and owner live as long as the export
 //! and never reach the image.
 
+use ringdisk_disk::Bytes;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -54,8 +55,8 @@ impl FileServer {
         let (seconds, nanoseconds) = (time.as_secs(), time.subsec_nanos());
         let attr = Attr {
             ino: ROOT_ID,
-            size: size.min(FILE_BYTES_MAX),
-            blocks: allocated / STAT_BLOCK_BYTES,
+            size: size.min(Bytes(FILE_BYTES_MAX)).0,
+            blocks: (allocated / STAT_BLOCK_BYTES).0,
             atime: seconds,
             mtime: seconds,
             ctime: seconds,
@@ -137,18 +138,18 @@ impl FileServer {
     /// Errors: EPERM; those of the disk.
     async fn change_size(&self, ring: &Ring, size: u64) -> Result<(), Errno> {
         let now = self.disk.follow_length(ring).await?;
-        if size == now {
+        if size == now.0 {
             return Ok(());
         }
         let _by_client = ClientResize::begin(self);
         if self.resizable {
-            return self.disk.resize(ring, size).await;
+            return self.disk.resize(ring, Bytes(size)).await;
         }
-        if size < now || !self.growable {
+        if size < now.0 || !self.growable {
             return Err(Errno::PERM);
         }
         // It does not shrink the disk either if that has grown since.
-        self.disk.lengthen(ring, size).await
+        self.disk.lengthen(ring, Bytes(size)).await
     }
 
     /// Clears the set-user-id bit, and the set-group-id bit where it means one.

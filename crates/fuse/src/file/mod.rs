@@ -27,7 +27,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::SystemTime;
 
-use ringdisk_disk::{Cache, ClientErrors, Disk};
+use ringdisk_disk::{Bytes, Cache, ClientErrors, Disk};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::abi::flags::{WRITE_CACHE, WRITE_KILL_SUIDGID};
@@ -213,7 +213,7 @@ impl FileServer {
     #[cold]
     pub(crate) fn failed(&self, operation: &'static str, offset: u64, len: u64, errno: Errno) {
         if let Some(errors) = &self.errors {
-            errors.record(operation, offset, len, errno);
+            errors.record(operation, offset, Bytes(len), errno);
         }
     }
 
@@ -221,7 +221,7 @@ impl FileServer {
     /// failure.
     #[cold]
     pub(crate) fn failed_write(&self, argument: &WriteIn, errno: Errno) {
-        let is_end = !self.growable && argument.offset >= self.disk.size();
+        let is_end = !self.growable && argument.offset >= self.disk.size().0;
         if errno != Errno::NOSPC || !is_end {
             self.failed("a write", argument.offset, argument.size.into(), errno);
         }
@@ -326,7 +326,7 @@ impl FileServer {
             .checked_add(buf.len() as u64)
             .filter(|end| *end <= FILE_BYTES_MAX)
             .ok_or(Errno::FBIG)?;
-        if self.growable && !from_page_cache && end > self.disk.size() {
+        if self.growable && !from_page_cache && end > self.disk.size().0 {
             self.grow(ring, end).await?;
         }
 
@@ -352,7 +352,7 @@ impl FileServer {
     /// Makes the disk at least `size` bytes long, for a client.
     async fn grow(&self, ring: &Ring, size: u64) -> Result<(), Errno> {
         let _by_client = ClientResize::begin(self);
-        self.disk.grow(ring, size).await
+        self.disk.grow(ring, Bytes(size)).await
     }
 
     /// Writes until the end of `buf` or of the disk.
@@ -482,7 +482,7 @@ impl FileServer {
 
     /// Bytes of a request that lie inside the disk.
     fn inside(&self, offset: u64, len: usize) -> usize {
-        let left = self.disk.size().saturating_sub(offset);
+        let left = self.disk.size().saturating_sub(Bytes(offset));
         usize::try_from(left).map_or(len, |left| left.min(len))
     }
 }

@@ -3,6 +3,7 @@
 //! Promises: the answer comes from the block status of the disk; the end of the disk counts as a
 //! hole.
 
+use ringdisk_disk::Bytes;
 use ringdisk_ring::{Errno, Ring};
 
 use super::FileServer;
@@ -24,24 +25,24 @@ impl FileServer {
         };
         // The kernel may have written past the end that was known.
         let size = self.disk.follow_length(ring).await?;
-        if argument.offset >= size {
+        if argument.offset >= size.0 {
             return Err(Errno::NXIO);
         }
         let mut at = argument.offset;
-        while at < size {
-            let status = self.disk.block_status(ring, at, size - at).await?;
-            if status.len == 0 {
+        while at < size.0 {
+            let status = self.disk.block_status(ring, at, size - Bytes(at)).await?;
+            if status.len.is_zero() {
                 // The disk has shrunk meanwhile.
                 break;
             }
             if status.is_data() == wants_data {
                 return Ok(LseekOut { offset: at });
             }
-            at += status.len;
+            at += status.len.0;
         }
         if wants_data {
             return Err(Errno::NXIO);
         }
-        Ok(LseekOut { offset: at.min(size) })
+        Ok(LseekOut { offset: at.min(size.0) })
     }
 }

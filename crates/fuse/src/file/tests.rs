@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ringdisk_disk::{Cache, Disk, ImageOptions};
+use ringdisk_disk::{Bytes, Cache, Disk, ImageOptions};
 use ringdisk_ring::{Config, Errno, IoBuf, Ring, Runtime};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 
@@ -135,10 +135,10 @@ fn pages_of_a_mapping_never_grow_the_disk() {
     let mut fixture = Fixture::new(change, &ImageOptions::default());
     let argument = WriteIn { offset: LEN - 100, write_flags: WRITE_CACHE, ..WriteIn::default() };
     assert_eq!(fixture.write(argument, &[1; 4096]), Ok(4096));
-    assert_eq!(fixture.file.disk().size(), LEN);
+    assert_eq!(fixture.file.disk().size(), Bytes(LEN));
     let argument = WriteIn { offset: LEN - 100, ..WriteIn::default() };
     assert_eq!(fixture.write(argument, &[1; 4096]), Ok(4096));
-    assert_eq!(fixture.file.disk().size(), LEN - 100 + 4096);
+    assert_eq!(fixture.file.disk().size(), Bytes(LEN - 100 + 4096));
 }
 
 #[test]
@@ -236,7 +236,7 @@ fn an_empty_range_or_one_that_wraps_cannot_be_allocated() {
         let out = fixture.serve(opcode::FALLOCATE, operation);
         assert_eq!(out.error_number(), expected.raw_os_error());
     }
-    assert_eq!(fixture.file.disk().size(), LEN);
+    assert_eq!(fixture.file.disk().size(), Bytes(LEN));
 }
 
 #[test]

@@ -37,7 +37,7 @@ impl Abort {
             Abort::below(root.as_fd(), connection)
         };
         // fusectl has one instance per kernel; a detached mount of it serves without being visible
-        // to anybody.
+        // to users.
         let private = || Abort::below(direct::detached("fusectl")?.as_fd(), connection);
         mounted().or_else(|_: Errno| private()).ok()
     }

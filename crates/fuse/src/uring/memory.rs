@@ -19,20 +19,12 @@ use crate::abi::{IN_HEADER_BYTES, InHeader, OUT_HEADER_BYTES, opcode};
 use crate::reply::{ReplyBuf, data_header, error_frame};
 use crate::request::{Operation, ParseError, Request};
 
+use super::plan::{HEADER_STRIDE, PAGE_BYTES};
 use super::pool::{MEMORY_SLOT, Pool};
 
-/// Bytes from one header to the next: the header, and the vector that REGISTER reads, in whole
-/// cache lines.
-const STRIDE: usize = 384;
 /// Where the vector lies: two addresses with their lengths.
 const VECTOR_AT: usize = HEADER_BYTES;
 const VECTOR_BYTES: usize = 32;
-const PAGE_BYTES: usize = 4096;
-
-/// What the headers of one queue take, bytes: whole pages.
-pub(super) fn header_bytes(entries: usize) -> usize {
-    (entries * STRIDE).next_multiple_of(PAGE_BYTES)
-}
 
 /// The memory of one entry, for any thread.
 #[derive(Clone, Debug)]
@@ -53,7 +45,7 @@ impl EntryMemory {
     pub(super) fn of_queue(queue: u16, entries: usize, payload_bytes: usize) -> Vec<EntryMemory> {
         // Pages of their own, which no thread touches before the one that registers them: so they
         // come from its node.
-        let headers = SharedMemory::mapped(entries * STRIDE);
+        let headers = SharedMemory::mapped(entries * HEADER_STRIDE);
         let payloads = SharedMemory::new(entries * payload_bytes, PAGE_BYTES);
         payloads.advise_small_pages();
         let entry = |number| EntryMemory {
@@ -81,7 +73,7 @@ impl EntryMemory {
     ///
     /// * `index`: number of the entry among all.
     pub(super) fn here(&self, index: usize, pool: Option<&Arc<Pool>>) -> Frame {
-        let start = self.number * STRIDE;
+        let start = self.number * HEADER_STRIDE;
         let payload = match pool {
             None => Payload::Own(self.payloads.buffer().slice(self.payload())),
             Some(pool) => Payload::Pool {
@@ -96,7 +88,7 @@ impl EntryMemory {
                 queue: self.queue,
             },
         };
-        Frame { header: self.headers.buffer().slice(start..start + STRIDE), payload }
+        Frame { header: self.headers.buffer().slice(start..start + HEADER_STRIDE), payload }
     }
 }
 

@@ -4,7 +4,6 @@ use std::ops::Range;
 
 use ringdisk_ring::{Errno, SharedMemory};
 
-use super::memory;
 use super::rings::Rings;
 
 impl Rings {
@@ -61,7 +60,8 @@ impl Rings {
         match self.pool() {
             None => self.plan.memory_bytes_max(payload_bytes),
             Some(pool) => {
-                let headers = |queue: &super::plan::QueuePlan| memory::header_bytes(queue.entries);
+                let headers =
+                    |queue: &super::plan::QueuePlan| super::plan::header_bytes(queue.entries);
                 pool.memory.len() + self.plan.0.iter().map(headers).sum::<usize>()
             }
         }

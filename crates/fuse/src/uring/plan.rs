@@ -9,8 +9,17 @@
 
 use ringdisk_export::DepthRule;
 
-use super::memory;
 use crate::placement::{Placement, QueuePlace};
+
+/// Bytes from one header to the next: the header, and the vector that REGISTER reads, in whole
+/// cache lines.
+pub(super) const HEADER_STRIDE: usize = 384;
+pub(super) const PAGE_BYTES: usize = 4096;
+
+/// What the headers of one queue take, bytes: whole pages.
+pub(super) fn header_bytes(entries: usize) -> usize {
+    (entries * HEADER_STRIDE).next_multiple_of(PAGE_BYTES)
+}
 
 /// Entries of a queue unless the user asks for more.
 const DEPTH: DepthRule = DepthRule {
@@ -57,7 +66,7 @@ impl Plan {
 
     /// What all entries take once every byte of them was used, without pools, bytes.
     pub(crate) fn memory_bytes_max(&self, payload_bytes: usize) -> usize {
-        let queue = |entries| memory::header_bytes(entries) + entries * payload_bytes;
+        let queue = |entries| header_bytes(entries) + entries * payload_bytes;
         self.0.iter().map(|plan| queue(plan.entries)).sum()
     }
 

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ringdisk_disk::{Disk, ImageOptions, NullOptions};
+use ringdisk_disk::{Bytes, Disk, ImageOptions, NullOptions};
 use ringdisk_fuse::{CommonOptions, Export, ExportOptions};
 use ringdisk_testkit::process::{command, run};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
@@ -46,7 +46,7 @@ fn fio(path: &Path, arguments: &[&str]) {
 fn one_queue_serves_sixty_four_requests_at_once() {
     // In this time all of them must come, also to a busy machine.
     let latency = Duration::from_millis(50);
-    let disk = Disk::null(&NullOptions { size: 1 << 30, read_zeroes: false, latency });
+    let disk = Disk::null(&NullOptions { size: Bytes(1 << 30), read_zeroes: false, latency });
     served(disk, 1, |export, path| {
         fio(
             path,

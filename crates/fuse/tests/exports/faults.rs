@@ -6,8 +6,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ringdisk_disk::{Disk, ImageOptions, NullOptions};
+use ringdisk_disk::{Bytes, Disk, ImageOptions, NullOptions};
 use ringdisk_fuse::mount::{Abort, Unmount, table, unmount};
+use ringdisk_fuse::testing;
 use ringdisk_fuse::{CommonOptions, Export, ExportOptions, HaltReason, Transport};
 use ringdisk_ring::{Config, Errno, Runtime};
 use ringdisk_testkit::process::{Process, command, patient, run, until};
@@ -18,7 +19,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 const SOON: Duration = Duration::from_secs(20);
 
 fn null() -> Arc<Disk> {
-    Disk::null(&NullOptions { size: 1 << 20, read_zeroes: true, ..NullOptions::default() })
+    Disk::null(&NullOptions { size: Bytes(1 << 20), read_zeroes: true, ..NullOptions::default() })
 }
 
 struct Place {
@@ -71,7 +72,7 @@ fn halt_beside_a_healthy_export(device: OwnedFd) -> HaltReason {
     let (broken_place, healthy_place) = (place(), place());
     let healthy = Export::start(null(), options(&healthy_place)).unwrap();
     let start = Instant::now();
-    let broken = Export::start_with_devices(null(), options(&broken_place), vec![device]).unwrap();
+    let broken = testing::start_with_devices(null(), options(&broken_place), vec![device]).unwrap();
     let reason = broken.wait().unwrap_err();
     assert!(start.elapsed() < patient(SOON));
     assert!(!is_mounted(&broken_place), "the mount of the halted export is gone");
@@ -110,7 +111,7 @@ fn a_halt_ends_requests_in_flight_with_an_error() {
     let place = place();
     let (ours, theirs) = injected(&[]);
     let disk = Disk::from_storage(sim.storage(), &ImageOptions::default());
-    let export = Export::start_with_devices(disk, options(&place), vec![theirs]).unwrap();
+    let export = testing::start_with_devices(disk, options(&place), vec![theirs]).unwrap();
     let mut client = reader(&place);
     until(SOON, || (sim.hanging() > 0).then_some(())).expect("the read arrives");
     rustix::io::write(&ours, b"rubbish").unwrap();
@@ -235,7 +236,7 @@ fn errors_and_short_transfers_of_the_storage_reach_the_client() {
 fn a_stop_under_a_client_that_never_stops_is_clean() {
     let place = place();
     let latency = Duration::from_millis(5);
-    let disk = Disk::null(&NullOptions { size: 1 << 30, latency, ..NullOptions::default() });
+    let disk = Disk::null(&NullOptions { size: Bytes(1 << 30), latency, ..NullOptions::default() });
     let export = Export::start(disk, options(&place)).unwrap();
     let file = format!("--filename={}", place.path.display());
     let mut client = Process::spawn(&mut command(&[
@@ -294,7 +295,7 @@ fn a_queue_thread_that_panics_halts_its_export() {
         ExportOptions { common: CommonOptions::with_threads(1), ..options(&place) },
     )
     .unwrap();
-    export.panic_for_test();
+    testing::panic(&export);
     assert_eq!(export.wait().unwrap_err(), HaltReason::Panicked);
     assert!(!is_mounted(&place));
 }

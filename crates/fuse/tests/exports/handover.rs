@@ -3,8 +3,9 @@
 use std::path::Path;
 use std::time::Duration;
 
-use ringdisk_disk::{Disk, NullOptions};
-use ringdisk_fuse::{CommonOptions, Export, ExportOptions, TestSettings, Transport};
+use ringdisk_disk::{Bytes, Disk, NullOptions};
+use ringdisk_fuse::testing::{self, Forced};
+use ringdisk_fuse::{CommonOptions, ExportOptions, Transport};
 use ringdisk_testkit::process::{command, run};
 
 /// Runs fio for a while on an export whose place changes every 50 µs. A request that nobody fetches
@@ -17,16 +18,19 @@ fn restless_at_depth(threads: usize, queue_depth: Option<u32>, arguments: &[&str
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("disk");
     std::fs::write(&path, b"").unwrap();
-    let disk =
-        Disk::null(&NullOptions { size: 1 << 30, read_zeroes: false, latency: Duration::ZERO });
+    let disk = Disk::null(&NullOptions {
+        size: Bytes(1 << 30),
+        read_zeroes: false,
+        latency: Duration::ZERO,
+    });
     let options = ExportOptions {
         transport: Transport::Dev,
         common: CommonOptions::with_threads(threads),
-        test: TestSettings { restless: true, ..TestSettings::default() },
         queue_depth,
         ..ExportOptions::new(path.clone())
     };
-    let export = Export::start(disk, options).unwrap();
+    let forced = Forced { restless: true, ..Forced::default() };
+    let export = testing::start(disk, options, forced).unwrap();
     fio(&path, arguments);
     let stats = export.stats();
     export.stop_handle().stop();

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use ringdisk_disk::{Disk, NullOptions};
+use ringdisk_disk::{Bytes, Disk, NullOptions};
 use ringdisk_fuse::ErrorKind;
 use ringdisk_fuse::mount::mount as mount_new;
 use ringdisk_fuse::mount::{
@@ -19,7 +19,7 @@ use ringdisk_testkit::process::{patient, until};
 use crate::common::{Served, Wanted, another, can_mount};
 
 fn null() -> std::sync::Arc<Disk> {
-    Disk::null(&NullOptions { size: 1 << 20, read_zeroes: true, ..NullOptions::default() })
+    Disk::null(&NullOptions { size: Bytes(1 << 20), read_zeroes: true, ..NullOptions::default() })
 }
 
 fn options() -> MountOptions {

@@ -6,11 +6,10 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
-use ringdisk_disk::{Disk, NullOptions};
+use ringdisk_disk::{Bytes, Disk, NullOptions};
 use ringdisk_fuse::mount::table;
-use ringdisk_fuse::{
-    CommonOptions, Export, ExportOptions, Refuse, RingMode, TestSettings, Transport, ZeroCopy,
-};
+use ringdisk_fuse::testing::{self, Forced};
+use ringdisk_fuse::{CommonOptions, Export, ExportOptions, Refuse, RingMode, Transport, ZeroCopy};
 use ringdisk_ring::Topology;
 use ringdisk_testkit::limits::{UringParameter, needs, needs_root};
 
@@ -35,18 +34,25 @@ fn place() -> Option<Place> {
     Some(Place { path, _directory: directory, _switch: switch })
 }
 
-fn start(place: &Place, options: ExportOptions) -> Result<Export, ringdisk_fuse::Error> {
-    let disk =
-        Disk::null(&NullOptions { size: 1 << 20, read_zeroes: true, ..NullOptions::default() });
+fn start(
+    place: &Place,
+    (options, refuse): (ExportOptions, Refuse),
+) -> Result<Export, ringdisk_fuse::Error> {
+    let disk = Disk::null(&NullOptions {
+        size: Bytes(1 << 20),
+        read_zeroes: true,
+        ..NullOptions::default()
+    });
     let depth = u32::try_from(DEPTH).ok();
     let options =
         ExportOptions { common: CommonOptions::with_threads(2), queue_depth: depth, ..options };
-    Export::start(disk, ExportOptions { mountpoint: place.path.clone(), ..options })
+    let options = ExportOptions { mountpoint: place.path.clone(), ..options };
+    let forced = Forced { refuse: Some(refuse), ..Forced::default() };
+    testing::start(disk, options, forced)
 }
 
-fn options(transport: Transport, refuse: Refuse) -> ExportOptions {
-    let test = TestSettings { refuse: Some(refuse), ..TestSettings::default() };
-    ExportOptions { transport, test, ..ExportOptions::new("") }
+fn options(transport: Transport) -> ExportOptions {
+    ExportOptions { transport, ..ExportOptions::new("") }
 }
 
 /// It serves, and its end leaves nothing.
@@ -68,7 +74,7 @@ fn entries() -> usize {
 
 /// What the most is that this kernel gives.
 fn most(place: &Place) -> RingMode {
-    let export = start(place, options(Transport::Uring, Refuse::Entry(usize::MAX)));
+    let export = start(place, (options(Transport::Uring), Refuse::Entry(usize::MAX)));
     let export = export.expect("rings");
     let mode = export.ring_mode().expect("rings");
     assert_serves(place, export);
@@ -79,8 +85,9 @@ fn most(place: &Place) -> RingMode {
 fn whichever_entry_is_refused_dev_serves_and_one_note_says_why() {
     let Some(place) = place() else { return };
     for entry in 0..entries() {
-        let refuse = options(Transport::Auto, Refuse::Entry(entry));
-        let export = start(&place, refuse).expect("it is served all the same");
+        let auto = options(Transport::Auto);
+        let export =
+            start(&place, (auto, Refuse::Entry(entry))).expect("it is served all the same");
         // A CPU that is offline has fewer entries: past the last one nothing is refused.
         let refused = export.transport() == Transport::Dev;
         assert!(refused || entry >= entries() - Topology::read().possible.len(), "{entry}");
@@ -94,7 +101,7 @@ fn whichever_entry_is_refused_dev_serves_and_one_note_says_why() {
 fn whichever_entry_is_refused_rings_that_were_asked_for_are_an_error() {
     let Some(place) = place() else { return };
     for entry in [0, 1, entries() / 2, DEPTH, entries() - DEPTH] {
-        let error = start(&place, options(Transport::Uring, Refuse::Entry(entry)));
+        let error = start(&place, (options(Transport::Uring), Refuse::Entry(entry)));
         let error = error.expect_err("refused").to_string();
         assert!(error.contains("refused a ring"), "{entry}: {error}");
         assert_eq!(table::at(&place.path).expect("readable"), None, "{entry}");
@@ -108,8 +115,8 @@ fn each_mode_that_is_refused_leads_to_the_one_below_it() {
     let modes = [(RingMode::ZeroCopy, ZeroCopy::Auto), (RingMode::Pools, ZeroCopy::Off)];
     let mut refused = 0;
     for (mode, zero_copy) in modes.into_iter().filter(|(mode, _)| *mode <= most) {
-        let refuse = options(Transport::Auto, Refuse::Pools(mode));
-        let export = start(&place, ExportOptions { zero_copy, ..refuse }).expect("served");
+        let auto = ExportOptions { zero_copy, ..options(Transport::Auto) };
+        let export = start(&place, (auto, Refuse::Pools(mode))).expect("served");
         assert_eq!((export.transport(), export.ring_mode()), (Transport::Uring, mode.below()));
         assert_serves(&place, export);
         refused += 1;
@@ -120,8 +127,8 @@ fn each_mode_that_is_refused_leads_to_the_one_below_it() {
 #[test]
 fn zero_copy_that_was_asked_for_and_is_refused_is_an_error() {
     let Some(place) = place() else { return };
-    let refuse = options(Transport::Auto, Refuse::Pools(RingMode::ZeroCopy));
-    let error = start(&place, ExportOptions { zero_copy: ZeroCopy::On, ..refuse });
+    let on = ExportOptions { zero_copy: ZeroCopy::On, ..options(Transport::Auto) };
+    let error = start(&place, (on, Refuse::Pools(RingMode::ZeroCopy)));
     let error = error.expect_err("refused").to_string();
     assert!(error.contains("no zero-copy"), "{error}");
     assert_eq!(table::at(&place.path).expect("readable"), None);

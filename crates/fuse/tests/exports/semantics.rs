@@ -6,7 +6,7 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 use std::sync::Arc;
 
-use ringdisk_disk::{Disk, ImageOptions, NullOptions};
+use ringdisk_disk::{Bytes, Disk, ImageOptions, NullOptions};
 use ringdisk_fuse::mount::Method;
 use ringdisk_storage::Storage;
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, seek};
@@ -33,7 +33,7 @@ fn open_raw(path: &Path) -> Arc<Disk> {
 }
 
 fn null(size: u64) -> Arc<Disk> {
-    Disk::null(&NullOptions { size, read_zeroes: true, ..NullOptions::default() })
+    Disk::null(&NullOptions { size: Bytes(size), read_zeroes: true, ..NullOptions::default() })
 }
 
 fn read_write(path: &Path) -> File {
@@ -516,7 +516,7 @@ fn a_resize_from_outside_is_seen_at_once_after_a_notification() {
             let mut runtime = ringdisk_ring::Runtime::new(ringdisk_ring::Config::default())
                 .expect("a ring of the control thread");
             let ring = runtime.ring().clone();
-            runtime.block_on(disk.resize(&ring, size)).expect("resize");
+            runtime.block_on(disk.resize(&ring, Bytes(size))).expect("resize");
             let mount = served.mount.as_ref().expect("mounted");
             let frame = ringdisk_fuse::reply::notify_inval_inode(kernel_cache);
             rustix::io::write(mount.device(), &frame).expect("notify");

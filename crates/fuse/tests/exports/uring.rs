@@ -6,11 +6,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ringdisk_disk::{Disk, ImageOptions, NullOptions, Source};
+use ringdisk_disk::{Bytes, Disk, ImageOptions, NullOptions, Source};
 use ringdisk_fuse::mount::{self, Unmount, table};
-use ringdisk_fuse::{
-    CommonOptions, Export, ExportOptions, HaltReason, Refuse, TestSettings, Transport,
-};
+use ringdisk_fuse::testing::{self, Forced};
+use ringdisk_fuse::{CommonOptions, Export, ExportOptions, HaltReason, Refuse, Transport};
 use ringdisk_ring::{Config, Runtime};
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::{UringParameter, needs_root};
@@ -61,9 +60,9 @@ fn serves(place: &Place) {
 #[test]
 fn a_refusal_of_the_last_ring_leads_to_dev_and_the_image_is_written() {
     let Some(place) = place() else { return };
-    let test = TestSettings { refuse: Some(Refuse::LastRing), ..TestSettings::default() };
-    let refuse = ExportOptions { test, ..options(&place, Transport::Auto) };
-    let export = Export::start(open(&place), refuse).expect("it is served all the same");
+    let forced = Forced { refuse: Some(Refuse::LastRing), ..Forced::default() };
+    let export = testing::start(open(&place), options(&place, Transport::Auto), forced)
+        .expect("it is served all the same");
     assert_eq!(export.transport(), Transport::Dev);
     assert!(export.notes().iter().any(|note| note.contains("/dev/fuse")), "{:?}", export.notes());
     serves(&place);
@@ -75,9 +74,9 @@ fn a_refusal_of_the_last_ring_leads_to_dev_and_the_image_is_written() {
 #[test]
 fn a_refusal_is_an_error_when_rings_were_asked_for() {
     let Some(place) = place() else { return };
-    let test = TestSettings { refuse: Some(Refuse::LastRing), ..TestSettings::default() };
-    let refuse = ExportOptions { test, ..options(&place, Transport::Uring) };
-    let error = Export::start(open(&place), refuse).expect_err("refused");
+    let forced = Forced { refuse: Some(Refuse::LastRing), ..Forced::default() };
+    let error = testing::start(open(&place), options(&place, Transport::Uring), forced)
+        .expect_err("refused");
     assert!(error.to_string().contains("refused a ring"), "{error}");
     assert_eq!(table::at(&place.path).expect("readable"), None);
 }
@@ -139,7 +138,7 @@ fn only_requests_that_wait_for_something_count_as_waiting() {
     const READS: u32 = 200;
     let Some(place) = place() else { return };
     for latency in [Duration::ZERO, Duration::from_millis(1)] {
-        let disk = Disk::null(&NullOptions { size: 1 << 20, latency, read_zeroes: true });
+        let disk = Disk::null(&NullOptions { size: Bytes(1 << 20), latency, read_zeroes: true });
         let export = Export::start(disk, options(&place, Transport::Uring)).expect("rings");
         let waited = || Duration::from_nanos(export.stats().total().waited_ns);
         let path = text(&place.path);
@@ -172,14 +171,17 @@ fn readers(place: &Place) -> Process {
 #[test]
 fn a_queue_thread_that_panics_under_load_ends_its_clients_with_errors() {
     let Some(place) = place() else { return };
-    let disk =
-        Disk::null(&NullOptions { size: 1 << 20, read_zeroes: true, ..NullOptions::default() });
+    let disk = Disk::null(&NullOptions {
+        size: Bytes(1 << 20),
+        read_zeroes: true,
+        ..NullOptions::default()
+    });
     let common = CommonOptions::with_threads(2);
     let options = ExportOptions { common, ..options(&place, Transport::Uring) };
     let export = Export::start(disk, options).expect("rings");
     let mut clients = readers(&place);
     until(SOON, || (export.stats().total().requests > 500).then_some(())).expect("they read");
-    export.panic_for_test();
+    testing::panic(&export);
     assert_eq!(export.wait().expect_err("a panic"), HaltReason::Panicked);
     assert!(clients.wait(SOON).is_some(), "clients are left hanging: {}", clients.output());
     assert_eq!(table::at(&place.path).expect("readable"), None);
@@ -192,9 +194,9 @@ fn a_reply_that_is_refused_under_load_ends_clients_with_errors_and_keeps_what_wa
     let Some(place) = place() else { return };
     let refuse = Some(Refuse::ReplyAfter(200));
     let common = CommonOptions::with_threads(2);
-    let test = TestSettings { refuse, ..TestSettings::default() };
-    let options = ExportOptions { common, test, ..options(&place, Transport::Uring) };
-    let export = Export::start(open(&place), options).expect("rings");
+    let forced = Forced { refuse, ..Forced::default() };
+    let options = ExportOptions { common, ..options(&place, Transport::Uring) };
+    let export = testing::start(open(&place), options, forced).expect("rings");
     assert_eq!(export.transport(), Transport::Uring);
     serves(&place);
     let before = export.stats().total().requests;

@@ -25,6 +25,6 @@ pub(crate) use access::kill;
 pub use fault::losses;
 pub use log::Log;
 pub(crate) use mapping::Mapping;
-pub use region::Region;
-pub use table::{MEMORY_BYTES_MAX, Memory, REGIONS_MAX};
+pub use region::{MEMORY_BYTES_MAX, Region};
+pub use table::{Memory, REGIONS_MAX};
 pub use view::View;

@@ -10,7 +10,11 @@ use ringdisk_ring::{IoBuf, SharedMemory};
 use crate::Error;
 
 use super::mapping::Mapping;
-use super::table::MEMORY_BYTES_MAX;
+
+/// Memory of one guest, all regions together, bytes: 4 TiB. A process has 128 TiB of addresses (47
+/// bits), which its disks share: 16 of them fit even while each maps a new table beside the old
+/// one.
+pub const MEMORY_BYTES_MAX: u64 = 1 << 42;
 
 /// A region of memory, mapped. Threads make buffers of it each for themselves; it is unmapped when
 /// the last of these is gone too.

@@ -7,15 +7,10 @@ use std::sync::Arc;
 use crate::Error;
 
 use super::access::RingMemory;
-use super::region::Region;
+use super::region::{MEMORY_BYTES_MAX, Region};
 
 /// Most regions: the number that QEMU's own back end reports, 512 slots of KVM less three.
 pub const REGIONS_MAX: usize = 509;
-
-/// Memory of one guest, all regions together, bytes: 4 TiB. A process has 128 TiB of addresses (47
-/// bits), which its disks share: 16 of them fit even while each maps a new table beside the old
-/// one.
-pub const MEMORY_BYTES_MAX: u64 = 1 << 42;
 
 /// All regions, sorted by address of the guest.
 #[derive(Clone, Debug, Default)]

@@ -131,5 +131,12 @@ fn check_flags(request: &Request, style: Style) -> Result<(), Refusal> {
     Err(Refusal::new(errno::EINVAL, text))
 }
 
+/// What a client is told about an error of the disk.
+pub(super) fn failed(error: Errno) -> Refusal {
+    let number = errno::of_system(error.raw_os_error());
+    let refusal = Refusal::new(number, std::io::Error::from(error).to_string());
+    Refusal { cause: Some(error), ..refusal }
+}
+
 #[cfg(test)]
 mod tests;

@@ -19,11 +19,11 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use ringdisk_nbd_protocol::request::Style;
-use ringdisk_ring::{IoBuf, Parker, Ring};
+use ringdisk_ring::{Errno, IoBuf, Parker, Ring};
 
+use crate::agreed::Agreed;
 use crate::end::End;
 use crate::exported::Exported;
-use crate::handshake::Agreed;
 use crate::input::{INPUT_BYTES, Input};
 use crate::queue::Queue;
 use crate::transport::Transport;
@@ -207,18 +207,23 @@ fn data_bytes_of(memory: &IoBuf) -> usize {
     memory.len() - HEAD_BYTES
 }
 
-/// Serves requests until the end of the connection; requests in flight are finished and, where that
-/// is possible, answered.
+/// Serves requests until the end of the connection, or until it has to stand still
+/// ([`End::StandsStill`]: what was read and not used is in `input`); requests in flight are
+/// finished and, where that is possible, answered.
 pub(crate) async fn run(
     queue: &Rc<Queue>,
     transport: &Rc<Transport>,
     agreed: Agreed,
-    mut input: Input,
+    input: &mut Input,
 ) -> Result<(), End> {
     let session = Rc::new(Session::new(queue, transport, agreed));
     queue.ring.spawn(send::send(Rc::clone(&session)));
-    let end = receive::receive(&session, &mut input).await;
+    let end = receive::receive(&session, input).await;
     session.wait_idle().await;
     session.close();
-    end
+    match end {
+        // Some replies have not left, and never will.
+        Err(End::StandsStill) if session.is_broken.get() => Err(End::Socket(Errno::PIPE)),
+        end => end,
+    }
 }

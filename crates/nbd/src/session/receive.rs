@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use ringdisk_nbd_protocol::numbers::{command, errno};
 use ringdisk_nbd_protocol::request::{EXTENDED_BYTES, Request, WrongMagic};
-use ringdisk_ring::Errno;
+use ringdisk_ring::{Errno, IoBuf};
 
 use super::judge::{self, Refusal, Rules};
 use super::slot::Slot;
@@ -31,6 +31,9 @@ pub(super) async fn receive(session: &Rc<Session>, input: &mut Input) -> Result<
                 // Nobody hears of what was asked for and not begun.
                 return Err(End::Socket(Errno::PIPE));
             }
+            if session.transport.stands_still() {
+                return Err(End::StandsStill);
+            }
             let mut head = [0; EXTENDED_BYTES];
             input.peek(&mut head[..head_bytes]);
             let request = match Request::parse(session.style, &head[..head_bytes]) {
@@ -43,7 +46,7 @@ pub(super) async fn receive(session: &Rc<Session>, input: &mut Input) -> Result<
             if request.command == command::DISCONNECT {
                 return Ok(());
             }
-            if !take(session, input, request, head_bytes).await? {
+            if !take(session, input, request, &head[..head_bytes]).await? {
                 break;
             }
             taken = true;
@@ -63,8 +66,9 @@ async fn take(
     session: &Rc<Session>,
     input: &mut Input,
     request: Request,
-    head_bytes: usize,
+    head: &[u8],
 ) -> Result<bool, End> {
+    let head_bytes = head.len();
     let payload = judge::payload_bytes(&request, session.style);
     let judged = judge(session, &request);
     if judge::ends_the_connection(payload) {
@@ -74,7 +78,7 @@ async fn take(
     }
     if let Err(refusal) = judged {
         input.skip(head_bytes);
-        input.discard(payload).await?;
+        session.transport.to_the_end(input.discard(payload)).await?;
         refuse(session, &request, refusal).await;
         return Ok(true);
     }
@@ -85,14 +89,27 @@ async fn take(
         return Ok(false);
     }
     let slot = session.slot(data_bytes(&request, payload)).await;
+    if session.transport.stands_still() {
+        abandon(session, &slot);
+        return Err(End::StandsStill);
+    }
     input.skip(head_bytes);
     if payload > 0 {
         let data = slot.data(payload);
-        let here = input.move_to(&data);
-        if let Err(end) = input.read_into(&data, here).await {
+        let mut here = input.move_to(&data);
+        if let Err(end) = input.read_into(&data, &mut here).await {
+            if end == End::StandsStill {
+                put_back(session, head, &data.slice(0..here));
+            }
             abandon(session, &slot);
             return Err(end);
         }
+    }
+    if session.transport.stands_still() {
+        // All of it is there, and it is begun by the process that goes on.
+        put_back(session, head, &slot.data(payload));
+        abandon(session, &slot);
+        return Err(End::StandsStill);
     }
     if session.queue.is_ending.get() || session.export.is_leaving() {
         session.refuse(&slot, &request, &Refusal::new(errno::ESHUTDOWN, "the server ends"));
@@ -110,7 +127,7 @@ fn judge(session: &Session, request: &Request) -> Result<(), Refusal> {
     let export = &session.export;
     let rules = Rules {
         style: session.style,
-        size: export.disk.size(),
+        size: export.disk.size().0,
         is_read_only: export.is_read_only,
         has_contexts: !session.contexts.is_empty(),
     };
@@ -125,6 +142,16 @@ fn data_bytes(request: &Request, payload: usize) -> usize {
         command::CACHE => SMALL_BYTES,
         _ => payload,
     }
+}
+
+/// A request of which so much is there is received again, here or by a successor. Nothing was read
+/// after it: its payload was read straight into a slot.
+fn put_back(session: &Session, head: &[u8], payload: &IoBuf) {
+    let mut bytes = vec![0; head.len() + payload.len()];
+    let (first, rest) = bytes.split_at_mut(head.len());
+    first.copy_from_slice(head);
+    payload.copy_to_slice(0, rest);
+    session.transport.put_back(bytes);
 }
 
 /// The slot was taken for a request that never came whole.

@@ -6,14 +6,14 @@
 
 use std::rc::Rc;
 
-use ringdisk_disk::Mapping;
+use ringdisk_disk::{Bytes, Mapping};
 use ringdisk_nbd_protocol::numbers::{command, command_flags as flags, errno};
 use ringdisk_nbd_protocol::request::{Request, Style};
 use ringdisk_ring::Errno;
 use ringdisk_throttle::Kind;
 
 use super::answer::HOLE_ROOM_BYTES;
-use super::judge::Refusal;
+use super::judge::{Refusal, failed};
 use super::slot::{RUNS_MAX, Run, Slot};
 use super::{SMALL_BYTES, Session, status};
 
@@ -37,7 +37,7 @@ pub(super) async fn serve(session: Rc<Session>, slot: Rc<Slot>) {
         if let Err(refusal) = carry_out(&session, &slot, &request).await {
             if let Some(errno) = refusal.cause {
                 let &Request { offset, len, command, .. } = &request;
-                session.export.errors.record(shown(command), offset, len, errno);
+                session.export.errors.record(shown(command), offset, Bytes(len), errno);
             }
             session.refuse(&slot, &request, &refusal);
         }
@@ -82,13 +82,6 @@ async fn carry_out(session: &Session, slot: &Slot, request: &Request) -> Result<
     Ok(())
 }
 
-/// What a client is told about an error of the disk.
-pub(super) fn failed(error: Errno) -> Refusal {
-    let number = errno::of_system(error.raw_os_error());
-    let refusal = Refusal::new(number, std::io::Error::from(error).to_string());
-    Refusal { cause: Some(error), ..refusal }
-}
-
 /// A command in the words of the log.
 fn shown(command: u16) -> &'static str {
     match command {
@@ -104,7 +97,7 @@ fn shown(command: u16) -> &'static str {
 /// Reads, and answers.
 async fn read(session: &Session, slot: &Slot, request: &Request, len: usize) -> Result<(), Errno> {
     // Once, whatever it consists of.
-    session.export.disk.pass_limits(session.ring(), Kind::Read, request.len).await;
+    session.export.disk.pass_limits(session.ring(), Kind::Read, Bytes(request.len)).await;
     let may_have_holes =
         session.style != Style::Simple && len >= HOLES_FROM_BYTES && request.flags & flags::DF == 0;
     if may_have_holes {
@@ -150,11 +143,11 @@ async fn find_runs(session: &Session, slot: &Slot, offset: u64, len: usize) -> R
         let left = len - at;
         let (mut is_hole, mut count) = (false, left);
         if slot.runs.borrow().len() + 1 < RUNS_MAX {
-            let mapped = view.map(session.ring(), offset + at as u64, left as u64).await?;
+            let mapped = view.map(session.ring(), offset + at as u64, Bytes::of(left)).await?;
             let (zero, bytes) = match mapped.mapping {
                 Mapping::Zero { len } => (true, len),
                 Mapping::Data { len, .. } | Mapping::ReadOnly { len } => (false, len),
-                Mapping::PastEnd => (false, left as u64),
+                Mapping::PastEnd => (false, Bytes::of(left)),
             };
             count = usize::try_from(bytes).unwrap_or(usize::MAX).min(left).max(1);
             is_hole = zero && count >= HOLE_ROOM_BYTES;
@@ -199,7 +192,7 @@ fn parts(offset: u64, len: u64) -> impl Iterator<Item = (u64, u64)> {
 /// Discards; where the storage cannot, that is none of the client's business.
 async fn discard(session: &Session, offset: u64, len: u64) -> Result<(), Errno> {
     for (offset, len) in parts(offset, len) {
-        match session.export.disk.discard(session.ring(), offset, len).await {
+        match session.export.disk.discard(session.ring(), offset, Bytes(len)).await {
             Err(Errno::OPNOTSUPP) => return Ok(()),
             result => result?,
         }
@@ -238,9 +231,9 @@ async fn zero(session: &Session, request: &Request) -> Result<(), Refusal> {
     }
     for (offset, len) in parts(request.offset, request.len) {
         let result = if is_fast {
-            disk.punch(ring, offset, len).await
+            disk.punch(ring, offset, Bytes(len)).await
         } else {
-            disk.write_zeroes(ring, offset, len, may_unmap).await
+            disk.write_zeroes(ring, offset, Bytes(len), may_unmap).await
         };
         result.map_err(failed)?;
     }

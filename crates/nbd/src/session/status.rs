@@ -3,6 +3,7 @@
 //! Promises: an answer has a bounded number of extents and of look-ups, and is shorter than asked
 //! for where that is not enough; it has one extent at least. Allocates.
 
+use ringdisk_disk::Bytes;
 use ringdisk_nbd_protocol::numbers::extent_flags;
 use ringdisk_nbd_protocol::numbers::{chunk, chunk_flags, command_flags as flags, errno};
 use ringdisk_nbd_protocol::reply::{Chunk, EXTENDED_CHUNK_BYTES};
@@ -10,8 +11,7 @@ use ringdisk_nbd_protocol::request::{Request, Style};
 use ringdisk_nbd_protocol::status::{EXTENDED_EXTENT_BYTES, Extent, StatusFilter, push_extents};
 use ringdisk_ring::Errno;
 
-use super::judge::{self, BAD_FILTER, Refusal};
-use super::serve::failed;
+use super::judge::{self, BAD_FILTER, Refusal, failed};
 use super::slot::Slot;
 use super::{SMALL_BYTES, Session};
 use crate::exported::Context;
@@ -82,7 +82,7 @@ fn what_is_asked(
         return Err(bad());
     }
     let size = session.export.disk.size();
-    judge::check_range(request, request.offset, filter.len, size)?;
+    judge::check_range(request, request.offset, filter.len, size.0)?;
     if filter.len == 0 {
         return Err(Refusal::new(errno::EINVAL, "need non-zero length"));
     }
@@ -100,9 +100,10 @@ async fn allocation(
     let disk = &session.export.disk;
     let mut at = 0;
     for lookups in 1..=LOOKUPS_MAX {
-        let status = disk.block_status(session.ring(), offset + at, len - at).await?;
+        let status = disk.block_status(session.ring(), offset + at, Bytes(len - at)).await?;
         // Nothing is known past the end of a disk that has become smaller.
-        let count = if status.len == 0 { len - at } else { status.len.min(len - at) };
+        let count =
+            if status.len == Bytes::ZERO { len - at } else { status.len.min(Bytes(len - at)).0 };
         let value = if is_depth {
             if status.present { u64::from(status.depth) + 1 } else { 0 }
         } else {

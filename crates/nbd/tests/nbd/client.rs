@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use ringdisk_disk::{Disk, Format, ImageOptions, NullOptions, Source};
+use ringdisk_disk::{Bytes, Disk, Format, ImageOptions, NullOptions, Source};
 use ringdisk_nbd::{CommonOptions, Export, NamedDisk, NbdOptions};
 use ringdisk_nbd_protocol::handshake::{
     ExportInfo, GREETING_BYTES, OPTION_REPLY_BYTES, OptionReplyHead, client_flags, parse_greeting,
@@ -68,7 +68,7 @@ pub(crate) fn options(threads: usize) -> NbdOptions {
 }
 
 pub(crate) fn null(latency: Duration) -> Arc<Disk> {
-    Disk::null(&NullOptions { size: 64 << 20, read_zeroes: true, latency })
+    Disk::null(&NullOptions { size: Bytes(64 << 20), read_zeroes: true, latency })
 }
 
 /// A raw disk of 64 MiB, without data.

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use ringdisk_disk::{Disk, ImageOptions};
 use ringdisk_nbd::{CONNECTION_BYTES_MAX, Export, NamedDisk, NbdOptions};
-use ringdisk_nbd_protocol::numbers::{command, errno, option};
+use ringdisk_nbd_protocol::numbers::{command, errno, option, option_reply};
+use ringdisk_nbd_protocol::options::InfoRequest;
 use ringdisk_nbd_protocol::request::{Request, Style};
 use ringdisk_testkit::process::{patient, until};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
@@ -247,11 +248,75 @@ fn clients_that_say_nothing_take_no_place_from_those_that_wait() {
     let server = Server::start(vec![NamedDisk::new("", null(Duration::ZERO))], limited);
     // One that is in its transmission phase stays, however silent it is.
     let mut first = server.client(Style::Simple);
-    let mut silent: Vec<Client> = (0..4).map(|_| server.connect()).collect();
+    let silent: Vec<Client> = (0..4).map(|_| server.connect()).collect();
     let mut other = server.client(Style::Simple);
     assert_eq!(other.call(Style::Simple, request(command::FLUSH, 0, 0), &[]).error, 0);
-    assert!(silent.iter_mut().all(Client::is_closed));
     assert_eq!(first.call(Style::Simple, request(command::FLUSH, 0, 0), &[]).error, 0);
+    drop(silent);
+}
+
+#[test]
+fn a_client_that_was_greeted_waits_for_a_place_when_it_asks_for_the_disk() {
+    // Longer than a handshake may take.
+    let limit = Some(Duration::from_millis(300));
+    let limited = NbdOptions { max_connections: 1, handshake_limit: limit, ..options(2) };
+    let server = Server::start(vec![NamedDisk::new("", null(Duration::ZERO))], limited);
+    // Two greetings, on two threads, while nobody uses the disk.
+    let (mut first, mut second) = (server.connect(), server.connect());
+    first.greet();
+    second.greet();
+    first.go("");
+    assert_eq!(first.call(Style::Simple, request(command::FLUSH, 0, 0), &[]).error, 0);
+    let mut data = Vec::new();
+    InfoRequest { name: b"", wanted: Vec::new() }.push(&mut data);
+    second.option(option::GO, &data);
+    second.0.set_read_timeout(Some(Duration::from_millis(700))).unwrap();
+    let waits = std::io::Read::read(&mut second.0, &mut [0]).unwrap_err();
+    assert_eq!(waits.kind(), std::io::ErrorKind::WouldBlock);
+    second.0.set_read_timeout(Some(LIMIT)).unwrap();
+    drop(first);
+    while second.option_reply(option::GO).kind != option_reply::ACK {}
+    assert_eq!(second.call(Style::Simple, request(command::FLUSH, 0, 0), &[]).error, 0);
+}
+
+/// Several wait on each thread, and often two go at once.
+#[test]
+fn all_that_wait_for_a_place_come_to_their_turn() {
+    let limited = NbdOptions { max_connections: 2, ..options(2) };
+    let server = Server::start(vec![NamedDisk::new("", null(Duration::ZERO))], limited);
+    for _ in 0..20 {
+        let mut clients: Vec<Client> = (0..12).map(|_| server.connect()).collect();
+        for client in &mut clients {
+            client.greet();
+        }
+        std::thread::scope(|scope| {
+            for mut client in clients {
+                scope.spawn(move || {
+                    client.go("");
+                    let flush = request(command::FLUSH, 0, 0);
+                    assert_eq!(client.call(Style::Simple, flush, &[]).error, 0);
+                });
+            }
+        });
+    }
+}
+
+/// Neither the places of clients on other threads nor the end wait for one that waits.
+#[test]
+fn an_end_does_not_wait_for_clients_that_wait_for_a_place() {
+    let limited = NbdOptions { max_connections: 1, ..options(2) };
+    let mut server = Server::start(vec![NamedDisk::new("", null(Duration::ZERO))], limited);
+    let (mut first, mut second) = (server.connect(), server.connect());
+    first.greet();
+    second.greet();
+    first.go("");
+    let mut data = Vec::new();
+    InfoRequest { name: b"", wanted: Vec::new() }.push(&mut data);
+    second.option(option::GO, &data);
+    let begun = Instant::now();
+    server.stop().unwrap();
+    assert!(begun.elapsed() < patient(Duration::from_secs(2)), "{:?}", begun.elapsed());
+    assert!(first.is_closed() && second.is_closed());
 }
 
 /// So many connections that say nothing; none is refused.

@@ -3,7 +3,9 @@
 
 #![allow(clippy::cast_possible_truncation)]
 
+mod changes;
 mod client;
+mod hand_over;
 mod handshake;
 mod limits;
 mod model;

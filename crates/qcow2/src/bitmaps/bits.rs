@@ -7,25 +7,25 @@
 use std::ops::Range;
 
 use crate::sync::{AtomicU64, Ordering, zeroed_words};
-use crate::units::GuestOffset;
+use crate::units::{Bytes, GuestOffset};
 
 /// One bit for each `1 << granularity_bits` bytes of disk; bit 0 of word 0 is the first.
 pub(crate) struct Bits {
     words: Box<[AtomicU64]>,
     /// Size of the disk in bytes.
-    size: u64,
+    size: Bytes,
     granularity_bits: u32,
 }
 
 impl Bits {
     /// No bit is set. `None`: there is no memory for it.
-    pub(crate) fn new(size: u64, granularity_bits: u32) -> Option<Bits> {
+    pub(crate) fn new(size: Bytes, granularity_bits: u32) -> Option<Bits> {
         let count = count(size, granularity_bits).div_ceil(64);
         let words = zeroed_words(usize::try_from(count).ok()?)?;
         Some(Bits { words, size, granularity_bits })
     }
 
-    pub(crate) fn size(&self) -> u64 {
+    pub(crate) fn size(&self) -> Bytes {
         self.size
     }
 
@@ -39,18 +39,19 @@ impl Bits {
     }
 
     /// Bytes that the bits take as a file has them.
-    pub(crate) fn bytes(&self) -> u64 {
-        self.count().div_ceil(8)
+    pub(crate) fn bytes(&self) -> Bytes {
+        Bytes(self.count().div_ceil(8))
     }
 
     /// Marks `len` bytes of disk at `offset`. What lies past the end is left out.
-    pub(crate) fn set(&self, offset: GuestOffset, len: u64) {
-        let (start, end) = (offset.0, offset.0.saturating_add(len).min(self.size));
-        if start >= end {
+    pub(crate) fn set(&self, offset: GuestOffset, len: Bytes) {
+        let end = offset.saturating_add(len).min(GuestOffset::after(self.size));
+        if offset >= end {
             return;
         }
-        let first = start >> self.granularity_bits;
-        self.set_bits(first..((end - 1) >> self.granularity_bits) + 1);
+        let first = offset.from_start() >> self.granularity_bits;
+        let last = (end - Bytes(1)).from_start() >> self.granularity_bits;
+        self.set_bits(first..last + 1);
     }
 
     /// Sets bits by their numbers, which must exist.
@@ -122,7 +123,8 @@ impl Bits {
             let end = self.next(start, false).unwrap_or_else(|| self.count());
             at = end;
             let bits = self.granularity_bits;
-            Some(GuestOffset(start << bits)..GuestOffset((end << bits).min(self.size)))
+            let offset = |bit: u64| GuestOffset::after(Bytes::of_clusters(bit, bits));
+            Some(offset(start)..offset(end).min(GuestOffset::after(self.size)))
         })
     }
 
@@ -159,8 +161,8 @@ impl Bits {
 }
 
 /// Bits for a disk of `size` bytes.
-pub(crate) fn count(size: u64, granularity_bits: u32) -> u64 {
-    size.div_ceil(1 << granularity_bits)
+pub(crate) fn count(size: Bytes, granularity_bits: u32) -> u64 {
+    size.clusters(granularity_bits)
 }
 
 impl std::fmt::Debug for Bits {

@@ -11,7 +11,7 @@ use crate::extensions::{BitmapDirectory, u16_at, u32_at, u64_at};
 use crate::header::bad_bitmaps;
 use crate::limits::{BITMAP_DIRECTORY_BYTES_MAX, BITMAP_NAME_BYTES_MAX, BITMAPS_MAX};
 use crate::table::TableReader;
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 /// Bytes of an entry without extra data and name.
 pub(crate) const ENTRY_BYTES_MIN: usize = 24;
@@ -87,7 +87,7 @@ pub(crate) async fn read(
     ring: &Ring,
     storage: &Storage,
     directory: BitmapDirectory,
-    cluster_size: u64,
+    cluster_size: Bytes,
 ) -> Result<Vec<Entry>, Error> {
     let file = storage.name();
     if directory.count > BITMAPS_MAX || directory.len > BITMAP_DIRECTORY_BYTES_MAX {
@@ -120,7 +120,7 @@ pub(crate) async fn read(
         entries.push(entry(&mut table, file).await?);
     }
     // The last entry may lack its padding.
-    if table.position().next_multiple_of(8) < directory.offset + directory.len {
+    if table.position().next_multiple_of(Bytes(8)) < directory.offset + directory.len {
         return Err(bad_bitmaps(
             file,
             format!(

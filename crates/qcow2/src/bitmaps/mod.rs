@@ -14,6 +14,7 @@ pub(crate) mod tables;
 #[cfg(test)]
 mod tests;
 
+use crate::units::Bytes;
 use ringdisk_ring::Ring;
 use ringdisk_storage::Storage;
 
@@ -41,8 +42,8 @@ pub(crate) async fn read(
 }
 
 /// Bytes in the directory of a bitmap whose name has `name_len` bytes.
-pub(crate) fn entry_bytes(name_len: usize) -> u64 {
-    directory::entry_bytes(name_len) as u64
+pub(crate) fn entry_bytes(name_len: usize) -> Bytes {
+    Bytes::of(directory::entry_bytes(name_len))
 }
 
 /// What a list says about one bitmap.
@@ -50,7 +51,7 @@ pub(crate) fn listed(entry: &directory::Entry) -> Bitmap {
     Bitmap {
         name: entry.shown(),
         // At most 63: checked when the directory was read.
-        granularity_bytes: 1 << entry.granularity_bits,
+        granularity_bytes: Bytes(1 << entry.granularity_bits),
         // A bitmap that cannot be used counts as one that was not saved.
         in_use: entry.has(directory::IN_USE) || entry.unusable().is_some(),
         auto: entry.has(directory::AUTO),

@@ -12,6 +12,7 @@
 //!   another program stay so and are not recorded.
 //! - One that should record and cannot is lost by itself: it is marked in use with the others and
 //!   stays so. The others go on recording.
+//! - A bitmap that is added while requests run records what begins after [`Recording::add`].
 
 use ringdisk_ring::{Errno, Ring};
 use ringdisk_storage::Storage;
@@ -23,13 +24,16 @@ use crate::error::Error;
 use crate::header::{Header, write_bytes};
 use crate::info::Bitmap;
 use crate::limits::RECORDED_BITMAPS_BYTES_MAX;
-use crate::sync::{AtomicBool, AtomicU64, Ordering};
-use crate::units::{GuestOffset, HostOffset};
+use crate::sync::{AtomicBool, AtomicU64, OnceLock, Ordering};
+use crate::units::{Bytes, GuestOffset, HostOffset};
 
 /// The bitmaps of one image that record writes.
 #[derive(Debug, Default)]
 pub(crate) struct Recording {
+    /// Those that were there when the image was opened.
     recorded: Vec<Recorded>,
+    /// Those that were added since.
+    added: Added,
     /// Those that should record, but cannot.
     lost: Vec<Lost>,
     /// They are marked in use on stable storage.
@@ -44,6 +48,34 @@ struct Recorded {
     flags_at: AtomicU64,
     flags: u32,
     bits: Bits,
+}
+
+/// Bitmaps that were added while requests run: a list that only grows, so that a request walks it
+/// without a lock. Its length is bounded by the number of bitmaps that an image can have.
+#[derive(Debug, Default)]
+struct Added(OnceLock<Box<Node>>);
+
+#[derive(Debug)]
+struct Node {
+    one: Recorded,
+    /// As in the directory when it was added.
+    listed: Bitmap,
+    next: Added,
+}
+
+impl Added {
+    fn iter(&self) -> impl Iterator<Item = &Node> {
+        std::iter::successors(self.0.get(), |node| node.next.0.get()).map(|node| &**node)
+    }
+
+    /// Puts one at the end. Callers take turns.
+    fn push(&self, one: Recorded, listed: Bitmap) {
+        let mut end = &self.0;
+        while let Some(node) = end.get() {
+            end = &node.next.0;
+        }
+        let _ = end.set(Box::new(Node { one, listed, next: Added::default() }));
+    }
 }
 
 /// A bitmap that changes make wrong.
@@ -86,7 +118,7 @@ impl Recording {
         wanted.sort_by_key(|(entry, _)| std::cmp::Reverse(entry.granularity_bits));
         let mut room = RECORDED_BITMAPS_BYTES_MAX;
         for (entry, position) in wanted {
-            let flags_at = AtomicU64::new((directory.offset + (position + FLAGS_AT) as u64).0);
+            let flags_at = AtomicU64::new((directory.offset + Bytes::of(position + FLAGS_AT)).0);
             let (name, flags) = (entry.name.clone(), entry.flags);
             let loaded = match load_one(&place, &entry, &mut room).await {
                 Ok(bits) => Ok(bits),
@@ -112,7 +144,39 @@ impl Recording {
 
     /// Names and contents of the bitmaps that record.
     pub(crate) fn contents(&self) -> impl Iterator<Item = (&[u8], &Bits)> {
-        self.recorded.iter().map(|one| (&one.name[..], &one.bits))
+        self.all().map(|one| (&one.name[..], &one.bits))
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Recorded> {
+        self.recorded.iter().chain(self.added.iter().map(|node| &node.one))
+    }
+
+    /// Those that were added since the image was opened, as a list shows them.
+    pub(crate) fn added(&self) -> impl Iterator<Item = &Bitmap> {
+        self.added.iter().map(|node| &node.listed)
+    }
+
+    /// Bytes that all of them take in memory.
+    pub(crate) fn bytes(&self) -> Bytes {
+        self.all().fold(Bytes::ZERO, |sum, one| sum.saturating_add(one.bits.bytes()))
+    }
+
+    /// Lets one more bitmap record. Its entry is in the directory that [`Recording::follow`] was
+    /// given last, in use if the others are. Callers take turns.
+    ///
+    /// * `flags_at`: host offset of the flags of its entry.
+    /// * `in_use`: all of them are marked in use on stable storage.
+    pub(crate) fn add(&self, entry: &Entry, flags_at: HostOffset, bits: Bits, in_use: bool) {
+        let (name, flags) = (entry.name.clone(), entry.flags & !IN_USE);
+        let listed = Bitmap { in_use: false, ..super::listed(entry) };
+        let flags_at = AtomicU64::new(flags_at.0);
+        self.added.push(Recorded { name, flags_at, flags, bits }, listed);
+        self.begun.store(in_use, Ordering::Release);
+    }
+
+    /// Whether none records, and none should.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.recorded.is_empty() && self.lost.is_empty() && self.added.0.get().is_none()
     }
 
     /// Remembers where the entries are in a directory that was just written.
@@ -120,8 +184,8 @@ impl Recording {
     /// * `start`: host offset of the directory.
     pub(crate) fn follow(&self, start: HostOffset, entries: &[Entry]) {
         for (entry, position) in entries.iter().zip(directory::positions(entries)) {
-            let at = start + (position + FLAGS_AT) as u64;
-            if let Some(one) = self.recorded.iter().find(|one| one.name == entry.name) {
+            let at = start + Bytes::of(position + FLAGS_AT);
+            if let Some(one) = self.all().find(|one| one.name == entry.name) {
                 one.flags_at.store(at.0, Ordering::Release);
             }
             if let Some(one) = self.lost.iter().find(|one| one.name == entry.name) {
@@ -146,7 +210,7 @@ impl Recording {
     /// Errors: those of the storage; they are as they were then, unless that cannot be written
     /// either.
     pub(crate) async fn begin(&self, ring: &Ring, file: &Storage) -> Result<(), Errno> {
-        if self.recorded.is_empty() && self.lost.is_empty() || self.has_begun() {
+        if self.is_empty() || self.has_begun() {
             return Ok(());
         }
         let result = self.mark(ring, file).await;
@@ -154,7 +218,7 @@ impl Recording {
             // Nothing has changed, and a mark that got there all the same would lose the bitmap at
             // the next open. Those that cannot record stay in use: they may have missed changes
             // before.
-            for one in &self.recorded {
+            for one in self.all() {
                 let at = HostOffset(one.flags_at.load(Ordering::Acquire));
                 let _ = write_bytes(ring, file, at, &one.flags.to_be_bytes()).await;
             }
@@ -166,7 +230,7 @@ impl Recording {
     }
 
     async fn mark(&self, ring: &Ring, file: &Storage) -> Result<(), Errno> {
-        let recorded = self.recorded.iter().map(|one| (&one.flags_at, one.flags));
+        let recorded = self.all().map(|one| (&one.flags_at, one.flags));
         let lost = self.lost.iter().map(|one| (&one.flags_at, one.flags));
         for (flags_at, flags) in recorded.chain(lost) {
             // Four bytes of one sector: marked or not, never something else.
@@ -177,8 +241,8 @@ impl Recording {
     }
 
     /// Records a change of `len` bytes of disk at `offset`. Before the change is made.
-    pub(crate) fn record(&self, offset: GuestOffset, len: u64) {
-        for one in &self.recorded {
+    pub(crate) fn record(&self, offset: GuestOffset, len: Bytes) {
+        for one in self.all() {
             one.bits.set(offset, len);
         }
     }
@@ -188,7 +252,7 @@ impl Recording {
 async fn load_one(
     place: &Place<'_>,
     entry: &Entry,
-    room: &mut u64,
+    room: &mut Bytes,
 ) -> Result<Bits, tables::Unreadable> {
     if let Some(reason) = entry.unusable() {
         return Err(reason.to_owned());

@@ -12,7 +12,7 @@ use super::directory::{AUTO, Entry, IN_USE};
 use crate::limits::BITMAP_BYTES_MAX;
 use crate::refcounts::Run;
 use crate::table;
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 /// Bits 9 to 55 of a table entry: host offset of a cluster.
 const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
@@ -28,31 +28,31 @@ pub(crate) struct Place<'a> {
     pub(crate) file: &'a Storage,
     pub(crate) cluster_bits: u32,
     /// Size of the disk in bytes.
-    pub(crate) size: u64,
+    pub(crate) size: Bytes,
 }
 
 /// Entries that the table of such a bitmap has.
-pub(crate) fn table_entries(size: u64, granularity_bits: u32, cluster_bits: u32) -> u64 {
-    bits::count(size, granularity_bits).div_ceil(8).div_ceil(1 << cluster_bits)
+pub(crate) fn table_entries(size: Bytes, granularity_bits: u32, cluster_bits: u32) -> u64 {
+    content_bytes(size, granularity_bits).clusters(cluster_bits)
 }
 
 /// Bytes of the bits of a bitmap, which is what it takes in memory too.
-pub(crate) fn content_bytes(size: u64, granularity_bits: u32) -> u64 {
-    bits::count(size, granularity_bits).div_ceil(8)
+pub(crate) fn content_bytes(size: Bytes, granularity_bits: u32) -> Bytes {
+    Bytes(bits::count(size, granularity_bits).div_ceil(8))
 }
 
 /// Bytes that those of `entries` take that record writes of a disk of `size` bytes.
-pub(crate) fn recording_bytes(entries: &[Entry], size: u64) -> u64 {
+pub(crate) fn recording_bytes(entries: &[Entry], size: Bytes) -> Bytes {
     let recording = entries
         .iter()
         .filter(|entry| entry.has(AUTO) && !entry.has(IN_USE) && entry.unusable().is_none());
-    recording.fold(0, |sum, entry| {
+    recording.fold(Bytes::ZERO, |sum, entry| {
         sum.saturating_add(content_bytes(size, entry.granularity_bits.into()))
     })
 }
 
 /// Whether a bitmap is too large for the format.
-pub(crate) fn is_too_large(size: u64, granularity_bits: u32) -> bool {
+pub(crate) fn is_too_large(size: Bytes, granularity_bits: u32) -> bool {
     content_bytes(size, granularity_bits) > BITMAP_BYTES_MAX
 }
 
@@ -60,8 +60,8 @@ pub(crate) fn is_too_large(size: u64, granularity_bits: u32) -> bool {
 pub(crate) type Unreadable = String;
 
 impl Place<'_> {
-    fn cluster_size(&self) -> u64 {
-        1 << self.cluster_bits
+    fn cluster_size(&self) -> Bytes {
+        Bytes(1 << self.cluster_bits)
     }
 
     /// The table of `entry`, its entries checked.
@@ -76,7 +76,7 @@ impl Place<'_> {
 
     /// The entries of a table of any length.
     async fn clusters_of(&self, entry: &Entry) -> Result<Vec<u64>, Unreadable> {
-        let len = u64::from(entry.table_entries) * 8;
+        let len = Bytes(u64::from(entry.table_entries) * 8);
         if len > BITMAP_BYTES_MAX {
             return Err(format!("its table has {len} bytes"));
         }
@@ -96,8 +96,8 @@ impl Place<'_> {
         Ok(table)
     }
 
-    fn check_place(&self, offset: HostOffset, len: u64) -> Result<(), Unreadable> {
-        let inside = offset.checked_add(len).is_some_and(|end| end.0 <= self.end());
+    fn check_place(&self, offset: HostOffset, len: Bytes) -> Result<(), Unreadable> {
+        let inside = offset.checked_add(len).is_some_and(|end| end <= self.end());
         if offset == HostOffset(0) || !offset.is_multiple_of(self.cluster_size()) || !inside {
             return Err(format!("{len} bytes at {offset:#x} are unaligned or outside the file"));
         }
@@ -105,12 +105,12 @@ impl Place<'_> {
     }
 
     /// The end of the file; its last cluster may be cut.
-    fn end(&self) -> u64 {
-        self.file.len().next_multiple_of(self.cluster_size())
+    fn end(&self) -> HostOffset {
+        HostOffset(self.file.len()).next_multiple_of(self.cluster_size())
     }
 
     /// Reads bytes; zeroes past the end of the file.
-    async fn read(&self, offset: HostOffset, len: u64) -> Result<Vec<u8>, Unreadable> {
+    async fn read(&self, offset: HostOffset, len: Bytes) -> Result<Vec<u8>, Unreadable> {
         let len = usize::try_from(len).map_err(|_| "it is too large".to_owned())?;
         let buf = IoBuf::new(len.max(1), ALIGN).slice(0..len);
         self.file
@@ -133,12 +133,12 @@ impl Place<'_> {
         }
         let table = self.table(entry).await?;
         let bits = Bits::new(self.size, granularity_bits).ok_or("there is not enough memory")?;
-        let cluster_words = usize::try_from(self.cluster_size() / 8).unwrap_or(0);
+        let cluster_words = usize::try_from(self.cluster_size() / Bytes(8)).unwrap_or(0);
         for (index, word) in table.iter().enumerate() {
             let first = index * cluster_words;
             if *word == ALL_ONES {
                 let start = first as u64 * 64;
-                bits.set_bits(start..bits.count().min(start + self.cluster_size() * 8));
+                bits.set_bits(start..bits.count().min(start + self.cluster_size().0 * 8));
             } else if *word != 0 {
                 let bytes = self.read(HostOffset(*word), self.cluster_size()).await?;
                 for (at, raw) in bytes.as_chunks::<8>().0.iter().enumerate() {
@@ -153,11 +153,11 @@ impl Place<'_> {
 
     /// All clusters that a bitmap has: its table and its bits. For giving them back.
     pub(crate) async fn runs(&self, entry: &Entry) -> Result<Vec<Run>, Unreadable> {
-        let table = self.clusters_of(entry).await?;
+        let words = self.clusters_of(entry).await?;
         let run = |offset: HostOffset, count| Run::new(offset >> self.cluster_bits, count);
-        let table_clusters = (u64::from(entry.table_entries) * 8).div_ceil(self.cluster_size());
-        let mut runs = vec![run(entry.table_offset, table_clusters)];
-        let data = table.iter().map(|word| word & OFFSET_MASK).filter(|offset| *offset != 0);
+        let table = Bytes(u64::from(entry.table_entries) * 8);
+        let mut runs = vec![run(entry.table_offset, table.clusters(self.cluster_bits))];
+        let data = words.iter().map(|word| word & OFFSET_MASK).filter(|offset| *offset != 0);
         let mut data: Vec<u64> = data.collect();
         // A table that names a cluster twice counts as one reference.
         data.sort_unstable();

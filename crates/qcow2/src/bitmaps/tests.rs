@@ -1,11 +1,11 @@
 use super::bits::Bits;
 use super::directory::{AUTO, Entry, IN_USE, positions, to_bytes};
 use super::tables::{is_too_large, table_entries};
-use crate::units::{GuestOffset, HostOffset};
+use crate::units::{Bytes, GuestOffset, HostOffset};
 
 fn bits(size: u64, granularity_bits: u32, marks: &[(u64, u64)]) -> Bits {
-    let bits = Bits::new(size, granularity_bits).expect("a small bitmap");
-    marks.iter().for_each(|(offset, len)| bits.set(GuestOffset(*offset), *len));
+    let bits = Bits::new(Bytes(size), granularity_bits).expect("a small bitmap");
+    marks.iter().for_each(|(offset, len)| bits.set(GuestOffset(*offset), Bytes(*len)));
     bits
 }
 
@@ -22,8 +22,8 @@ fn a_mark_covers_every_unit_that_it_touches() {
 #[test]
 fn marks_end_with_the_disk() {
     let bits = bits(10_000, 12, &[(9_999, 1), (10_000, 5), (u64::MAX, 5), (5, 0)]);
-    assert_eq!((bits.count(), bits.bytes(), ranges(&bits)), (3, 1, vec![(8192, 10_000)]));
-    bits.set(GuestOffset(0), u64::MAX);
+    assert_eq!((bits.count(), bits.bytes(), ranges(&bits)), (3, Bytes(1), vec![(8192, 10_000)]));
+    bits.set(GuestOffset(0), Bytes::MAX);
     assert_eq!((bits.word(0), ranges(&bits)), (7, vec![(0, 10_000)]));
 }
 
@@ -81,9 +81,9 @@ fn entries_are_padded_and_keep_extra_data() {
 
 #[test]
 fn sizes_of_tables_and_the_limit() {
-    assert_eq!(table_entries(1 << 40, 16, 16), 32);
-    assert_eq!(table_entries(1, 16, 9), 1);
+    assert_eq!(table_entries(Bytes(1 << 40), 16, 16), 32);
+    assert_eq!(table_entries(Bytes(1), 16, 9), 1);
     // 512 MiB of bits.
-    assert!(!is_too_large(1 << 41, 9));
-    assert!(is_too_large((1 << 41) + 1, 9));
+    assert!(!is_too_large(Bytes(1 << 41), 9));
+    assert!(is_too_large(Bytes((1 << 41) + 1), 9));
 }

@@ -18,7 +18,7 @@ use crate::check::tables::{self, BitmapEntry};
 use crate::extensions::BitmapDirectory;
 use crate::header::{self, Header};
 use crate::limits::{CHECK_TABLES_BYTES_MAX, SECTOR};
-use crate::units::{HostCluster, HostOffset};
+use crate::units::{Bytes, HostCluster, HostOffset};
 
 /// Bitmaps that cannot be used.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -67,7 +67,7 @@ struct Seen {
     /// Number of the bitmap that has a cluster.
     clusters: HashMap<HostCluster, u32>,
     /// Bytes of tables.
-    bytes: u64,
+    bytes: Bytes,
 }
 
 impl Scan {
@@ -128,12 +128,12 @@ impl Scan {
             return Ok(Err(reason.clone()));
         }
         let layout = self.layout;
-        let bytes = u64::from(bitmap.entries) * 8;
+        let bytes = Bytes(u64::from(bitmap.entries) * 8);
         seen.bytes += bytes;
         if seen.bytes > CHECK_TABLES_BYTES_MAX {
             return Err(Stop::Memory);
         }
-        if bitmap.offset.checked_add(bytes).is_none_or(|end| end.0 > layout.exact_len) {
+        if bitmap.offset.checked_add(bytes).is_none_or(|end| end.from_start() > layout.exact_len) {
             return Ok(Err(format!("its table at {:#x} is not inside the file", bitmap.offset)));
         }
         let len = usize::try_from(bytes).map_err(|_| Stop::Memory)?;
@@ -144,7 +144,7 @@ impl Scan {
             Ok(places) => places,
             Err(reason) => return Ok(Err(reason)),
         };
-        if let Some(at) = places.iter().find(|at| at.0 >= layout.exact_len) {
+        if let Some(at) = places.iter().find(|at| at.from_start() >= layout.exact_len) {
             return Ok(Err(format!("its bits at {at:#x} lie behind the end of the file")));
         }
         let table = self.clusters(bitmap.offset, bytes);
@@ -193,7 +193,11 @@ impl Scan {
         report.own_finding(1, || format!("ERROR bitmaps cannot be used: {reason}"));
     }
 
-    fn clusters(&self, offset: HostOffset, len: u64) -> impl Iterator<Item = HostCluster> + use<> {
+    fn clusters(
+        &self,
+        offset: HostOffset,
+        len: Bytes,
+    ) -> impl Iterator<Item = HostCluster> + use<> {
         let bits = self.layout.cluster_bits;
         let end = (offset + len).next_multiple_of(self.layout.cluster_size());
         (offset >> bits).up_to(end >> bits)
@@ -230,10 +234,11 @@ pub(super) async fn distrust(image: Image<'_>, scan: &Scan) -> Result<Vec<String
         if !records || lost.numbers.binary_search(&number).is_ok() {
             continue;
         }
-        let at = directory.offset + (bitmap.place.start + FLAGS_AT) as u64;
+        let at = directory.offset + Bytes::of(bitmap.place.start + FLAGS_AT);
         let sector = at.align_down(SECTOR);
         // The last sector of the file may be cut.
-        let len = usize::try_from(SECTOR.min(reader.len() - sector.0)).map_err(|_| Stop::Memory)?;
+        let len = usize::try_from(SECTOR.min(reader.len() - sector.from_start()))
+            .map_err(|_| Stop::Memory)?;
         let mut content = reader.read("reading the bitmap directory", sector, len).await?;
         // Inside the sector: entries are aligned to 8.
         let place = usize::try_from(at - sector).unwrap_or(0);

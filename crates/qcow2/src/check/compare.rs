@@ -10,7 +10,7 @@ use crate::check::report::{CheckHooks, CheckReport};
 use crate::check::scan::Scan;
 use crate::check::source::{READ_BYTES, Source};
 use crate::check::stop::Stop;
-use crate::units::{HostCluster, HostOffset};
+use crate::units::{Bytes, HostCluster, HostOffset};
 
 /// What a comparison says beyond the report.
 #[derive(Clone, Copy, Debug, Default)]
@@ -58,7 +58,9 @@ pub(super) async fn compare(
     let covered = |index: usize| layout.block_start(index as u64) < end;
     let readable = |index: usize| {
         let offset = HostOffset(blocks.get(index).map_or(0, |entry| entry & !BLOCK_RESERVED));
-        offset != HostOffset(0) && layout.in_cluster(offset) == 0 && offset.0 < layout.file_len
+        offset != HostOffset(0)
+            && layout.in_cluster(offset) == Bytes::ZERO
+            && offset.from_start() < layout.file_len
     };
     let places: Vec<usize> =
         (0..blocks.len()).filter(|index| covered(*index) && readable(*index)).collect();
@@ -71,7 +73,7 @@ pub(super) async fn compare(
                 block.compare(scan, end, &mut compared, &mut runs, report);
                 at += 1;
             }
-            scan.progress(piece.len() as u64, hooks)
+            scan.progress(Bytes::of(piece.len()), hooks)
         })
         .await?;
     runs.finish(report);
@@ -79,7 +81,7 @@ pub(super) async fn compare(
     let unknown = |index: u64| {
         let entry = usize::try_from(index).ok().and_then(|index| blocks.get(index)).copied();
         let offset = HostOffset(entry.unwrap_or(0) & !BLOCK_RESERVED);
-        layout.in_cluster(offset) != 0 || i64::try_from(offset.0).is_err()
+        layout.in_cluster(offset) != Bytes::ZERO || i64::try_from(offset.0).is_err()
     };
     for (index, _) in blocks.iter().enumerate().filter(|(index, _)| unknown(*index as u64)) {
         let first = layout.block_start(index as u64);
@@ -150,8 +152,9 @@ async fn flags_past_end(
     for (cluster, (copied, plain)) in entries {
         let index = usize::try_from(layout.block_of(cluster)).unwrap_or(usize::MAX);
         let offset = HostOffset(blocks.get(index).map_or(0, |entry| entry & !BLOCK_RESERVED));
-        let is_readable =
-            offset != HostOffset(0) && offset.0 < layout.file_len && layout.in_cluster(offset) == 0;
+        let is_readable = offset != HostOffset(0)
+            && offset.from_start() < layout.file_len
+            && layout.in_cluster(offset) == Bytes::ZERO;
         let stored = if is_readable {
             let len = layout.cluster_len();
             let bytes = source.read("reading a refcount block", offset, len).await?;
@@ -349,7 +352,7 @@ impl Findings {
 struct Neighbours<'a> {
     places: &'a [usize],
     blocks: &'a [u64],
-    size: u64,
+    size: Bytes,
 }
 
 impl Iterator for Neighbours<'_> {
@@ -357,8 +360,9 @@ impl Iterator for Neighbours<'_> {
 
     fn next(&mut self) -> Option<(HostOffset, usize)> {
         let offset = |place: usize| self.blocks.get(place).map_or(0, |at| at & !BLOCK_RESERVED);
+        let offset = |place: usize| HostOffset(offset(place));
         let start = offset(*self.places.first()?);
-        let max = usize::try_from(READ_BYTES as u64 / self.size).unwrap_or(1).max(1);
+        let max = usize::try_from(Bytes::of(READ_BYTES) / self.size).unwrap_or(1).max(1);
         let count = self
             .places
             .iter()
@@ -367,6 +371,6 @@ impl Iterator for Neighbours<'_> {
             .take_while(|(n, place)| offset(**place) == start + *n as u64 * self.size)
             .count();
         self.places = self.places.get(count..).unwrap_or_default();
-        Some((HostOffset(start), usize::try_from(count as u64 * self.size).unwrap_or(0)))
+        Some((start, usize::try_from(count as u64 * self.size).unwrap_or(0)))
     }
 }

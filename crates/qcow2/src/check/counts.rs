@@ -8,7 +8,7 @@
 //! claim to be its only user (COPIED flag) and how many say that they are not. So one pass over the
 //! L2 tables is enough, whatever the refcounts turn out to be.
 
-use crate::units::HostCluster;
+use crate::units::{Bytes, HostCluster};
 
 /// Clusters of one region: small, so that a few scattered references cost a page each.
 pub(super) const REGION_CLUSTERS: u64 = 1 << REGION_BITS;
@@ -99,15 +99,15 @@ pub(super) struct Counts {
     /// Narrow slots whose region became wide.
     spare: Vec<u32>,
     clusters: HostCluster,
-    bytes_max: u64,
+    bytes_max: Bytes,
 }
 
 impl Counts {
     /// * `clusters`: clusters of the file; those behind cannot be counted.
     /// * `bytes_max`: memory that this may take.
-    pub(super) fn new(clusters: HostCluster, bytes_max: u64) -> Result<Counts, OutOfMemory> {
+    pub(super) fn new(clusters: HostCluster, bytes_max: Bytes) -> Result<Counts, OutOfMemory> {
         let regions = clusters.0.div_ceil(REGION_CLUSTERS);
-        if regions.saturating_mul(4) > bytes_max / 4 {
+        if Bytes(regions.saturating_mul(4)) > bytes_max / 4 {
             return Err(OutOfMemory);
         }
         Ok(Counts {
@@ -127,8 +127,8 @@ impl Counts {
     }
 
     /// Bytes that are taken now.
-    pub(super) fn bytes(&self) -> u64 {
-        (self.directory.len() * 4 + self.narrow.capacity() + self.wide.capacity() * 4) as u64
+    pub(super) fn bytes(&self) -> Bytes {
+        Bytes::of(self.directory.len() * 4 + self.narrow.capacity() + self.wide.capacity() * 4)
     }
 
     /// Counts `uses` (and `narrow`, the same in its narrow form) of `cluster`, which must be below

@@ -4,7 +4,7 @@
 
 use crate::header::{self, Header};
 use crate::limits::SECTOR;
-use crate::units::{HostCluster, HostOffset};
+use crate::units::{Bytes, HostCluster, HostOffset};
 
 pub(super) use crate::entry::{COMPRESSED, COPIED, OFFSET_MASK, ZERO};
 
@@ -28,15 +28,15 @@ pub(super) struct Layout {
     pub(super) external: bool,
     pub(super) version: u32,
     /// Length of the file in bytes, rounded up to a sector as QEMU sees it.
-    pub(super) file_len: u64,
+    pub(super) file_len: Bytes,
     /// The same, as it is.
-    pub(super) exact_len: u64,
+    pub(super) exact_len: Bytes,
     /// Length of the external data file in bytes, where that is known.
-    pub(super) data_len: Option<u64>,
+    pub(super) data_len: Option<Bytes>,
 }
 
 impl Layout {
-    pub(super) fn new(header: &Header, file_len: u64) -> Layout {
+    pub(super) fn new(header: &Header, file_len: Bytes) -> Layout {
         Layout {
             cluster_bits: header.geometry.cluster_bits,
             refcount_order: header.refcount_order,
@@ -50,8 +50,8 @@ impl Layout {
     }
 
     /// Cluster size in bytes.
-    pub(super) fn cluster_size(&self) -> u64 {
-        1 << self.cluster_bits
+    pub(super) fn cluster_size(&self) -> Bytes {
+        Bytes(1 << self.cluster_bits)
     }
 
     /// The same as a length in memory.
@@ -61,7 +61,7 @@ impl Layout {
 
     /// The first cluster past the file. The file may have a part of its last cluster only.
     pub(super) fn clusters(&self) -> HostCluster {
-        HostCluster(self.file_len.div_ceil(self.cluster_size()))
+        HostCluster(self.file_len.clusters(self.cluster_bits))
     }
 
     /// Index of the refcount block that counts a cluster.
@@ -83,16 +83,16 @@ impl Layout {
     }
 
     /// Offset inside a cluster.
-    pub(super) fn in_cluster(&self, offset: HostOffset) -> u64 {
-        offset.0 & (self.cluster_size() - 1)
+    pub(super) fn in_cluster(&self, offset: HostOffset) -> Bytes {
+        Bytes(offset.0 & (self.cluster_size().0 - 1))
     }
 
     /// Whether the range may be there: the file may end inside its last cluster, so that up to one
     /// cluster may be missing.
-    pub(super) fn may_be_there(&self, offset: HostOffset, len: u64) -> bool {
+    pub(super) fn may_be_there(&self, offset: HostOffset, len: Bytes) -> bool {
         offset
             .checked_add(len)
-            .is_some_and(|end| end.0 < self.file_len.saturating_add(self.cluster_size()))
+            .is_some_and(|end| end.from_start() < self.file_len.saturating_add(self.cluster_size()))
     }
 
     /// Largest refcount that can be stored.
@@ -106,17 +106,17 @@ impl Layout {
     }
 
     /// Bytes of disk that one L2 table maps.
-    pub(super) fn table_bytes(&self) -> u64 {
+    pub(super) fn table_bytes(&self) -> Bytes {
         let entry_bits = if self.extended { 4 } else { 3 };
-        1 << (2 * self.cluster_bits - entry_bits)
+        Bytes(1 << (2 * self.cluster_bits - entry_bits))
     }
 
     /// Place and length in bytes of a compressed cluster.
-    pub(super) fn compressed(&self, entry: u64) -> (HostOffset, u64) {
+    pub(super) fn compressed(&self, entry: u64) -> (HostOffset, Bytes) {
         let offset_bits = 62 - (self.cluster_bits - 8);
-        let offset = entry & ((1 << offset_bits) - 1);
+        let offset = HostOffset(entry & ((1 << offset_bits) - 1));
         let sectors = ((entry & (COMPRESSED - 1)) >> offset_bits) + 1;
-        (HostOffset(offset), sectors * SECTOR - offset % SECTOR)
+        (offset, sectors * SECTOR - offset % SECTOR)
     }
 }
 

@@ -45,7 +45,7 @@ use ringdisk_storage::Storage;
 use crate::error::Error;
 use crate::header::{self, Header, Subject};
 use crate::limits::{SECTOR, SECTOR_LEN};
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 use compare::Compared;
 use scan::Scan;
@@ -75,7 +75,7 @@ pub struct CheckOptions {
 }
 
 /// Bytes that are read first: enough for the whole first cluster in most images.
-const FIRST_READ_BYTES: u64 = 64 << 10;
+const FIRST_READ_BYTES: Bytes = Bytes(64 << 10);
 
 /// Checks the image in `file`, which no other program may use meanwhile.
 ///
@@ -91,7 +91,7 @@ pub async fn check(
     options: &CheckOptions,
     hooks: CheckHooks<'_>,
 ) -> Result<CheckReport, Error> {
-    let data_len = data_file.map(|data| data.len());
+    let data_len = data_file.map(|data| Bytes(data.len()));
     let result = async {
         if options.repair != Repair::Nothing {
             return repair::repair(ring, (file, data_len), options.repair, hooks).await;
@@ -143,7 +143,7 @@ pub fn check_bytes<B: ImageBytes + ?Sized>(image: &B) -> Result<CheckReport, Err
 }
 
 async fn read_header(source: &impl Source, name: &str) -> Result<Header, Stop> {
-    let read = async |len: u64| {
+    let read = async |len: Bytes| {
         // At most 2 MiB, the largest cluster.
         let len = usize::try_from(len.min(source.len())).unwrap_or(0);
         source.read("reading the qcow2 header", HostOffset(0), len).await
@@ -156,7 +156,7 @@ async fn read_header(source: &impl Source, name: &str) -> Result<Header, Stop> {
         head = read(wanted).await?;
     }
     // Tables that the file does not have are a finding, not a reason to stop: they read as zeroes.
-    let len = if head.len() < SECTOR_LEN { source.len() } else { i64::MAX.unsigned_abs() };
+    let len = if head.len() < SECTOR_LEN { source.len() } else { Bytes(i64::MAX.unsigned_abs()) };
     Ok(header::parse_for_check(&head, Subject { name, len })?)
 }
 

@@ -16,7 +16,7 @@ use crate::check::scan::{Claim, Holds, NO_INDEX, Scan, TableUse};
 use crate::check::source::Source;
 use crate::check::stop::Stop;
 use crate::extensions::u64_at;
-use crate::units::{GuestOffset, HostCluster, HostOffset};
+use crate::units::{Bytes, GuestOffset, HostCluster, HostOffset};
 
 /// Entries that are named one by one.
 const NAMED_MAX: usize = 100;
@@ -101,9 +101,9 @@ fn table_makes_sense(scan: &Scan) -> bool {
     let layout = scan.layout;
     let named = scan.blocks.iter().filter(|entry| **entry != 0);
     let good = named.clone().filter(|entry| {
-        layout.in_cluster(HostOffset(**entry)) == 0
+        layout.in_cluster(HostOffset(**entry)) == Bytes::ZERO
             && **entry & OFFSET_MASK == **entry
-            && **entry < layout.file_len
+            && **entry < layout.file_len.0
     });
     let good = good.count();
     good > 0 && good * 2 > named.count()
@@ -153,10 +153,10 @@ async fn entries_for(
     let mut messages = Vec::new();
     let is_one =
         |offset: HostOffset| clusters.binary_search(&(offset >> layout.cluster_bits)).is_ok();
-    let tables = scan
-        .tables
-        .iter()
-        .filter(|table| layout.in_cluster(table.offset) == 0 && table.offset.0 < layout.file_len);
+    let tables = scan.tables.iter().filter(|table| {
+        layout.in_cluster(table.offset) == Bytes::ZERO
+            && table.offset.from_start() < layout.file_len
+    });
     for table in tables {
         if is_one(table.offset) {
             messages.extend(l1_entry(layout, table));
@@ -213,7 +213,7 @@ fn guest(layout: Layout, table: &TableUse, index: usize) -> String {
     if table.index == NO_INDEX {
         return String::new();
     }
-    let start = GuestOffset(u64::from(table.index) * layout.table_bytes());
-    let at = start + ((index as u64) << layout.cluster_bits);
+    let start = GuestOffset::after(u64::from(table.index) * layout.table_bytes());
+    let at = start + Bytes::of_clusters(index as u64, layout.cluster_bits);
     format!(" in place of the disk's bytes from {at} on")
 }

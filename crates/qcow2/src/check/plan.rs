@@ -12,7 +12,7 @@ use crate::check::refcount;
 use crate::check::scan::Scan;
 use crate::check::stop::Stop;
 use crate::limits::REFCOUNT_TABLE_BYTES_MAX;
-use crate::units::{HostCluster, HostOffset};
+use crate::units::{Bytes, HostCluster, HostOffset};
 
 /// Most clusters that are kept though nothing refers to them: about 48 MiB of memory.
 const KEPT_MAX: usize = 1 << 20;
@@ -74,13 +74,13 @@ impl<'a> Plan<'a> {
     }
 
     /// Drops `count` references to each cluster of a structure that moves.
-    pub(super) fn retire(&mut self, offset: HostOffset, len: u64, count: u32) {
+    pub(super) fn retire(&mut self, offset: HostOffset, len: Bytes, count: u32) {
         // What lies past the end was not counted.
-        if len == 0 || !self.layout.may_be_there(offset, len) {
+        if len == Bytes::ZERO || !self.layout.may_be_there(offset, len) {
             return;
         }
         let bits = self.layout.cluster_bits;
-        let (first, last) = (offset >> bits, (offset + len - 1) >> bits);
+        let (first, last) = (offset >> bits, (offset + len - Bytes(1)) >> bits);
         for cluster in first.up_to(last + 1) {
             self.scan.counts.take_back(cluster, count);
             self.held.insert(cluster);
@@ -148,7 +148,7 @@ impl<'a> Plan<'a> {
             let named = HostOffset(entry & !BLOCK_RESERVED);
             if self.is_counted(entry) {
                 self.retire(HostOffset(entry), size, 1);
-            } else if self.layout.in_cluster(named) == 0 {
+            } else if self.layout.in_cluster(named) == Bytes::ZERO {
                 // Until the header leads to the new table, counts are read from there.
                 self.held.insert(named >> self.layout.cluster_bits);
             }
@@ -158,7 +158,7 @@ impl<'a> Plan<'a> {
     /// Whether the scan counted this entry as a reference.
     fn is_counted(&self, entry: u64) -> bool {
         entry & BLOCK_RESERVED == 0
-            && self.layout.in_cluster(HostOffset(entry)) == 0
+            && self.layout.in_cluster(HostOffset(entry)) == Bytes::ZERO
             && HostOffset(entry) >> self.layout.cluster_bits < self.layout.clusters()
     }
 
@@ -275,7 +275,7 @@ impl<'a> Plan<'a> {
                 self.touch(HostOffset(old) >> self.layout.cluster_bits);
             }
             let place = usize::try_from(index).map_err(|_| Stop::Memory)?;
-            if place as u64 * 8 >= REFCOUNT_TABLE_BYTES_MAX {
+            if Bytes(place as u64 * 8) >= REFCOUNT_TABLE_BYTES_MAX {
                 return Err(Stop::Corrupt(format!(
                     "the image is so long that a refcount table of {REFCOUNT_TABLE_BYTES_MAX} \
                      bytes cannot cover it"
@@ -294,7 +294,7 @@ impl<'a> Plan<'a> {
     ///
     /// Errors: `Full`, `Corrupt` when it would be larger than allowed.
     pub(super) fn place_table(&mut self) -> Result<(HostCluster, u64), Stop> {
-        let per_cluster = self.layout.cluster_size() / 8;
+        let per_cluster = self.layout.cluster_size() / Bytes(8);
         let max = REFCOUNT_TABLE_BYTES_MAX / self.layout.cluster_size();
         loop {
             let needed = (self.entries.len() as u64).div_ceil(per_cluster);

@@ -19,7 +19,7 @@ use crate::check::stop::Stop;
 use crate::check::tables;
 use crate::extensions::{BitmapDirectory, u64_at};
 use crate::header::{self, Header, HeaderImage, Subject, write_bytes};
-use crate::units::{HostCluster, HostOffset};
+use crate::units::{Bytes, HostCluster, HostOffset};
 
 /// The image that is repaired.
 #[derive(Clone, Copy, Debug)]
@@ -28,7 +28,7 @@ pub(super) struct Image<'a> {
     pub(super) storage: &'a Storage,
     pub(super) header: &'a Header,
     /// Length of the external data file in bytes, where that is known.
-    pub(super) data_len: Option<u64>,
+    pub(super) data_len: Option<Bytes>,
 }
 
 impl Image<'_> {
@@ -48,25 +48,26 @@ impl Image<'_> {
 
     /// The header as bytes.
     pub(super) async fn head(&self) -> Result<HeaderImage, Stop> {
-        let len = usize::try_from(self.storage.len().min(self.header.geometry.cluster_size()));
+        let len =
+            usize::try_from(Bytes(self.storage.len()).min(self.header.geometry.cluster_size()));
         let len = len.map_err(|_| Stop::Memory)?;
         let bytes = self.reader().read("reading the qcow2 header", HostOffset(0), len).await?;
         // As when it was read for the check: tables may lie past the end.
-        let subject = Subject { name: self.storage.name(), len: i64::MAX.unsigned_abs() };
+        let subject = Subject { name: self.storage.name(), len: Bytes(i64::MAX.unsigned_abs()) };
         Ok(HeaderImage::parse(&bytes, subject)?)
     }
 
     /// Cuts the file to the length that it had before new structures were written that nothing
     /// refers to. Only a matter of space.
-    pub(super) async fn cut(&self, len: u64) {
+    pub(super) async fn cut(&self, len: Bytes) {
         // When the header may already lead to them, they have to stay.
         let kept = self.head().await.is_ok_and(|head| {
             let (table, clusters) = head.refcount_table();
             let header = self.header;
             table == header.refcount_table.start && clusters == header.refcount_table_clusters
         });
-        if kept && self.storage.kind() != Kind::BlockDevice && self.storage.len() > len {
-            let _ = self.storage.set_len(self.ring, len).await;
+        if kept && self.storage.kind() != Kind::BlockDevice && Bytes(self.storage.len()) > len {
+            let _ = self.storage.set_len(self.ring, len.0).await;
         }
     }
 
@@ -110,7 +111,7 @@ pub(super) async fn rebuild(
     };
     let moved = tables_with_wrong_flags(image, scan, hooks).await?;
     let moves_l1 = !moved.is_empty() || has_wrong_l1_flags(scan);
-    let l1_bytes = u64::from(header.l1_entries) * 8;
+    let l1_bytes = Bytes(u64::from(header.l1_entries) * 8);
     let snapshots = new_snapshot_table(image, scan).await?;
 
     let bitmaps = bitmaps::new_directory(&image.reader(), header, scan).await?;
@@ -147,13 +148,7 @@ pub(super) async fn rebuild(
         // At most as many as there were.
         let lost = u32::try_from(lost_snapshots).unwrap_or(header.snapshots);
         let left = header.snapshots.saturating_sub(lost);
-        if left == 0 {
-            head.set_snapshots(HostOffset(0), 0);
-        } else {
-            let place = plan.allocate((bytes.len() as u64).div_ceil(size), 1)?;
-            head.set_snapshots(place << layout.cluster_bits, left);
-            image.write(place << layout.cluster_bits, bytes).await?;
-        }
+        set_snapshots(image, &mut plan, &mut head, bytes, left).await?;
     }
     if let Some(new) = &bitmaps {
         set_bitmaps(image, &mut plan, &mut head, new).await?;
@@ -179,6 +174,26 @@ pub(super) async fn rebuild(
     image.switch(&head).await
 }
 
+/// Writes the snapshot table, and lets the header name it.
+///
+/// * `left`: snapshots of it.
+async fn set_snapshots(
+    image: Image<'_>,
+    plan: &mut Plan<'_>,
+    head: &mut HeaderImage,
+    bytes: &[u8],
+    left: u32,
+) -> Result<(), Stop> {
+    if left == 0 {
+        head.set_snapshots(HostOffset(0), 0);
+        return Ok(());
+    }
+    let layout = plan.scan().layout;
+    let place = plan.allocate(Bytes::of(bytes.len()).clusters(layout.cluster_bits), 1)?;
+    head.set_snapshots(place << layout.cluster_bits, left);
+    image.write(place << layout.cluster_bits, bytes).await
+}
+
 /// Lets the header name the bitmaps that are left.
 async fn set_bitmaps(
     image: Image<'_>,
@@ -192,8 +207,8 @@ async fn set_bitmaps(
         return Ok(());
     }
     let layout = plan.scan().layout;
-    let len = new.bytes.len() as u64;
-    let offset = plan.allocate(len.div_ceil(layout.cluster_size()), 1)? << layout.cluster_bits;
+    let len = Bytes::of(new.bytes.len());
+    let offset = plan.allocate(len.clusters(layout.cluster_bits), 1)? << layout.cluster_bits;
     image.write(offset, &new.bytes).await?;
     head.set_bitmaps(Some(BitmapDirectory { count: new.count, offset, len }))?;
     Ok(())
@@ -257,8 +272,8 @@ async fn tables_with_wrong_flags(
     let target = |cluster| u64::from(scan.counts.get(cluster).total).min(max);
     let candidates = scan.tables.iter().filter(|table| {
         table.active() > 0
-            && layout.in_cluster(table.offset) == 0
-            && table.offset.0 < layout.file_len
+            && layout.in_cluster(table.offset) == Bytes::ZERO
+            && table.offset.from_start() < layout.file_len
     });
     let mut left = candidates.clone();
     let mut moved = Vec::new();
@@ -399,7 +414,7 @@ async fn write_blocks(
     let mut block = Vec::new();
     for (at, index) in places {
         hooks.step(plan.scan().done, plan.scan().total)?;
-        let follows = start + waiting.len() as u64 == at && waiting.len() < READ_BYTES;
+        let follows = start + Bytes::of(waiting.len()) == at && waiting.len() < READ_BYTES;
         if !follows && !waiting.is_empty() {
             image.write(start, &waiting).await?;
             waiting.clear();

@@ -34,7 +34,7 @@ use crate::error::Error;
 use crate::extensions::u64_at;
 use crate::header;
 use crate::limits::{SECTOR, SECTOR_LEN};
-use crate::units::{HostCluster, HostOffset};
+use crate::units::{Bytes, HostCluster, HostOffset};
 
 /// Most rounds: one for entries, one for refcounts, and two for what only shows then.
 const ROUNDS_MAX: u32 = 4;
@@ -50,7 +50,7 @@ const ALL_ZEROES: u64 = 0xffff_ffff << 32;
 /// Errors: those of a check; `Full`, `Io` when the repair could not be written.
 pub(super) async fn repair(
     ring: &ringdisk_ring::Ring,
-    (storage, data_len): (&ringdisk_storage::Storage, Option<u64>),
+    (storage, data_len): (&ringdisk_storage::Storage, Option<Bytes>),
     what: Repair,
     hooks: CheckHooks<'_>,
 ) -> Result<CheckReport, Stop> {
@@ -68,7 +68,7 @@ pub(super) async fn repair(
     for _ in 0..ROUNDS_MAX {
         let image = Image { ring, storage, header: &header, data_len };
         let old_head = image.head().await?;
-        let old_len = storage.len();
+        let old_len = Bytes(storage.len());
         let action = match round(image, &report, &mut scan, compared, what, hooks).await {
             Ok(Some(action)) => action,
             Ok(None) => break,
@@ -253,7 +253,7 @@ async fn fix_entries(image: Image<'_>, scan: &mut Scan) -> Result<Vec<String>, S
         let cluster = table >> layout.cluster_bits;
         let known = scan.tables.binary_search_by_key(&table, |known| known.offset);
         let uses = known.map_or(0, |at| scan.tables[at].total());
-        if layout.in_cluster(table) != 0 || uses != scan.counts.get(cluster).total {
+        if layout.in_cluster(table) != Bytes::ZERO || uses != scan.counts.get(cluster).total {
             continue;
         }
         if emptied + moved == 0 {
@@ -261,8 +261,8 @@ async fn fix_entries(image: Image<'_>, scan: &mut Scan) -> Result<Vec<String>, S
             // The disk changes, and no bitmap records it.
             said.extend(Box::pin(bitmaps::distrust(image, scan)).await?);
         }
-        let bytes = if layout.extended { 16 } else { 8 };
-        let offset = table + u64::from(index) * bytes;
+        let entry_len = Bytes(if layout.extended { 16 } else { 8 });
+        let offset = table + u64::from(index) * entry_len;
         let sector = offset.align_down(SECTOR);
         let mut content = image.reader().read("reading an L2 table", sector, SECTOR_LEN).await?;
         // Inside the sector: entries do not cross sectors.
@@ -317,7 +317,7 @@ async fn take_leaks_back(
         let at = HostOffset(*entry);
         let good = *entry != 0
             && entry & BLOCK_RESERVED == 0
-            && layout.in_cluster(at) == 0
+            && layout.in_cluster(at) == Bytes::ZERO
             && scan.counts.get(at >> layout.cluster_bits).total == 1;
         if !good || first >= end {
             continue;
@@ -442,7 +442,7 @@ pub(super) async fn rebuild_dirty(image: Image<'_>, hooks: CheckHooks<'_>) -> Re
     if right {
         return clear_dirty(image).await;
     }
-    let old_len = image.storage.len();
+    let old_len = Bytes(image.storage.len());
     let rebuilt = rebuild(image, &mut scan, true, hooks).await;
     if rebuilt.is_err() {
         image.cut(old_len).await;

@@ -3,6 +3,7 @@
 //! Promises: at most [`MESSAGES_MAX`] messages are kept.
 
 use crate::check::stop::Stop;
+use crate::units::Bytes;
 
 /// Most messages that are kept; the rest is counted.
 pub(super) const MESSAGES_MAX: usize = 1000;
@@ -128,7 +129,7 @@ impl CheckReport {
 #[derive(Clone, Copy)]
 pub struct CheckHooks<'a> {
     /// Called now and then with the bytes of metadata that were read, and their total.
-    pub progress: &'a dyn Fn(u64, u64),
+    pub progress: &'a dyn Fn(Bytes, Bytes),
     /// Asked now and then; true ends the check with kind `Cancelled` as soon as the image is
     /// whole.
     pub cancelled: &'a dyn Fn() -> bool,
@@ -149,7 +150,7 @@ impl std::fmt::Debug for CheckHooks<'_> {
 
 impl CheckHooks<'_> {
     /// Errors: `Cancelled` when the caller wants the end.
-    pub(super) fn step(&self, done: u64, total: u64) -> Result<(), Stop> {
+    pub(super) fn step(&self, done: Bytes, total: Bytes) -> Result<(), Stop> {
         if (self.cancelled)() {
             return Err(Stop::Cancelled);
         }

@@ -13,7 +13,7 @@ use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_storage::Storage;
 
 use crate::check::stop::Stop;
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 /// Bytes of the largest read: long enough that a disk streams.
 pub(super) const READ_BYTES: usize = 1 << 20;
@@ -28,10 +28,10 @@ pub(super) type Piece = (HostOffset, usize);
 /// Something that holds an image.
 pub(super) trait Source {
     /// Length in bytes.
-    fn len(&self) -> u64;
+    fn len(&self) -> Bytes;
 
     /// Length of the external data file in bytes, where that is known.
-    fn data_len(&self) -> Option<u64> {
+    fn data_len(&self) -> Option<Bytes> {
         None
     }
 
@@ -54,7 +54,7 @@ pub(super) trait Source {
     ) -> Result<Vec<u8>, Stop> {
         let mut bytes = Vec::new();
         bytes.try_reserve(len).map_err(|_| Stop::Memory)?;
-        self.read_all(what, pieces_of(offset, len as u64), |_, piece| {
+        self.read_all(what, pieces_of(offset, Bytes::of(len)), |_, piece| {
             bytes.extend_from_slice(piece);
             Ok(())
         })
@@ -64,13 +64,13 @@ pub(super) trait Source {
 }
 
 /// Cuts a range into pieces.
-pub(super) fn pieces_of(offset: HostOffset, len: u64) -> impl Iterator<Item = Piece> {
+pub(super) fn pieces_of(offset: HostOffset, len: Bytes) -> impl Iterator<Item = Piece> {
     let end = offset.saturating_add(len);
     let mut at = offset;
     std::iter::from_fn(move || {
         let size = usize::try_from(end - at).unwrap_or(READ_BYTES).min(READ_BYTES);
         let piece = (at, size);
-        at += size as u64;
+        at += Bytes::of(size);
         (size > 0).then_some(piece)
     })
 }
@@ -78,7 +78,7 @@ pub(super) fn pieces_of(offset: HostOffset, len: u64) -> impl Iterator<Item = Pi
 /// An image that can be read without waiting: a slice, or the simulated storage of the tests.
 pub trait ImageBytes {
     /// Length in bytes.
-    fn image_len(&self) -> u64;
+    fn image_len(&self) -> Bytes;
     /// Fills `out` from byte `offset` on; zeroes past the end.
     fn read_into(&self, offset: u64, out: &mut [u8]);
     /// The bytes in place, where they lie in one piece.
@@ -89,8 +89,8 @@ pub trait ImageBytes {
 }
 
 impl ImageBytes for [u8] {
-    fn image_len(&self) -> u64 {
-        self.len() as u64
+    fn image_len(&self) -> Bytes {
+        Bytes::of(self.len())
     }
 
     fn read_into(&self, offset: u64, out: &mut [u8]) {
@@ -110,7 +110,7 @@ impl ImageBytes for [u8] {
 pub(super) struct Memory<'a, B: ?Sized>(pub(super) &'a B);
 
 impl<B: ImageBytes + ?Sized> Source for Memory<'_, B> {
-    fn len(&self) -> u64 {
+    fn len(&self) -> Bytes {
         self.0.image_len()
     }
 
@@ -139,7 +139,7 @@ pub(super) struct Reader<'a> {
     pub(super) ring: &'a Ring,
     pub(super) storage: &'a Storage,
     /// See [`Source::data_len`].
-    pub(super) data_len: Option<u64>,
+    pub(super) data_len: Option<Bytes>,
 }
 
 type Reading<'a> = Pin<Box<dyn Future<Output = (IoBuf, usize, Result<usize, Errno>)> + 'a>>;
@@ -162,11 +162,11 @@ impl Reader<'_> {
 }
 
 impl Source for Reader<'_> {
-    fn len(&self) -> u64 {
-        self.storage.len()
+    fn len(&self) -> Bytes {
+        Bytes(self.storage.len())
     }
 
-    fn data_len(&self) -> Option<u64> {
+    fn data_len(&self) -> Option<Bytes> {
         self.data_len
     }
 

@@ -18,17 +18,17 @@ use crate::limits::{
     SNAPSHOT_ENTRY_BYTES_MIN as ENTRY_BYTES_MIN, SNAPSHOT_EXTRA_BYTES_MAX,
     SNAPSHOT_TABLE_BYTES_MAX,
 };
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 /// Bytes of a table that are read at first.
-const FIRST_BYTES: u64 = 64 << 10;
+const FIRST_BYTES: Bytes = Bytes(64 << 10);
 /// Version 3 wants the 64-bit sizes of machine state and disk in each snapshot.
 const EXTRA_BYTES_V3: usize = 16;
 /// Extra data that has a meaning: these, and the instruction count.
 const EXTRA_BYTES_KNOWN: usize = 24;
 /// Most entries of a bitmap table, and most bytes of one bitmap: the limits of QEMU.
 const BITMAP_ENTRIES_MAX: u32 = 0x800_0000;
-const BITMAP_BYTES_MAX: u64 = 0x2000_0000;
+const BITMAP_BYTES_MAX: Bytes = Bytes(0x2000_0000);
 /// Bytes of a bitmap directory entry without extra data and name.
 const BITMAP_ENTRY_BYTES: usize = 24;
 /// Most extra data of one bitmap, as an open takes it.
@@ -54,9 +54,9 @@ pub(super) async fn snapshots(
     source: &impl Source,
     header: &Header,
     report: &mut CheckReport,
-) -> Result<(Vec<SnapshotL1>, u64), Stop> {
+) -> Result<(Vec<SnapshotL1>, Bytes), Stop> {
     if header.snapshots == 0 {
-        return Ok((Vec::new(), 0));
+        return Ok((Vec::new(), Bytes::ZERO));
     }
     let mut want = FIRST_BYTES;
     loop {
@@ -76,7 +76,7 @@ pub(super) async fn snapshots(
                     header.snapshots_offset
                 )));
             }
-            None => want *= 2,
+            None => want = want * 2,
         }
     }
 }
@@ -86,7 +86,7 @@ fn parse_snapshots(
     bytes: &[u8],
     header: &Header,
     report: &mut CheckReport,
-) -> Result<Option<(Vec<SnapshotL1>, u64)>, Stop> {
+) -> Result<Option<(Vec<SnapshotL1>, Bytes)>, Stop> {
     let mut snapshots = Vec::new();
     let mut at = 0usize;
     for number in 0..header.snapshots {
@@ -125,7 +125,7 @@ fn parse_snapshots(
         });
         at = end;
     }
-    Ok(Some((snapshots, at as u64)))
+    Ok(Some((snapshots, Bytes::of(at))))
 }
 
 /// One entry of the bitmap directory.
@@ -159,9 +159,9 @@ pub(super) async fn bitmaps(
     }
     let end = directory.offset.checked_add(directory.len);
     if directory.offset == HostOffset(0)
-        || layout.in_cluster(directory.offset) != 0
+        || layout.in_cluster(directory.offset) != Bytes::ZERO
         || directory.len > BITMAP_DIRECTORY_BYTES_MAX
-        || end.is_none_or(|end| end.0 > source.len())
+        || end.is_none_or(|end| end.from_start() > source.len())
     {
         return bad(&format!("({} bytes) is not aligned or not inside the file", directory.len));
     }
@@ -203,7 +203,7 @@ fn refuse_doubles(bitmaps: &mut [BitmapEntry]) {
 /// The entry at byte `at`; `None`: where it ends is not known.
 ///
 /// * `disk_bytes`: size of the disk.
-fn bitmap_entry(bytes: &[u8], at: usize, layout: Layout, disk_bytes: u64) -> Option<BitmapEntry> {
+fn bitmap_entry(bytes: &[u8], at: usize, layout: Layout, disk_bytes: Bytes) -> Option<BitmapEntry> {
     let head = bytes.get(at..at + BITMAP_ENTRY_BYTES)?;
     let offset = HostOffset(u64_at(head, 0));
     let (entries, flags) = (u32_at(head, 8), u32_at(head, 12));
@@ -216,7 +216,7 @@ fn bitmap_entry(bytes: &[u8], at: usize, layout: Layout, disk_bytes: u64) -> Opt
     let end = names + name_len as usize;
     let raw_name = bytes.get(names..end)?.to_vec();
     let name = String::from_utf8_lossy(&raw_name).escape_debug().to_string();
-    let size = u64::from(entries) << layout.cluster_bits;
+    let size = Bytes::of_clusters(entries.into(), layout.cluster_bits);
     // One that was not saved may be of a disk of another size.
     let wanted = || table_entries(disk_bytes, u32::from(granularity), layout.cluster_bits);
     let bad = if name_len == 0 {
@@ -235,7 +235,7 @@ fn bitmap_entry(bytes: &[u8], at: usize, layout: Layout, disk_bytes: u64) -> Opt
         Some(format!("its table has {entries} entries"))
     } else if flags & IN_USE == 0 && u64::from(entries) != wanted() {
         Some(format!("its table has {entries} entries, not {}", wanted()))
-    } else if offset == HostOffset(0) || layout.in_cluster(offset) != 0 {
+    } else if offset == HostOffset(0) || layout.in_cluster(offset) != Bytes::ZERO {
         Some(format!("its table at {offset:#x} is not aligned"))
     } else {
         None
@@ -251,7 +251,8 @@ pub(super) fn bitmap_clusters(words: &[u64], layout: Layout) -> Result<Vec<HostO
         let offset = HostOffset(word & OFFSET_MASK);
         let reserved = word & !(OFFSET_MASK | 1) != 0;
         if reserved
-            || (offset != HostOffset(0) && (word & 1 != 0 || layout.in_cluster(offset) != 0))
+            || (offset != HostOffset(0)
+                && (word & 1 != 0 || layout.in_cluster(offset) != Bytes::ZERO))
         {
             return Err(format!("the table entry {word:#x} is not allowed"));
         }
@@ -280,7 +281,7 @@ pub(super) fn without_bitmaps(bytes: &[u8], entries: &[Range<usize>], dropped: &
 /// * `bytes`: a table that [`snapshots`] understood.
 /// * `dropped`: numbers of entries that are left out, rising.
 /// * `disk_bytes`: size of the disk, for the snapshots that do not say theirs.
-pub(super) fn completed(bytes: &[u8], count: u32, dropped: &[u32], disk_bytes: u64) -> Vec<u8> {
+pub(super) fn completed(bytes: &[u8], count: u32, dropped: &[u32], disk_bytes: Bytes) -> Vec<u8> {
     let mut out = Vec::with_capacity(bytes.len() + count as usize * EXTRA_BYTES_V3);
     let mut at = 0usize;
     for number in 0..count {
@@ -308,7 +309,7 @@ pub(super) fn completed(bytes: &[u8], count: u32, dropped: &[u32], disk_bytes: u
         }
         if extra.len() < EXTRA_BYTES_V3 {
             extra.truncate(8);
-            extra.extend_from_slice(&disk_bytes.to_be_bytes());
+            extra.extend_from_slice(&disk_bytes.0.to_be_bytes());
         }
         out.extend_from_slice(&head[..36]);
         // At most 1024.

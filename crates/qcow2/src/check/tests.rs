@@ -13,7 +13,7 @@ use crate::check::{examine, plan, read_header, tables};
 use crate::header::Header;
 
 use crate::check::scan::Scan;
-use crate::units::HostCluster;
+use crate::units::{Bytes, HostCluster};
 
 /// Runs something that never waits.
 fn at_once<T>(future: impl Future<Output = T>) -> T {
@@ -76,7 +76,7 @@ fn a_small_image_made_by_hand_is_clean() {
 
 #[test]
 fn counts_stay_right_when_they_outgrow_their_narrow_form() {
-    let mut counts = Counts::new(HostCluster(10 * REGION_CLUSTERS), 1 << 30).expect("room");
+    let mut counts = Counts::new(HostCluster(10 * REGION_CLUSTERS), Bytes(1 << 30)).expect("room");
     let one = Uses { total: 1, copied: 1, plain: 0 };
     let other = Uses { total: 1, copied: 0, plain: 1 };
     for round in 1..40 {
@@ -99,7 +99,7 @@ fn counts_stay_right_when_they_outgrow_their_narrow_form() {
 
 #[test]
 fn counts_behind_the_end_are_nothing() {
-    let mut counts = Counts::new(HostCluster(10), 1 << 20).expect("room");
+    let mut counts = Counts::new(HostCluster(10), Bytes(1 << 20)).expect("room");
     counts.add(HostCluster(10), Uses::unflagged(1)).expect("ignored");
     counts.add_narrow(HostCluster(u64::MAX), 1, Uses::unflagged(1)).expect("ignored");
     counts.take_back(HostCluster(u64::MAX), 1);
@@ -109,16 +109,17 @@ fn counts_behind_the_end_are_nothing() {
 
 #[test]
 fn counts_end_with_an_error_at_their_limit() {
-    assert_eq!(Counts::new(HostCluster(u64::MAX), 1 << 30).err(), Some(OutOfMemory));
+    assert_eq!(Counts::new(HostCluster(u64::MAX), Bytes(1 << 30)).err(), Some(OutOfMemory));
     let limit = 1 << 20;
     // The directory alone would take all of it.
-    assert_eq!(Counts::new(HostCluster(1 << 30), limit).err(), Some(OutOfMemory));
-    let mut counts = Counts::new(HostCluster(1 << 24), limit).expect("room for the directory");
+    assert_eq!(Counts::new(HostCluster(1 << 30), Bytes(limit)).err(), Some(OutOfMemory));
+    let mut counts =
+        Counts::new(HostCluster(1 << 24), Bytes(limit)).expect("room for the directory");
     let full = (0..1 << 12).find(|region| {
         counts.add(HostCluster(region * REGION_CLUSTERS), Uses::unflagged(1)).is_err()
     });
     assert!(full.is_some_and(|region| region > 64), "{full:?}");
-    assert!(counts.bytes() <= 4 * limit, "{} bytes", counts.bytes());
+    assert!(counts.bytes() <= Bytes(4 * limit), "{} bytes", counts.bytes());
 }
 
 #[test]
@@ -150,12 +151,12 @@ fn a_snapshot_entry_gets_the_sizes_that_it_lacks() {
     entry[12..16].copy_from_slice(&[0, 1, 0, 3]);
     entry[32..36].copy_from_slice(&77u32.to_be_bytes());
     entry.extend_from_slice(b"1one");
-    let done = tables::completed(&entry, 1, &[], 4096);
+    let done = tables::completed(&entry, 1, &[], Bytes(4096));
     assert_eq!(done.len(), 40 + 16 + 4);
     assert_eq!(done[36..40], 16u32.to_be_bytes());
     assert_eq!(done[40..56], [77u64.to_be_bytes(), 4096u64.to_be_bytes()].concat());
     assert_eq!(&done[56..], b"1one");
-    assert_eq!(tables::completed(&done, 1, &[], 1), done);
+    assert_eq!(tables::completed(&done, 1, &[], Bytes(1)), done);
 }
 
 #[test]

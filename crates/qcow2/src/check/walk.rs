@@ -11,7 +11,7 @@ use crate::check::stop::Stop;
 use crate::compressed::decompress;
 use crate::header::Header;
 use crate::limits::CHECK_PAST_END_MAX;
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 /// Cut clusters that are decompressed to see what is left of them: an image of a file system ends
 /// in one of them.
@@ -54,7 +54,7 @@ impl Scan {
     ) -> Result<(), Stop> {
         let bits = self.layout.cluster_bits;
         let clusters = self.layout.clusters();
-        let place_bits = OFFSET_MASK & !(self.layout.cluster_size() - 1);
+        let place_bits = OFFSET_MASK & !(self.layout.cluster_size().0 - 1);
         // Anything but the flag and an aligned place needs a closer look.
         let unusual = !(COPIED | place_bits);
         let fast = !self.layout.external;
@@ -66,7 +66,7 @@ impl Scan {
             let offset = HostOffset(entry & place_bits);
             let cluster = offset >> bits;
             if fast && entry & unusual == 0 && offset != HostOffset(0) && cluster < clusters {
-                walk.place(offset, 1 << bits);
+                walk.place(offset, Bytes::of_clusters(1, bits));
                 let (uses, narrow) = if entry & COPIED == 0 { walk.plain } else { walk.copied };
                 match narrow {
                     Some(narrow) => self.counts.add_narrow(cluster, narrow, uses)?,
@@ -89,16 +89,11 @@ impl Scan {
         report: &mut CheckReport,
     ) -> Result<(), Stop> {
         let layout = self.layout;
-        let table = walk.table.offset;
-        let visits = u64::from(walk.table.total());
-        let wrong = |report: &mut CheckReport, what: &str| {
-            report.corrupt(visits, || {
-                format!("ERROR L2 table at {table:#x}, entry {index} ({entry:#x}): {what}")
-            });
-        };
+        let (table, visits) = (walk.table.offset, u64::from(walk.table.total()));
+        let at = At { table, index, entry, visits };
         let kind = layout.kind(entry);
         if kind != EntryKind::Compressed && entry & L2_RESERVED != 0 {
-            wrong(report, "reserved bits are set");
+            at.wrong(report, "reserved bits are set");
             self.damaged += 1;
         }
         if layout.has_reserved_zero(entry) {
@@ -110,90 +105,112 @@ impl Scan {
             });
             self.damaged += 1;
         }
-        // The two halves of the word.
-        #[allow(clippy::cast_possible_truncation)]
-        let (allocated, zeroes) = (bitmap as u32, (bitmap >> 32) as u32);
         match kind {
-            EntryKind::Compressed => {
-                if entry & COPIED != 0 {
-                    wrong(report, "a compressed cluster has the COPIED flag");
-                }
-                if layout.external {
-                    wrong(report, "a compressed cluster in an image with an external data file");
-                    self.damaged += 1;
-                    return Ok(());
-                }
-                if bitmap != 0 {
-                    wrong(report, "a compressed cluster has a subcluster bitmap");
-                    self.damaged += 1;
-                    return Ok(());
-                }
-                let (offset, len) = layout.compressed(entry);
-                let uses = Uses::unflagged(walk.table.total());
-                let what = || format!("L2 table at {table:#x}, entry {index}: compressed data");
-                self.count_uses(offset, len, uses, what, report)?;
-                self.note_cut(table, index, offset, len);
-                walk.allocated += 1;
-                walk.compressed += 1;
-                walk.fragmented += 1;
-            }
-            EntryKind::Allocated => {
-                let uses = if entry & COPIED == 0 { walk.plain.0 } else { walk.copied.0 };
-                let offset = HostOffset(entry & OFFSET_MASK);
-                if layout.external {
-                    // No counts exist there, so every cluster has exactly one user.
-                    if uses.plain > 0 {
-                        self.external_flags += u64::from(uses.plain);
-                        report.corrupt(u64::from(uses.plain), || {
-                            format!(
-                                "ERROR L2 table at {table:#x}, entry {index} ({entry:#x}): the \
-                                 COPIED flag is missing"
-                            )
-                        });
-                    }
-                }
-                // Such bits mean something that we do not know, so nothing else of the entry can be
-                // believed; it counts as damaged.
-                let is_rubbish = entry & L2_RESERVED != 0 || layout.has_reserved_zero(entry);
-                if allocated & zeroes != 0 {
-                    wrong(report, "subclusters are both allocated and zero");
-                    if !is_rubbish {
-                        self.not_readable(table, index);
-                    }
-                }
-                let misplaced = self.misplaced(index, offset, walk, report);
-                let data = if layout.extended { allocated != 0 } else { entry & ZERO == 0 };
-                if let Some(len) =
-                    layout.data_len.filter(|len| data && !misplaced && offset.0 >= *len)
-                {
-                    report.own_finding(visits, || {
-                        format!(
-                            "ERROR L2 table at {table:#x}, entry {index}: the cluster at \
-                             {offset:#x} lies behind the end of the data file at {len:#x}"
-                        )
-                    });
-                }
-                if layout.in_cluster(offset) != 0 && !misplaced {
-                    let what = if data { "data" } else { "reserved space" };
-                    wrong(report, &format!("the place of {what} is not aligned to a cluster"));
-                    if data || is_rubbish {
-                        self.damaged += 1;
-                    } else {
-                        self.not_readable(table, index);
-                    }
-                }
-                walk.place(offset, layout.cluster_size());
-                if !layout.external {
-                    let what = || format!("L2 table at {table:#x}, entry {index}: the cluster");
-                    self.count_uses(offset, layout.cluster_size(), uses, what, report)?;
-                }
-            }
+            EntryKind::Compressed => return self.compressed(at, bitmap, walk, report),
+            EntryKind::Allocated => return self.allocated(at, bitmap, walk, report),
             EntryKind::Unallocated => {
-                if allocated != 0 {
-                    wrong(report, "subclusters are allocated, but there is no cluster");
+                if allocated_of(bitmap) != 0 {
+                    at.wrong(report, "subclusters are allocated, but there is no cluster");
                     self.damaged += 1;
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// One L2 entry of compressed data.
+    fn compressed(
+        &mut self,
+        at: At,
+        bitmap: u64,
+        walk: &mut Walk,
+        report: &mut CheckReport,
+    ) -> Result<(), Stop> {
+        let At { table, index, entry, .. } = at;
+        let layout = self.layout;
+        if entry & COPIED != 0 {
+            at.wrong(report, "a compressed cluster has the COPIED flag");
+        }
+        if layout.external {
+            at.wrong(report, "a compressed cluster in an image with an external data file");
+            self.damaged += 1;
+            return Ok(());
+        }
+        if bitmap != 0 {
+            at.wrong(report, "a compressed cluster has a subcluster bitmap");
+            self.damaged += 1;
+            return Ok(());
+        }
+        let (offset, len) = layout.compressed(entry);
+        let uses = Uses::unflagged(walk.table.total());
+        let what = || format!("L2 table at {table:#x}, entry {index}: compressed data");
+        self.count_uses(offset, len, uses, what, report)?;
+        self.note_cut(table, index, offset, len);
+        walk.allocated += 1;
+        walk.compressed += 1;
+        walk.fragmented += 1;
+        Ok(())
+    }
+
+    /// One L2 entry that names a cluster.
+    fn allocated(
+        &mut self,
+        at: At,
+        bitmap: u64,
+        walk: &mut Walk,
+        report: &mut CheckReport,
+    ) -> Result<(), Stop> {
+        let At { table, index, entry, visits } = at;
+        let layout = self.layout;
+        let (allocated, zeroes) = (allocated_of(bitmap), zeroes_of(bitmap));
+        let uses = if entry & COPIED == 0 { walk.plain.0 } else { walk.copied.0 };
+        let offset = HostOffset(entry & OFFSET_MASK);
+        if layout.external {
+            // No counts exist there, so every cluster has exactly one user.
+            if uses.plain > 0 {
+                self.external_flags += u64::from(uses.plain);
+                report.corrupt(u64::from(uses.plain), || {
+                    format!(
+                        "ERROR L2 table at {table:#x}, entry {index} ({entry:#x}): the \
+                         COPIED flag is missing"
+                    )
+                });
+            }
+        }
+        // Such bits mean something that we do not know, so nothing else of the entry can be
+        // believed; it counts as damaged.
+        let is_rubbish = entry & L2_RESERVED != 0 || layout.has_reserved_zero(entry);
+        if allocated & zeroes != 0 {
+            at.wrong(report, "subclusters are both allocated and zero");
+            if !is_rubbish {
+                self.not_readable(table, index);
+            }
+        }
+        let misplaced = self.misplaced(index, offset, walk, report);
+        let data = if layout.extended { allocated != 0 } else { entry & ZERO == 0 };
+        if let Some(len) =
+            layout.data_len.filter(|len| data && !misplaced && offset.from_start() >= *len)
+        {
+            report.own_finding(visits, || {
+                format!(
+                    "ERROR L2 table at {table:#x}, entry {index}: the cluster at \
+                     {offset:#x} lies behind the end of the data file at {len:#x}"
+                )
+            });
+        }
+        if layout.in_cluster(offset) != Bytes::ZERO && !misplaced {
+            let what = if data { "data" } else { "reserved space" };
+            at.wrong(report, &format!("the place of {what} is not aligned to a cluster"));
+            if data || is_rubbish {
+                self.damaged += 1;
+            } else {
+                self.not_readable(table, index);
+            }
+        }
+        walk.place(offset, layout.cluster_size());
+        if !layout.external {
+            let what = || format!("L2 table at {table:#x}, entry {index}: the cluster");
+            self.count_uses(offset, layout.cluster_size(), uses, what, report)?;
         }
         Ok(())
     }
@@ -212,8 +229,8 @@ impl Scan {
         if !self.layout.external || table.index == NO_INDEX {
             return false;
         }
-        let start = u64::from(table.index) * self.layout.table_bytes();
-        let place = HostOffset(start + ((index as u64) << self.layout.cluster_bits));
+        let start = HostOffset::after(u64::from(table.index) * self.layout.table_bytes());
+        let place = start + Bytes::of_clusters(index as u64, self.layout.cluster_bits);
         if offset == place {
             return false;
         }
@@ -229,9 +246,10 @@ impl Scan {
     }
 
     /// Remembers a compressed cluster whose last sectors the file does not have.
-    fn note_cut(&mut self, table: HostOffset, index: usize, offset: HostOffset, len: u64) {
+    fn note_cut(&mut self, table: HostOffset, index: usize, offset: HostOffset, len: Bytes) {
         let layout = self.layout;
-        let is_cut = layout.may_be_there(offset, len) && (offset + len).0 > layout.exact_len;
+        let is_cut =
+            layout.may_be_there(offset, len) && (offset + len).from_start() > layout.exact_len;
         if is_cut
             && self.cut_compressed.len() < CHECK_PAST_END_MAX
             && let Ok(index) = u32::try_from(index)
@@ -256,7 +274,7 @@ impl Scan {
         for (number, cut) in std::mem::take(&mut self.cut_compressed).into_iter().enumerate() {
             hooks.step(self.done, self.total)?;
             // Not more than a cluster.
-            let len = self.layout.exact_len.saturating_sub(cut.offset.0);
+            let len = self.layout.exact_len.saturating_sub(cut.offset.from_start());
             let len = usize::try_from(len).map_err(|_| Stop::Memory)?;
             let is_whole = number < CUT_COMPRESSED_MAX && {
                 let input = source.read("reading a compressed cluster", cut.offset, len).await?;
@@ -288,6 +306,37 @@ impl Scan {
             self.fixable.push(Fixable { table, index, place });
         }
     }
+}
+
+/// An entry of an L2 table.
+#[derive(Clone, Copy)]
+struct At {
+    table: HostOffset,
+    index: usize,
+    entry: u64,
+    /// How often the table is named.
+    visits: u64,
+}
+
+impl At {
+    /// Reports that it is corrupt.
+    fn wrong(self, report: &mut CheckReport, what: &str) {
+        let At { table, index, entry, visits } = self;
+        report.corrupt(visits, || {
+            format!("ERROR L2 table at {table:#x}, entry {index} ({entry:#x}): {what}")
+        });
+    }
+}
+
+/// The subclusters that are allocated: the lower half of the bitmap of an entry.
+#[allow(clippy::cast_possible_truncation)]
+fn allocated_of(bitmap: u64) -> u32 {
+    bitmap as u32
+}
+
+/// The subclusters that read as zeroes: the upper half.
+fn zeroes_of(bitmap: u64) -> u32 {
+    (bitmap >> 32) as u32
 }
 
 /// The state of a walk through one L2 table.
@@ -322,7 +371,7 @@ impl Walk {
 
     /// Notes a cluster that has a place.
     #[inline]
-    fn place(&mut self, offset: HostOffset, size: u64) {
+    fn place(&mut self, offset: HostOffset, size: Bytes) {
         self.allocated += 1;
         if self.next != HostOffset(0) && self.next != offset {
             self.fragmented += 1;

@@ -16,11 +16,11 @@ use super::decode::decompress;
 use crate::info::CompressionType;
 use crate::limits::{COMPRESSED_READ_BYTES, INLINE_DECOMPRESSION_BYTES};
 use crate::sync::Arc;
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 /// Bytes between two clusters that are rather read than skipped: about what the storage moves while
 /// it turns to another operation.
-const GAP_MAX: u64 = 16 * 1024;
+const GAP_MAX: Bytes = Bytes(16 * 1024);
 /// Buffers of each size that a thread keeps for the next reads: as many as a queue usually has
 /// requests.
 const BUFFERS_MAX: [usize; 2] = [32, 8];
@@ -103,7 +103,7 @@ async fn fetch(ring: &Ring, file: &Storage, method: Method, tickets: Vec<Ticket>
 }
 
 /// A piece of the image file.
-struct Bytes {
+struct Loaded {
     /// Where the first byte is in the file.
     start: HostOffset,
     /// Bytes that are there: fewer than asked for when the file ends inside the last sector.
@@ -111,7 +111,7 @@ struct Bytes {
     buf: IoBuf,
 }
 
-impl Bytes {
+impl Loaded {
     /// What there is of one compressed cluster, for another thread: a buffer and how much of it
     /// counts.
     fn copy(&self, ticket: &Ticket) -> Result<(Vec<u8>, usize), Errno> {
@@ -145,15 +145,15 @@ async fn read(
     file: &Storage,
     start: HostOffset,
     end: HostOffset,
-) -> Result<Bytes, Errno> {
+) -> Result<Loaded, Errno> {
     let limits = file.limits();
-    let align = u64::from(limits.offset_align).max(1);
+    let align = Bytes::from(limits.offset_align).max(Bytes(1));
     let start = start.align_down(align);
-    let end = end.0.checked_next_multiple_of(align).ok_or(Errno::IO)?;
-    let len = usize::try_from(end - start.0).map_err(|_| Errno::IO)?;
+    let end = end.from_start().checked_next_multiple_of(align).ok_or(Errno::IO)?;
+    let len = usize::try_from(end - start.from_start()).map_err(|_| Errno::IO)?;
     let buf = buffer(len, &limits);
     let len = file.read(ring, start.0, &buf.slice(0..len)).await?;
-    Ok(Bytes { start, len, buf })
+    Ok(Loaded { start, len, buf })
 }
 
 fn buffer(len: usize, limits: &Limits) -> IoBuf {
@@ -168,7 +168,7 @@ fn buffer(len: usize, limits: &Limits) -> IoBuf {
     }
 }
 
-fn hand_over(ring: &Ring, method: Method, ticket: Ticket, bytes: &Bytes) {
+fn hand_over(ring: &Ring, method: Method, ticket: Ticket, bytes: &Loaded) {
     let (compressed, len) = match bytes.copy(&ticket) {
         Ok(compressed) => compressed,
         Err(errno) => return ticket.fail(errno),

@@ -26,7 +26,7 @@ use crate::info::CompressionType;
 use crate::limits::{READ_AHEAD_BYTES, RECENT_CLUSTERS_BYTES};
 use crate::limits::{RECENT_CLUSTERS_MAX, RECENT_CLUSTERS_MIN};
 use crate::sync::{Arc, Mutex, lock};
-use crate::units::{GuestCluster, HostOffset};
+use crate::units::{Bytes, GuestCluster, HostOffset};
 
 use clusters::{Clusters, Look, Ticket};
 use decode::stops_early;
@@ -61,7 +61,7 @@ impl Compressed {
     /// The first byte in the image file past the compressed data. The offset of a descriptor has
     /// less than 62 bits.
     pub(crate) fn host_end(self) -> HostOffset {
-        self.host_offset.saturating_add(u64::from(self.host_len))
+        self.host_offset.saturating_add(Bytes(u64::from(self.host_len)))
     }
 }
 
@@ -75,7 +75,7 @@ pub(crate) struct Part {
     /// The last guest cluster that the same request is going to read.
     pub(crate) last: GuestCluster,
     /// First byte inside the cluster.
-    pub(crate) start: u64,
+    pub(crate) start: Bytes,
 }
 
 /// All that one image needs to read its compressed clusters.

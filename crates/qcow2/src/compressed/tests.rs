@@ -11,7 +11,7 @@ use super::streams::{Advice, Streams};
 use super::{Compressed, compress, decompress};
 use crate::CompressionType::{Zlib, Zstd};
 use crate::sync::Arc;
-use crate::units::{GuestCluster, HostOffset};
+use crate::units::{Bytes, GuestCluster, HostOffset};
 
 const CLUSTER: usize = 4096;
 
@@ -108,7 +108,7 @@ fn what_is_forgotten_is_gone_and_loads_of_it_are_not_kept() {
     let running = load(clusters.look(place(3), CLUSTER));
     let mut waits = pin!(running.follower().expect("not done"));
     // From inside the first to inside the third.
-    clusters.forget(&(place(1).host_offset() + 10..place(3).host_offset() + 1));
+    clusters.forget(&(place(1).host_offset() + Bytes(10)..place(3).host_offset() + Bytes(1)));
     let again = load(clusters.look(place(3), CLUSTER));
     fill(running, 3);
     // Who waited has the old bytes: that was its mapping.

@@ -5,7 +5,7 @@
 //! reported to overlap.
 
 use super::sync::{AtomicU64, Ordering, spin};
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 /// A range of bytes of the image file.
 #[derive(Clone, Copy, Debug, Default)]
@@ -25,7 +25,7 @@ pub(crate) struct MovingRegion {
 
 impl Region {
     /// Bytes.
-    pub(crate) fn len(&self) -> u64 {
+    pub(crate) fn len(&self) -> Bytes {
         self.end - self.start
     }
 }

@@ -26,6 +26,7 @@
 //! stores.
 
 use super::sync::{AtomicU8, AtomicU64, Mutex, Ordering, lock, spin, zeroed_bytes, zeroed_words};
+use crate::units::Bytes;
 
 /// Slots that a slice may be in, when the cache is smaller than the image.
 const WAYS: u32 = 8;
@@ -133,8 +134,8 @@ impl SliceCache {
     /// * `max_bytes`: cap; at least one set of slots is made.
     ///
     /// `None` when the memory is not to be had.
-    pub(crate) fn new(slices: u32, slice_words: usize, max_bytes: u64) -> Option<SliceCache> {
-        let slice_bytes = slice_words as u64 * 8;
+    pub(crate) fn new(slices: u32, slice_words: usize, max_bytes: Bytes) -> Option<SliceCache> {
+        let slice_bytes = Bytes(slice_words as u64 * 8);
         let affordable = (max_bytes / slice_bytes).clamp(u64::from(WAYS), 1 << 31);
         let (ways, set_mask, slots) = if u64::from(slices) <= affordable {
             (1, u32::MAX, slices)
@@ -347,8 +348,8 @@ impl SliceCache {
     }
 
     /// Bytes that the slices may take when all of them are in use.
-    pub(crate) fn capacity_bytes(&self) -> u64 {
-        self.words.len() as u64 * 8
+    pub(crate) fn capacity_bytes(&self) -> Bytes {
+        Bytes(self.words.len() as u64 * 8)
     }
 }
 

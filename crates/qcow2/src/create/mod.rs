@@ -19,10 +19,10 @@ use crate::header::{self, HeaderImage, NewHeader};
 use crate::info::CompressionType;
 use crate::limits::SECTOR_LEN;
 use crate::sync::Arc;
-use crate::units::{HostCluster, HostOffset};
+use crate::units::{Bytes, HostCluster, HostOffset};
 
 /// Tables are made and written in pieces of this size.
-const PIECE_BYTES: u64 = 1 << 20;
+const PIECE_BYTES: Bytes = Bytes(1 << 20);
 
 /// What is prepared before the first write.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,9 +42,9 @@ pub enum Preallocation {
 #[derive(Clone, Debug)]
 pub struct CreateOptions {
     /// Size of the disk in bytes, rounded up to 512.
-    pub size: u64,
+    pub size: Bytes,
     /// Bytes of a cluster: a power of two from 512 to 2 MiB.
-    pub cluster_size: u64,
+    pub cluster_size: Bytes,
     /// Width of a reference count: 1, 2, 4, … 64; 16 in version 2.
     pub refcount_bits: u32,
     /// 3 (`compat=1.1`) or 2 (`compat=0.10`).
@@ -73,8 +73,8 @@ pub struct CreateOptions {
 impl Default for CreateOptions {
     fn default() -> CreateOptions {
         CreateOptions {
-            size: 0,
-            cluster_size: 64 << 10,
+            size: Bytes::ZERO,
+            cluster_size: Bytes(64 << 10),
             refcount_bits: 16,
             version: 3,
             backing_file: None,
@@ -98,7 +98,7 @@ impl Default for CreateOptions {
 ///
 /// Errors: `InvalidRequest` for options that no image can have, `TooLarge` for a size that the
 /// tables cannot describe.
-pub fn check_options(file: &str, options: &CreateOptions) -> Result<u64, Error> {
+pub fn check_options(file: &str, options: &CreateOptions) -> Result<Bytes, Error> {
     let plan = Plan::new(file, options)?;
     prepare_header(file, options, &plan).map(|_| plan.size)
 }
@@ -204,35 +204,40 @@ impl Maker<'_> {
     /// Empties the file and gives it its length. Everything reads as zeroes afterwards.
     async fn clear(&self) -> Result<(), Errno> {
         let (ring, plan) = (self.ring, self.plan);
-        let metadata_end = (plan.data_start() << plan.cluster_bits).0;
-        let end = (plan.clusters() << plan.cluster_bits).0;
+        let metadata_end = plan.data_start() << plan.cluster_bits;
+        let end = plan.clusters() << plan.cluster_bits;
         match self.file.set_len(ring, 0).await {
             Ok(()) => {}
             Err(Errno::OPNOTSUPP) => {
                 // A device: the old image goes first, then what the new one will read.
-                self.file.write_zeroes(ring, 0, plan.cluster_size(), false, true).await?;
+                self.file.write_zeroes(ring, 0, plan.cluster_size().0, false, true).await?;
                 self.file.flush(ring).await?;
                 let unmap = plan.preallocation == Preallocation::Metadata;
-                return self.file.write_zeroes(ring, 0, end, unmap, true).await;
+                return self.file.write_zeroes(ring, 0, end.0, unmap, true).await;
             }
             Err(errno) => return Err(errno),
         }
-        self.file.set_len(ring, metadata_end).await?;
+        self.file.set_len(ring, metadata_end.0).await?;
         self.reserve(self.file, metadata_end, end - metadata_end).await
     }
 
     /// Lets `storage` grow by `len` zero bytes from its end at `offset`, prepared as asked.
-    async fn reserve(&self, storage: &Storage, offset: u64, len: u64) -> Result<(), Errno> {
+    async fn reserve(
+        &self,
+        storage: &Storage,
+        offset: HostOffset,
+        len: Bytes,
+    ) -> Result<(), Errno> {
         use ringdisk_storage::Preallocation as Mode;
         let mode = match self.plan.preallocation {
             Preallocation::Off | Preallocation::Metadata => Mode::Off,
             Preallocation::Falloc => Mode::Falloc,
             Preallocation::Full => Mode::Full,
         };
-        if len == 0 {
+        if len == Bytes::ZERO {
             return Ok(());
         }
-        storage.preallocate(self.ring, offset, len, mode).await
+        storage.preallocate(self.ring, offset.0, len.0, mode).await
     }
 
     /// The external data file: as long as the disk, and empty unless it is kept.
@@ -242,22 +247,22 @@ impl Maker<'_> {
         options: &CreateOptions,
     ) -> Result<(), Errno> {
         let (ring, plan, raw) = (self.ring, self.plan, options.data_file_raw);
-        let len = plan.size.max(plan.data_clusters << plan.cluster_bits);
+        let len = plan.size.max(Bytes::of_clusters(plan.data_clusters, plan.cluster_bits));
         if options.keep_data_file {
-            if data.refresh_len()? < plan.size {
-                data.set_len(ring, plan.size).await?;
+            if data.refresh_len()? < plan.size.0 {
+                data.set_len(ring, plan.size.0).await?;
             }
             return data.flush(ring).await;
         }
         match data.set_len(ring, 0).await {
-            Ok(()) => self.reserve(data, 0, len).await?,
+            Ok(()) => self.reserve(data, HostOffset::ZERO, len).await?,
             Err(Errno::OPNOTSUPP) => {
                 // Only the last cluster may end behind the device.
-                if data.refresh_len()? < plan.size {
+                if data.refresh_len()? < plan.size.0 {
                     return Err(Errno::NOSPC);
                 }
                 if !raw && plan.data_clusters > 0 {
-                    data.write_zeroes(ring, 0, plan.size, true, true).await?;
+                    data.write_zeroes(ring, 0, plan.size.0, true, true).await?;
                 }
             }
             Err(errno) => return Err(errno),
@@ -274,7 +279,7 @@ impl Maker<'_> {
         .await?;
         self.write_refcounts().await?;
         self.write_words(place(plan.l1_start()), plan.l2_tables, |at| plan.l1_word(at)).await?;
-        let l2_words = plan.data_clusters * (plan.entry_bytes / 8);
+        let l2_words = plan.data_clusters * (plan.entry_bytes / Bytes(8));
         self.write_words(place(plan.l2_start()), l2_words, |at| plan.l2_word(at)).await
     }
 
@@ -285,8 +290,8 @@ impl Maker<'_> {
         count: u64,
         word: impl Fn(u64) -> u64,
     ) -> Result<(), Errno> {
-        self.write_pieces(offset, count * 8, |range, bytes| {
-            for index in range.start / 8..range.end / 8 {
+        self.write_pieces(offset, Bytes(count * 8), |range, bytes| {
+            for index in range.start / Bytes(8)..range.end / Bytes(8) {
                 bytes.extend_from_slice(&word(index).to_be_bytes());
             }
         })
@@ -297,10 +302,10 @@ impl Maker<'_> {
     async fn write_refcounts(&self) -> Result<(), Errno> {
         let plan = self.plan;
         let bits = 1u64 << plan.refcount_order;
-        let len = (plan.clusters().0 * bits).div_ceil(8);
+        let len = Bytes((plan.clusters().0 * bits).div_ceil(8));
         let offset = plan.first_block() << plan.cluster_bits;
         self.write_pieces(offset, len, |range, bytes| {
-            for at in range {
+            for at in range.start.0..range.end.0 {
                 bytes.push(ones(at, bits, plan.clusters().0));
             }
         })
@@ -312,11 +317,11 @@ impl Maker<'_> {
     async fn write_pieces(
         &self,
         offset: HostOffset,
-        len: u64,
-        fill: impl Fn(Range<u64>, &mut Vec<u8>),
+        len: Bytes,
+        fill: impl Fn(Range<Bytes>, &mut Vec<u8>),
     ) -> Result<(), Errno> {
         let mut bytes = Vec::new();
-        let mut start = 0;
+        let mut start = Bytes::ZERO;
         while start < len {
             bytes.clear();
             fill(start..len.min(start + PIECE_BYTES), &mut bytes);

@@ -13,7 +13,7 @@ use crate::limits::{
     CLUSTER_BITS_MAX, CLUSTER_BITS_MIN, FILE_NAME_BYTES_MAX, L1_BYTES_MAX,
     REFCOUNT_TABLE_BYTES_MAX, SECTOR,
 };
-use crate::units::HostCluster;
+use crate::units::{Bytes, HostCluster};
 
 /// Longest name of a backing format that QEMU reads.
 const FORMAT_BYTES_MAX: usize = 15;
@@ -22,12 +22,12 @@ const FORMAT_BYTES_MAX: usize = 15;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Plan {
     /// Size of the disk in bytes.
-    pub(super) size: u64,
+    pub(super) size: Bytes,
     pub(super) cluster_bits: u32,
     pub(super) refcount_order: u32,
     pub(super) preallocation: Preallocation,
     /// Bytes of an L2 entry.
-    pub(super) entry_bytes: u64,
+    pub(super) entry_bytes: Bytes,
     pub(super) refcount_table_clusters: u64,
     pub(super) refcount_blocks: u64,
     pub(super) l1_entries: u64,
@@ -46,7 +46,7 @@ impl Plan {
         };
         check_features(options).map_err(|(reason, advice)| refuse(reason, advice))?;
         check_names(options).map_err(|(reason, advice)| refuse(reason, advice))?;
-        let largest = i64::MAX.unsigned_abs();
+        let largest = Bytes(i64::MAX.unsigned_abs());
         let size = options.size.checked_next_multiple_of(SECTOR).filter(|size| *size <= largest);
         let Some(size) = size else {
             return Err(refuse(
@@ -56,10 +56,10 @@ impl Plan {
         };
 
         let cluster_bits = options.cluster_size.ilog2();
-        let entry_bytes = if options.extended_l2 { 16 } else { 8 };
+        let entry_bytes = Bytes(if options.extended_l2 { 16 } else { 8 });
         let table_bytes = options.cluster_size / entry_bytes * options.cluster_size;
         let l1_entries = size.div_ceil(table_bytes);
-        if l1_entries * 8 > L1_BYTES_MAX {
+        if Bytes(l1_entries * 8) > L1_BYTES_MAX {
             return Err(Error::new(
                 ErrorKind::TooLarge,
                 file,
@@ -67,7 +67,7 @@ impl Plan {
                     "a disk of {size} bytes is too large for qcow2 with clusters of {} bytes (at \
                      most {} bytes)",
                     options.cluster_size,
-                    u128::from(table_bytes) * u128::from(L1_BYTES_MAX / 8),
+                    u128::from(table_bytes.0) * u128::from(L1_BYTES_MAX / Bytes(8)),
                 ),
                 "try larger clusters (option cluster_size), or a smaller size",
             ));
@@ -93,7 +93,8 @@ impl Plan {
             external,
         };
         plan.count_refcounts();
-        if plan.refcount_table_clusters << cluster_bits > REFCOUNT_TABLE_BYTES_MAX {
+        if Bytes::of_clusters(plan.refcount_table_clusters, cluster_bits) > REFCOUNT_TABLE_BYTES_MAX
+        {
             return Err(Error::new(
                 ErrorKind::TooLarge,
                 file,
@@ -111,7 +112,7 @@ impl Plan {
     fn count_refcounts(&mut self) {
         loop {
             let blocks = self.clusters().0.div_ceil(self.block_entries());
-            let table = (blocks * 8).div_ceil(self.cluster_size());
+            let table = Bytes(blocks * 8).clusters(self.cluster_bits);
             if blocks == self.refcount_blocks && table == self.refcount_table_clusters {
                 return;
             }
@@ -121,8 +122,8 @@ impl Plan {
         }
     }
 
-    pub(super) fn cluster_size(&self) -> u64 {
-        1 << self.cluster_bits
+    pub(super) fn cluster_size(&self) -> Bytes {
+        Bytes(1 << self.cluster_bits)
     }
 
     /// Clusters that one refcount block counts.
@@ -139,7 +140,7 @@ impl Plan {
     }
 
     pub(super) fn l2_start(&self) -> HostCluster {
-        self.l1_start() + (self.l1_entries * 8).div_ceil(self.cluster_size())
+        self.l1_start() + Bytes(self.l1_entries * 8).clusters(self.cluster_bits)
     }
 
     /// Where data begins; the file has metadata only before this.
@@ -174,8 +175,9 @@ impl Plan {
     pub(super) fn l2_word(&self, index: u64) -> u64 {
         // The second word of an extended entry stays 0: space is there, and reads go to the backing
         // file as if it were not.
-        let entry = index * 8 / self.entry_bytes;
-        let second = !(index * 8).is_multiple_of(self.entry_bytes);
+        let offset = Bytes(index * 8);
+        let entry = offset / self.entry_bytes;
+        let second = !offset.is_multiple_of(self.entry_bytes);
         if second || entry >= self.data_clusters {
             return 0;
         }
@@ -190,7 +192,7 @@ type Refusal = (String, &'static str);
 /// The sizes that everything else follows from. The words follow `qemu-img`.
 pub(super) fn check_layout(options: &CreateOptions) -> Result<(), Refusal> {
     let CreateOptions { cluster_size, refcount_bits, version, .. } = *options;
-    let range = 1 << CLUSTER_BITS_MIN..=1u64 << CLUSTER_BITS_MAX;
+    let range = Bytes(1 << CLUSTER_BITS_MIN)..=Bytes(1 << CLUSTER_BITS_MAX);
     if !cluster_size.is_power_of_two() || !range.contains(&cluster_size) {
         return Err((
             format!("cluster_size is {cluster_size}: must be a power of two from 512 to 2048k"),
@@ -212,7 +214,7 @@ pub(super) fn check_layout(options: &CreateOptions) -> Result<(), Refusal> {
     if version < 3 && refcount_bits != 16 {
         return Err(needs_v3("a refcount_bits other than 16"));
     }
-    if options.extended_l2 && cluster_size < 1 << EXTENDED_L2_CLUSTER_BITS_MIN {
+    if options.extended_l2 && cluster_size < Bytes(1 << EXTENDED_L2_CLUSTER_BITS_MIN) {
         return Err((
             format!("extended_l2 needs clusters of at least 16384 bytes, not {cluster_size}"),
             "use larger clusters (option cluster_size)",

@@ -2,10 +2,10 @@ use super::plan::Plan;
 use super::{CreateOptions, Preallocation, check_options, ones};
 use crate::ErrorKind;
 use crate::info::CompressionType;
-use crate::units::HostCluster;
+use crate::units::{Bytes, HostCluster};
 
 fn options() -> CreateOptions {
-    CreateOptions { size: 1 << 30, ..CreateOptions::default() }
+    CreateOptions { size: Bytes(1 << 30), ..CreateOptions::default() }
 }
 
 fn refusal(options: &CreateOptions) -> String {
@@ -25,7 +25,8 @@ fn an_empty_disk_has_four_clusters() {
 
 #[test]
 fn a_disk_without_bytes_has_no_l1_table() {
-    let plan = Plan::new("x", &CreateOptions { size: 0, ..options() }).expect("plain options");
+    let plan =
+        Plan::new("x", &CreateOptions { size: Bytes::ZERO, ..options() }).expect("plain options");
     assert_eq!((plan.l1_entries, plan.clusters()), (0, HostCluster(3)));
 }
 
@@ -35,10 +36,10 @@ fn refcounts_cover_all_clusters_and_themselves() {
         for refcount_bits in [1, 16, 64] {
             for size in [0, 1 << 20, 1 << 30, (1 << 36) + 512] {
                 let options = CreateOptions {
-                    cluster_size: 1 << cluster_bits,
+                    cluster_size: Bytes(1 << cluster_bits),
                     refcount_bits,
                     preallocation: Preallocation::Metadata,
-                    size,
+                    size: Bytes(size),
                     ..options()
                 };
                 let Ok(plan) = Plan::new("x", &options) else {
@@ -56,13 +57,14 @@ fn refcounts_cover_all_clusters_and_themselves() {
 #[test]
 fn sizes_are_rounded_up_to_sectors() {
     let rounded = |size| check_options("x", &CreateOptions { size, ..options() });
-    assert_eq!(rounded(1).expect("small"), 512);
-    assert_eq!(rounded(1000).expect("small"), 1024);
+    assert_eq!(rounded(Bytes(1)).expect("small"), Bytes(512));
+    assert_eq!(rounded(Bytes(1000)).expect("small"), Bytes(1024));
 }
 
 #[test]
 fn sizes_that_do_not_fit_are_refused() {
     let of = |size, cluster_size| {
+        let (size, cluster_size) = (Bytes(size), Bytes(cluster_size));
         check_options("x", &CreateOptions { size, cluster_size, ..options() }).map(drop)
     };
     for size in [u64::MAX, 1 << 63, (1 << 63) - 1] {
@@ -78,7 +80,10 @@ fn sizes_that_do_not_fit_are_refused() {
 #[test]
 fn options_that_no_image_can_have_are_refused() {
     for cluster_size in [0, 1, 256, 3000, 4 << 20, u64::MAX] {
-        assert!(refusal(&CreateOptions { cluster_size, ..options() }).contains("power of two"));
+        assert!(
+            refusal(&CreateOptions { cluster_size: Bytes(cluster_size), ..options() })
+                .contains("power of two")
+        );
     }
     for refcount_bits in [0, 3, 128, u32::MAX] {
         assert!(refusal(&CreateOptions { refcount_bits, ..options() }).contains("power of two"));
@@ -97,7 +102,7 @@ fn options_that_no_image_can_have_are_refused() {
     ] {
         assert!(refusal(&options).contains("compatibility level 1.1"), "{options:?}");
     }
-    let extended = CreateOptions { extended_l2: true, cluster_size: 8192, ..options() };
+    let extended = CreateOptions { extended_l2: true, cluster_size: Bytes(8192), ..options() };
     assert!(refusal(&extended).contains("16384"));
     let raw = CreateOptions { data_file_raw: true, ..options() };
     assert!(refusal(&raw).contains("needs data_file"));
@@ -125,16 +130,19 @@ fn names_that_do_not_fit_are_refused() {
         let format = CreateOptions { backing_file, backing_format, ..options() };
         assert!(refusal(&format).contains("1 to 15 bytes"));
     }
-    let small =
-        CreateOptions { cluster_size: 512, backing_file: Some(vec![b'n'; 400]), ..options() };
+    let small = CreateOptions {
+        cluster_size: Bytes(512),
+        backing_file: Some(vec![b'n'; 400]),
+        ..options()
+    };
     assert!(refusal(&small).contains("no room"));
 }
 
 #[test]
 fn a_disk_can_be_too_large_to_be_preallocated() {
     let options = CreateOptions {
-        size: 1 << 36,
-        cluster_size: 512,
+        size: Bytes(1 << 36),
+        cluster_size: Bytes(512),
         refcount_bits: 64,
         preallocation: Preallocation::Metadata,
         ..options()

@@ -9,7 +9,7 @@ use std::ops::Range;
 use rustix::io::Errno;
 
 use crate::entry::{COMPRESSED, COPIED, OFFSET_MASK, Rules};
-use crate::units::{HostCluster, HostOffset};
+use crate::units::{Bytes, HostCluster, HostOffset};
 
 /// The two words of an L2 entry; the second one is 0 where entries have one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -40,9 +40,9 @@ pub(crate) enum Action {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Copy {
     /// Bytes of the cluster before the data that get their old content.
-    pub(crate) head: Range<u64>,
+    pub(crate) head: Range<Bytes>,
     /// The same behind the data.
-    pub(crate) tail: Range<u64>,
+    pub(crate) tail: Range<Bytes>,
     /// Second word of the new entry.
     pub(crate) bitmap: u64,
 }
@@ -99,7 +99,7 @@ impl Rules {
         let bad = words.entry & self.bad_bits != 0
             || host != HostOffset(0)
                 && !self.external
-                && self.overlaps_metadata(host, 1 << self.cluster_bits)
+                && self.overlaps_metadata(host, Bytes(1 << self.cluster_bits))
             || self.external && host != HostOffset(0) && words.entry & COPIED == 0;
         let torn = self.extended
             && (words.allocated() & words.zeroes() != 0
@@ -132,7 +132,7 @@ impl Rules {
         if words.entry & COMPRESSED != 0 {
             let (host, len) = self.compressed_place(words.entry);
             let start = host >> self.cluster_bits;
-            let end = (host + len - 1) >> self.cluster_bits;
+            let end = (host + len - Bytes(1)) >> self.cluster_bits;
             return Some(Reference { start, count: end - start + 1 });
         }
         let host = self.host(words)?;
@@ -142,9 +142,9 @@ impl Rules {
     /// What it takes to write the bytes `from..to` of the cluster of `words`.
     ///
     /// * `words`: checked by [`check_words`](Rules::check_words).
-    pub(crate) fn action(&self, words: Words, from: u64, to: u64) -> Action {
-        let cluster_size = 1u64 << self.cluster_bits;
-        let whole = Copy { head: 0..from, tail: to..cluster_size, bitmap: 0 };
+    pub(crate) fn action(&self, words: Words, from: Bytes, to: Bytes) -> Action {
+        let cluster_size = Bytes(1 << self.cluster_bits);
+        let whole = Copy { head: Bytes::ZERO..from, tail: to..cluster_size, bitmap: 0 };
         if !self.extended {
             return match self.host(words) {
                 Some(host) if Rules::is_own(words) && !self.is_zero(words) => {
@@ -158,11 +158,11 @@ impl Rules {
             return Action::Fresh { copy: Copy { bitmap: bitmap(ALL, 0), ..whole } };
         }
         let shift = self.cluster_bits - 5;
-        let (first, last) = (from >> shift, (to - 1) >> shift);
+        let (first, last) = (from >> shift, (to - Bytes(1)) >> shift);
         let touched = (ALL >> (31 - (last - first))) << first;
         let bitmap = bitmap(words.allocated() | touched, words.zeroes() & !touched);
         // Where the subclusters at both ends begin and end.
-        let (start, end) = (first << shift, (last + 1) << shift);
+        let (start, end) = (Bytes::of_clusters(first, shift), Bytes::of_clusters(last + 1, shift));
         let has = |index: u64| words.allocated() >> index & 1 != 0;
         match self.host(words) {
             Some(host) if Rules::is_own(words) => {
@@ -176,8 +176,9 @@ impl Rules {
             }
             Some(_) => {
                 // Shared with a snapshot: the data that it has is copied along.
-                let lowest = u64::from(words.allocated().trailing_zeros()) << shift;
-                let highest = u64::from(32 - words.allocated().leading_zeros()) << shift;
+                let at = |subcluster: u32| Bytes::of_clusters(subcluster.into(), shift);
+                let lowest = at(words.allocated().trailing_zeros());
+                let highest = at(32 - words.allocated().leading_zeros());
                 let head = start.min(lowest)..from;
                 Action::Fresh { copy: Copy { head, tail: to..end.max(highest), bitmap } }
             }

@@ -8,7 +8,7 @@ use rustix::io::Errno;
 
 use ringdisk_ring::{IoBuf, Ring};
 
-use crate::units::GuestOffset;
+use crate::units::{Bytes, GuestOffset};
 
 /// The backing chain of an image. Runs on the thread of the ring that it is given.
 pub trait Below {
@@ -24,7 +24,7 @@ pub trait Below {
 
     /// Whether the chain may have anything but zeroes in a range. False is a promise: there is no
     /// chain, or it ends before.
-    fn has_data(&self, offset: GuestOffset, len: u64) -> bool;
+    fn has_data(&self, offset: GuestOffset, len: Bytes) -> bool;
 
     /// Whether there is a chain. An image that names a backing file and has none here was opened
     /// without it: what is cleared has to stay so when it is opened with it.
@@ -43,7 +43,7 @@ impl Below for Nothing {
         Ok(())
     }
 
-    fn has_data(&self, _offset: GuestOffset, _len: u64) -> bool {
+    fn has_data(&self, _offset: GuestOffset, _len: Bytes) -> bool {
         false
     }
 

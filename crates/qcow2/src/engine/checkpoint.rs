@@ -31,7 +31,7 @@ use crate::limits::DIRTY_SLICES_MAX;
 use crate::refcounts::{DirtyRefcounts, DirtyTable, Run};
 use crate::sync::{AtomicBool, AtomicU64, Ordering, lock};
 use crate::table::bytes_of;
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 /// Longest write of neighbouring slices.
 const WRITE_BYTES_MAX: usize = 256 << 10;
@@ -304,7 +304,7 @@ impl Qcow2 {
                 self.barrier(ring, &self.file).await?;
                 let start = lock(&self.engine()?.header).refcount_table().0;
                 for (index, value) in entries {
-                    let at = start + u64::from(*index) * 8;
+                    let at = start + Bytes(u64::from(*index) * 8);
                     self.write_metadata(ring, at, &value.0.to_be_bytes()).await?;
                 }
             }
@@ -316,7 +316,7 @@ impl Qcow2 {
                     header.set_refcount_table(*offset, clusters_u32);
                 })
                 .await?;
-                let region = Region { start: *offset, end: *offset + bytes.len() as u64 };
+                let region = Region { start: *offset, end: *offset + Bytes::of(bytes.len()) };
                 self.rules.metadata[REFCOUNT_TABLE].set(region);
             }
         }
@@ -336,14 +336,14 @@ impl Qcow2 {
         }
         let l1 = lock(&self.engine()?.header).l1_table().0;
         for (index, value) in &work.l1 {
-            pieces.push((l1 + *index as u64 * 8, value.to_be_bytes().to_vec()));
+            pieces.push((l1 + Bytes(*index as u64 * 8), value.to_be_bytes().to_vec()));
         }
         pieces.sort_unstable_by_key(|(offset, _)| *offset);
         let mut merged: Vec<(HostOffset, Vec<u8>)> = Vec::with_capacity(pieces.len());
         for (offset, bytes) in pieces {
             match merged.last_mut() {
                 Some((start, run))
-                    if *start + run.len() as u64 == offset
+                    if *start + Bytes::of(run.len()) == offset
                         && run.len() + bytes.len() <= WRITE_BYTES_MAX =>
                 {
                     run.extend_from_slice(&bytes);
@@ -446,11 +446,11 @@ impl Qcow2 {
         }
         let bits = self.geometry.cluster_bits;
         for mut run in merged {
-            let (offset, len) = (run.start << bits, run.count << bits);
+            let (offset, len) = (run.start << bits, Bytes::of_clusters(run.count, bits));
             self.decompressor.forget(offset..offset + len);
             engine.packer.forget(run, bits);
             run.zeroed = engine.options.discard == Discard::Unmap
-                && self.file.discard(ring, offset.0, len).await.is_ok()
+                && self.file.discard(ring, offset.0, len.0).await.is_ok()
                 && super::group::grows_with_zeroes(&self.file);
             let Ok(mut space) = self.space() else { return };
             space.unmark_metadata(run.start, run.count);

@@ -13,15 +13,14 @@ use super::Qcow2;
 use super::below::Below;
 use super::group::Piece;
 use super::scratch::Scratch;
-use super::space::write_all;
 use crate::run::ExtentKind;
-use crate::units::GuestOffset;
+use crate::units::{Bytes, GuestOffset};
 
 /// Up to this many bytes, old content and data are put together in memory and written at once:
 /// copying them costs less than another operation.
-const MERGE_BYTES: u64 = 256 << 10;
+const MERGE_BYTES: Bytes = Bytes(256 << 10);
 /// Longer pieces of zeroes are left to the storage, which may know a quicker way.
-const ZEROES_BYTES: u64 = 64 << 10;
+const ZEROES_BYTES: Bytes = Bytes(64 << 10);
 
 impl Qcow2 {
     /// Writes `data` and what surrounds it.
@@ -31,19 +30,19 @@ impl Qcow2 {
         &self,
         ring: &Ring,
         piece: &Piece,
-        from: u64,
+        from: Bytes,
         data: &IoBuf,
         below: &B,
     ) -> Result<(), Errno> {
         let storage = self.data_storage();
-        let len = data.len() as u64;
+        let len = Bytes::of(data.len());
         let (head, tail) = (piece.head.end - piece.head.start, piece.tail.end - piece.tail.start);
-        if head + tail == 0 {
-            return write_all(storage, ring, piece.host + from, data).await;
+        if head + tail == Bytes::ZERO {
+            return storage.write_all(ring, (piece.host + from).0, data).await;
         }
         let total = head + len + tail;
         // Two whole cow parts of a cluster at most; a length of memory.
-        let size = |bytes: u64| usize::try_from(bytes).map_err(|_| Errno::NOMEM);
+        let size = |bytes: Bytes| usize::try_from(bytes).map_err(|_| Errno::NOMEM);
         if total <= MERGE_BYTES {
             let scratch = Scratch::take(size(total)?);
             let buf = scratch.buf();
@@ -56,10 +55,10 @@ impl Qcow2 {
             .await;
             first.and(second)?;
             buf.copy_from_buf(size(head)?, data);
-            return write_all(storage, ring, piece.host + from - head, &buf).await;
+            return storage.write_all(ring, (piece.host + from - head).0, &buf).await;
         }
         let (first, second, third) = join3(
-            write_all(storage, ring, piece.host + from, data),
+            storage.write_all(ring, (piece.host + from).0, data),
             self.copy_old(ring, piece, piece.head.clone(), below),
             self.copy_old(ring, piece, piece.tail.clone(), below),
         )
@@ -72,22 +71,22 @@ impl Qcow2 {
         &self,
         ring: &Ring,
         piece: &Piece,
-        range: std::ops::Range<u64>,
+        range: std::ops::Range<Bytes>,
         below: &B,
     ) -> Result<(), Errno> {
         let len = range.end - range.start;
-        if len == 0 {
+        if len == Bytes::ZERO {
             return Ok(());
         }
         let (start, host) = (piece.base + range.start, piece.host + range.start);
         if len > ZEROES_BYTES && self.reads_zero(start, len, below) {
-            return self.data_storage().write_zeroes(ring, host.0, len, false, true).await;
+            return self.data_storage().write_zeroes(ring, host.0, len.0, false, true).await;
         }
         // At most a cluster.
         let scratch = Scratch::take(usize::try_from(len).map_err(|_| Errno::NOMEM)?);
         let buf = scratch.buf();
         self.read_old(ring, start, &buf, below).await?;
-        write_all(self.data_storage(), ring, host, &buf).await
+        self.data_storage().write_all(ring, host.0, &buf).await
     }
 
     /// Reads what the disk has at `offset`, as the tables say now; past its end are zeroes. The
@@ -106,8 +105,8 @@ impl Qcow2 {
         }
         let mut done = 0;
         while done < len {
-            let at = offset + done as u64;
-            let extent = self.map(ring, at, (len - done) as u64).await?;
+            let at = offset + Bytes::of(done);
+            let extent = self.map(ring, at, Bytes::of(len - done)).await?;
             // At most what was asked for.
             let end = len.min(done + usize::try_from(extent.len).unwrap_or(len));
             let part = buf.slice(done..end);
@@ -120,7 +119,7 @@ impl Qcow2 {
                 ExtentKind::Compressed(cluster) => {
                     self.read_compressed(ring, cluster, at, &part).await?;
                 }
-                ExtentKind::Unallocated if below.has_data(at, part.len() as u64) => {
+                ExtentKind::Unallocated if below.has_data(at, Bytes::of(part.len())) => {
                     below.read(ring, at, &part).await?;
                 }
                 ExtentKind::Unallocated => part.fill(0),
@@ -132,14 +131,14 @@ impl Qcow2 {
 
     /// Whether what is not allocated in a range may read as anything but zeroes, now or when the
     /// image is opened with the backing file that it names.
-    pub(super) fn may_show<B: Below>(&self, offset: GuestOffset, len: u64, below: &B) -> bool {
+    pub(super) fn may_show<B: Below>(&self, offset: GuestOffset, len: Bytes, below: &B) -> bool {
         let is_hidden = self.info.backing_file.is_some() && !below.is_there();
         is_hidden || below.has_data(offset, len)
     }
 
     /// Whether a range certainly reads as zeroes, as far as the cache knows, also with the backing
     /// file that the image names.
-    pub(super) fn reads_zero<B: Below>(&self, offset: GuestOffset, len: u64, below: &B) -> bool {
+    pub(super) fn reads_zero<B: Below>(&self, offset: GuestOffset, len: Bytes, below: &B) -> bool {
         let end = offset.saturating_add(len).min(self.geometry.end());
         let mut at = offset;
         while at < end {

@@ -10,7 +10,7 @@ use ringdisk_ring::{IoBuf, Ring};
 use super::Qcow2;
 use crate::compressed::{Compressed, Part};
 use crate::run::ExtentKind;
-use crate::units::{GuestCluster, GuestOffset};
+use crate::units::{Bytes, GuestCluster, GuestOffset};
 
 impl Qcow2 {
     /// Reads a part of one compressed cluster. Takes locks for a short search among the clusters
@@ -28,7 +28,7 @@ impl Qcow2 {
         offset: GuestOffset,
         buf: &IoBuf,
     ) -> Result<(), Errno> {
-        self.read_compressed_of(ring, cluster, offset, buf, 0).await
+        self.read_compressed_of(ring, cluster, offset, buf, Bytes::ZERO).await
     }
 
     /// As [`Qcow2::read_compressed`], for the first part of a longer request.
@@ -41,10 +41,10 @@ impl Qcow2 {
         cluster: Compressed,
         offset: GuestOffset,
         buf: &IoBuf,
-        ahead: u64,
+        ahead: Bytes,
     ) -> Result<(), Errno> {
         let bits = self.geometry.cluster_bits;
-        let last = offset.saturating_add((buf.len() as u64).saturating_sub(1));
+        let last = offset.saturating_add(Bytes((buf.len() as u64).saturating_sub(1)));
         let part = Part {
             place: cluster,
             first: offset >> bits,
@@ -62,7 +62,7 @@ impl Qcow2 {
         if offset >= self.geometry.end() {
             return None;
         }
-        match self.map_cached(offset, 1).ok()??.kind {
+        match self.map_cached(offset, Bytes(1)).ok()??.kind {
             ExtentKind::Compressed(place) => Some(Some(place)),
             _ => Some(None),
         }

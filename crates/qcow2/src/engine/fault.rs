@@ -36,7 +36,7 @@ impl Qcow2 {
 
     /// Refuses changes of an image that is marked corrupt (`EROFS`) or whose changes cannot be made
     /// durable (`EIO`).
-    pub(super) fn check_sound(&self) -> Result<(), Errno> {
+    pub(crate) fn check_sound(&self) -> Result<(), Errno> {
         match self.engine()?.fault.state.load(Ordering::Relaxed) {
             SOUND => Ok(()),
             CORRUPTED => Err(Errno::ROFS),

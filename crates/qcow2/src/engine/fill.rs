@@ -14,7 +14,7 @@ use super::space::ALIGN;
 use super::write::Chunk;
 use super::zero::{PIECE_BYTES, Space};
 use crate::run::ExtentKind;
-use crate::units::GuestOffset;
+use crate::units::{Bytes, GuestOffset};
 
 /// A backing chain of which nothing is taken to be zeroes: part of it is about to go away, and may
 /// hide data of the rest.
@@ -25,7 +25,7 @@ impl<B: Below> Below for Uncertain<'_, B> {
         self.0.read(ring, offset, buf).await
     }
 
-    fn has_data(&self, _offset: GuestOffset, _len: u64) -> bool {
+    fn has_data(&self, _offset: GuestOffset, _len: Bytes) -> bool {
         true
     }
 }
@@ -45,12 +45,12 @@ impl Qcow2 {
         offset: GuestOffset,
         buf: &IoBuf,
         below: &B,
-    ) -> Result<u64, Errno> {
+    ) -> Result<Bytes, Errno> {
         let left = self.geometry.end().saturating_sub(offset);
-        let len = left.min(buf.len() as u64);
+        let len = left.min(Bytes::of(buf.len()));
         self.begin_write(ring).await?;
         self.check_sound()?;
-        let (mut at, mut written) = (offset, 0);
+        let (mut at, mut written) = (offset, Bytes::ZERO);
         while at < offset + len {
             let chunk = self.chunk_at(at, offset + len);
             let _claim = self.claim_chunk(chunk).await?;
@@ -59,7 +59,7 @@ impl Qcow2 {
                 let inside = |at: GuestOffset| usize::try_from(at - offset).unwrap_or(usize::MAX);
                 let data = buf.slice(inside(start)..inside(end));
                 // Less than asked: an error came after some progress, and shows now.
-                let done = self.write_claimed(ring, part, &data, below).await? as u64;
+                let done = Bytes::of(self.write_claimed(ring, part, &data, below).await?);
                 written += done;
                 at = start + done;
             }
@@ -79,7 +79,7 @@ impl Qcow2 {
         &self,
         ring: &Ring,
         offset: GuestOffset,
-        len: u64,
+        len: Bytes,
         below: &B,
     ) -> Result<(), Errno> {
         let end = offset + len.min(self.geometry.end().saturating_sub(offset));
@@ -136,7 +136,7 @@ impl Qcow2 {
         let len = usize::try_from(end - chunk.start).map_err(|_| Errno::NOMEM)?;
         let zeroes = IoBuf::new(len, ALIGN);
         let done = self.write_claimed(ring, Chunk { end, ..chunk }, &zeroes, below).await?;
-        Ok(chunk.start + done as u64)
+        Ok(chunk.start + Bytes::of(done))
     }
 
     /// The beginning of a range, up to the end of its slice.
@@ -150,7 +150,7 @@ impl Qcow2 {
         chunk: Chunk,
     ) -> Result<crate::concurrent::registry::Claim<'_>, Errno> {
         let bits = self.geometry.cluster_bits;
-        let (first, last) = (chunk.start >> bits, (chunk.end - 1) >> bits);
+        let (first, last) = (chunk.start >> bits, (chunk.end - Bytes(1)) >> bits);
         Ok(self.engine()?.clusters.claim(first.0, last.0 + 1).await)
     }
 

@@ -18,7 +18,7 @@ use super::write::{Place, Written};
 use crate::entry::COPIED;
 use crate::refcounts::Run;
 use crate::sync::lock;
-use crate::units::{GuestOffset, HostCluster, HostOffset};
+use crate::units::{Bytes, GuestOffset, HostCluster, HostOffset};
 
 /// How the clusters of a group are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,9 +43,9 @@ pub(super) struct Piece {
     /// Where that lies.
     pub(super) host: HostOffset,
     /// Bytes from `base` on that get their old content, before the data.
-    pub(super) head: Range<u64>,
+    pub(super) head: Range<Bytes>,
     /// Bytes from `base` on that get their old content, behind the data.
-    pub(super) tail: Range<u64>,
+    pub(super) tail: Range<Bytes>,
 }
 
 impl Qcow2 {
@@ -70,8 +70,8 @@ impl Qcow2 {
         let mut count = 1;
         while count < entries.len() {
             let next = self.need(entries, place, count);
-            let adjacent =
-                next.kind == Kind::Fresh || next.host == first.host + ((count as u64) << bits);
+            let adjacent = next.kind == Kind::Fresh
+                || next.host == first.host + Bytes::of_clusters(count as u64, bits);
             let gap = !next.copy.head.is_empty()
                 || !self.need(entries, place, count - 1).copy.tail.is_empty();
             if next.kind != first.kind || !adjacent || gap {
@@ -91,14 +91,14 @@ impl Qcow2 {
         let count = usize::try_from(run.count).unwrap_or(count).min(count);
         let host = run.start << bits;
         let last = self.need(entries, place, count - 1);
-        let last_base = (count as u64 - 1) << bits;
+        let last_base = Bytes::of_clusters(count as u64 - 1, bits);
         let tail = last_base + last.copy.tail.start..last_base + last.copy.tail.end;
         let mut piece = Piece { base, host, head: first.copy.head, tail };
         if run.zeroed {
             self.leave_out_zeroes(&mut piece, below);
         }
         let start = chunk.start.max(base);
-        let end = chunk.end.min(base + ((count as u64) << bits));
+        let end = chunk.end.min(base + Bytes::of_clusters(count as u64, bits));
         // Inside the chunk, which the buffer holds.
         let inside = |at: GuestOffset| usize::try_from(at - chunk.start).unwrap_or(usize::MAX);
         let data = buf.slice(inside(start)..inside(end));
@@ -111,7 +111,7 @@ impl Qcow2 {
         }
         if first.kind != Kind::InPlace {
             let entry = |index: usize| Words {
-                entry: (host + ((index as u64) << bits)).0 | COPIED,
+                entry: (host + Bytes::of_clusters(index as u64, bits)).0 | COPIED,
                 bitmap: self.need(entries, place, index).copy.bitmap,
             };
             let new: Vec<Words> = (0..count).map(entry).collect();

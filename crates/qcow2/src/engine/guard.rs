@@ -18,7 +18,7 @@ use super::Qcow2;
 use super::action::Words;
 use crate::entry::{COMPRESSED, COPIED};
 use crate::sync::lock;
-use crate::units::{GuestOffset, HostCluster};
+use crate::units::{Bytes, GuestOffset, HostCluster};
 
 impl Engine {
     /// Whether a cluster may be metadata, so that a write there has to be checked. No lock.
@@ -69,7 +69,7 @@ impl Qcow2 {
         entries: &[Words],
     ) -> Result<usize, Errno> {
         for (index, words) in entries.iter().enumerate() {
-            let at = guest + ((index as u64) << self.geometry.cluster_bits);
+            let at = guest + Bytes::of_clusters(index as u64, self.geometry.cluster_bits);
             let refused = match self.check_entry(*words, at) {
                 Err(errno) => Some(errno),
                 Ok(()) => match self.metadata_of(*words)? {

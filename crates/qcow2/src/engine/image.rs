@@ -2,6 +2,7 @@
 //!
 //! Promises: `Send + Sync`; all queue threads share one.
 
+use crate::units::Bytes;
 use ringdisk_storage::Storage;
 
 use super::Engine;
@@ -34,7 +35,7 @@ pub struct OpenOptions {
     /// (the whole image where that is less).
     ///
     /// [`limits::METADATA_CACHE_BYTES`]: crate::limits::METADATA_CACHE_BYTES
-    pub metadata_cache_bytes: Option<u64>,
+    pub metadata_cache_bytes: Option<Bytes>,
     /// Read the header and nothing else, since another process may be writing to the image:
     /// [`Qcow2::info`] names no snapshots and no bitmaps, and no place of the disk can be looked
     /// up. Not with `writable`.
@@ -89,7 +90,7 @@ pub struct CacheCounters {
     /// L2 slices that differ from the image file now.
     pub dirty: u64,
     /// Bytes that the cache may take.
-    pub capacity_bytes: u64,
+    pub capacity_bytes: Bytes,
 }
 
 impl Qcow2 {
@@ -99,7 +100,7 @@ impl Qcow2 {
     }
 
     /// Size of the disk in bytes.
-    pub fn virtual_size(&self) -> u64 {
+    pub fn virtual_size(&self) -> Bytes {
         self.geometry.virtual_size
     }
 
@@ -144,11 +145,11 @@ impl Qcow2 {
 
     /// Lengths of the files right now.
     pub(crate) fn lengths(&self) -> Lengths {
-        let file = self.file.len();
+        let file = Bytes(self.file.len());
         let data = match &self.data_file {
-            Some(data) => data.len(),
+            Some(data) => Bytes(data.len()),
             // Not set yet: nothing in it can be read.
-            None if self.info.external_data_file => 0,
+            None if self.info.external_data_file => Bytes::ZERO,
             None => file,
         };
         Lengths { file, data }

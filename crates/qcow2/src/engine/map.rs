@@ -15,7 +15,7 @@ use crate::entry::Lengths;
 use crate::limits::SLICE_BYTES_MAX;
 use crate::run::{Extent, Run};
 use crate::sync::Ordering;
-use crate::units::GuestOffset;
+use crate::units::{Bytes, GuestOffset};
 
 /// What looking at one slice's worth of disk gave.
 enum Step {
@@ -38,8 +38,9 @@ impl Qcow2 {
     /// Errors: `EINVAL` when the range is empty or starts past the end of the disk; `EIO` when
     /// the table entry of `offset` cannot be right (unaligned, reserved bits set, past the end
     /// of the file, on top of metadata).
-    pub fn map_cached(&self, offset: GuestOffset, len: u64) -> Result<Option<Extent>, Errno> {
-        let left = self.geometry.virtual_size.checked_sub(offset.0).ok_or(Errno::INVAL)?;
+    pub fn map_cached(&self, offset: GuestOffset, len: Bytes) -> Result<Option<Extent>, Errno> {
+        let left =
+            self.geometry.virtual_size.checked_sub(offset.from_start()).ok_or(Errno::INVAL)?;
         let end = offset + len.min(left);
         if end == offset {
             return Err(Errno::INVAL);
@@ -52,7 +53,7 @@ impl Qcow2 {
                 Ok(Step::More) => at = offset + run.len(),
                 Ok(Step::End | Step::Missing) => break,
                 // What was found before the bad entry is good.
-                Err(errno) if run.len() == 0 => {
+                Err(errno) if run.len() == Bytes::ZERO => {
                     // The file may have grown for this very entry since its length was asked.
                     let now = self.lengths();
                     if now == lengths {
@@ -70,7 +71,7 @@ impl Qcow2 {
     /// however many requests miss it; only they wait.
     ///
     /// Errors: those of `map_cached`, and those of the storage for the L2 table.
-    pub async fn map(&self, ring: &Ring, offset: GuestOffset, len: u64) -> Result<Extent, Errno> {
+    pub async fn map(&self, ring: &Ring, offset: GuestOffset, len: Bytes) -> Result<Extent, Errno> {
         loop {
             if let Some(extent) = self.map_cached(offset, len)? {
                 return Ok(extent);
@@ -156,7 +157,9 @@ impl Qcow2 {
         let l1_index = self.geometry.l1_index(start);
         let entry = self.l1.get(l1_index).ok_or(Errno::INVAL)?.load(Ordering::Acquire);
         // No table: the caller finds that out by itself.
-        let Some(table) = self.rules.l2_table(entry, self.file.len())? else { return Ok(()) };
+        let Some(table) = self.rules.l2_table(entry, Bytes(self.file.len()))? else {
+            return Ok(());
+        };
         let bytes = self.geometry.slice_bytes();
         let buf = IoBuf::new(bytes, SLICE_BYTES_MAX);
         let offset = table + self.geometry.slice_in_table(slice);

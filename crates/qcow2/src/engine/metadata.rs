@@ -23,10 +23,10 @@ use rustix::io::Errno;
 use ringdisk_ring::{Ring, SharedMemory};
 
 use super::Qcow2;
-use super::space::{ALIGN, write_all};
+use super::space::ALIGN;
 use crate::header::HeaderImage;
 use crate::sync::{Arc, AtomicU8, Mutex, Ordering, lock};
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 /// How long the write of a dropped request is waited for: as long as a disk may take that tries a
 /// bad block again.
@@ -132,12 +132,12 @@ impl Qcow2 {
         offset: HostOffset,
         bytes: &[u8],
     ) -> Result<(), Errno> {
-        let range = offset..offset + bytes.len() as u64;
+        let range = offset..offset + Bytes::of(bytes.len());
         let memory = SharedMemory::new(bytes.len().max(1), ALIGN);
         let (file, handle) = (Arc::clone(&self.file), ring.clone());
         let buf = memory.buffer().slice(0..bytes.len());
         buf.copy_from_slice(0, bytes);
-        let work = async move { write_all(&file, &handle, offset, &buf).await };
+        let work = async move { file.write_all(&handle, offset.0, &buf).await };
         self.to_its_end(ring, range, Some(memory), work).await
     }
 
@@ -154,8 +154,13 @@ impl Qcow2 {
         }
         let (file, handle, header) = (Arc::clone(&self.file), ring.clone(), header.clone());
         let work = async move { header.write_first_sector(&handle, &file).await };
-        self.to_its_end(ring, HostOffset(0)..HostOffset(self.geometry.cluster_size()), None, work)
-            .await
+        self.to_its_end(
+            ring,
+            HostOffset::ZERO..HostOffset::after(self.geometry.cluster_size()),
+            None,
+            work,
+        )
+        .await
     }
 
     /// Runs `work` to its end, even when the caller is dropped, once the earlier writes in flight

@@ -60,7 +60,6 @@ use pack::Packer;
 pub use checkpoint::WriteBack;
 pub(crate) use group::grows_with_zeroes;
 pub use image::{CacheCounters, Discard, OpenOptions, Qcow2};
-pub(crate) use space::write_all;
 
 /// What a writable image has beside what every image has.
 pub(crate) struct Engine {
@@ -94,7 +93,7 @@ pub(crate) struct Engine {
     fault: Fault,
     /// The first change of the image is prepared.
     pub(crate) started: AtomicBool,
-    start: Registry,
+    pub(crate) start: Registry,
     /// Bitmaps that record writes.
     pub(crate) recording: Recording,
     packer: Packer,

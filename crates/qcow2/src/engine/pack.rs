@@ -14,7 +14,7 @@ use super::space::ALIGN;
 use crate::concurrent::registry::Registry;
 use crate::refcounts::{Blocked, Run};
 use crate::sync::{Mutex, lock};
-use crate::units::{GuestOffset, HostOffset};
+use crate::units::{Bytes, GuestOffset, HostOffset};
 
 /// Where the next compressed cluster goes.
 pub(super) struct Packer {
@@ -54,7 +54,7 @@ impl Qcow2 {
         compressed: &[u8],
     ) -> Result<(), Errno> {
         let size = self.geometry.cluster_size();
-        let fits = !compressed.is_empty() && (compressed.len() as u64) < size;
+        let fits = !compressed.is_empty() && Bytes::of(compressed.len()) < size;
         let inside = offset.is_multiple_of(size) && offset < self.geometry.end();
         if !fits || !inside || self.info.external_data_file {
             return Err(Errno::INVAL);
@@ -72,11 +72,11 @@ impl Qcow2 {
         if self.rules.reference(old[0]).is_some() {
             return Err(Errno::EXIST);
         }
-        let len = compressed.len() as u64;
+        let len = Bytes::of(compressed.len());
         let host = self.place(ring, len).await?;
         let buf = IoBuf::new(compressed.len(), ALIGN);
         buf.copy_from_slice(0, compressed);
-        let (first, last) = (host >> bits, (host + len - 1) >> bits);
+        let (first, last) = (host >> bits, (host + len - Bytes(1)) >> bits);
         let entry = Words { entry: self.rules.compressed_entry(host, len), bitmap: 0 };
         let result = match self.write_or_reclaim(ring, host, &buf).await {
             Ok(()) => self.set_entries(ring, slice, index, &[entry], true).await,
@@ -90,7 +90,7 @@ impl Qcow2 {
     }
 
     /// Takes `len` bytes, less than a cluster.
-    async fn place(&self, ring: &Ring, len: u64) -> Result<HostOffset, Errno> {
+    async fn place(&self, ring: &Ring, len: Bytes) -> Result<HostOffset, Errno> {
         let packer = &self.engine()?.packer;
         let bits = self.geometry.cluster_bits;
         let _gate = packer.gate.claim(0, 1).await;
@@ -136,7 +136,7 @@ impl Qcow2 {
             }
             new
         };
-        *lock(&packer.free) = (at + len, new + (1 << bits));
+        *lock(&packer.free) = (at + len, new + Bytes::of_clusters(1, bits));
         Ok(at)
     }
 }

@@ -18,7 +18,6 @@ use rustix::io::Errno;
 use ringdisk_ring::{IoBuf, Ring};
 
 use super::Qcow2;
-use super::space::write_all;
 use crate::sync::Ordering;
 use crate::units::HostOffset;
 
@@ -91,7 +90,7 @@ impl Qcow2 {
     ) -> Result<(), Errno> {
         loop {
             let seen = self.times_freed();
-            match write_all(&self.file, ring, offset, buf).await {
+            match self.file.write_all(ring, offset.0, buf).await {
                 Err(errno) if is_full(errno) && self.reclaim(ring, seen).await => {}
                 result => return result,
             }

@@ -8,13 +8,12 @@
 use rustix::io::Errno;
 
 use ringdisk_ring::{IoBuf, Ring};
-use ringdisk_storage::Storage;
 
 use super::Qcow2;
 use super::reclaim::is_full;
 use crate::refcounts::{Blocked, Refcounts, Run};
 use crate::sync::{MutexGuard, Ordering, lock};
-use crate::units::{HostCluster, HostOffset};
+use crate::units::HostCluster;
 
 /// Alignment of buffers: a page suits O_DIRECT everywhere.
 pub(super) const ALIGN: usize = 4096;
@@ -163,7 +162,7 @@ impl Qcow2 {
             Err(_) => return Err(Errno::NOSPC),
         };
         let zeroes = IoBuf::new(self.cluster_bytes(), ALIGN);
-        let result = write_all(&self.file, ring, cluster << self.geometry.cluster_bits, &zeroes);
+        let result = self.file.write_all(ring, (cluster << self.geometry.cluster_bits).0, &zeroes);
         match result.await {
             Ok(()) => self.space()?.finish_block(block, cluster),
             Err(errno) => {
@@ -178,21 +177,4 @@ impl Qcow2 {
     pub(crate) fn cluster_bytes(&self) -> usize {
         1 << self.geometry.cluster_bits
     }
-}
-
-/// Writes all of `buf`. Errors: those of the storage, also when they came after some progress.
-pub(crate) async fn write_all(
-    storage: &Storage,
-    ring: &Ring,
-    offset: HostOffset,
-    buf: &IoBuf,
-) -> Result<(), Errno> {
-    let mut done = 0;
-    while done < buf.len() {
-        match storage.write(ring, offset.0 + done as u64, &buf.slice(done..buf.len())).await? {
-            0 => return Err(Errno::IO),
-            written => done += written,
-        }
-    }
-    Ok(())
 }

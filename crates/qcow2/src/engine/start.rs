@@ -12,7 +12,7 @@ use ringdisk_ring::Ring;
 use super::Qcow2;
 use crate::header::{DIRTY, KNOWN_AUTOCLEAR};
 use crate::sync::Ordering;
-use crate::units::GuestOffset;
+use crate::units::{Bytes, GuestOffset};
 
 use crate::concurrent::grace::Grace;
 
@@ -31,7 +31,7 @@ impl Qcow2 {
         &self,
         ring: &Ring,
         offset: GuestOffset,
-        len: u64,
+        len: Bytes,
     ) -> Result<(), Errno> {
         self.begin_write(ring).await?;
         self.engine()?.recording.record(offset, len);

@@ -10,11 +10,11 @@ use ringdisk_ring::{IoBuf, Ring};
 
 use super::Qcow2;
 use super::reclaim::is_full;
-use super::space::{ALIGN, write_all};
+use super::space::ALIGN;
 use crate::concurrent::slices::SliceIndex;
 use crate::entry::{COPIED, OFFSET_MASK};
 use crate::sync::{Ordering, lock};
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 use super::action::Words;
 
@@ -60,7 +60,7 @@ impl Qcow2 {
             let seen = self.times_freed();
             let run = self.allocate_metadata_or_reclaim(ring).await?;
             let offset = run.start << self.geometry.cluster_bits;
-            let Err(errno) = write_all(&self.file, ring, offset, content).await else {
+            let Err(errno) = self.file.write_all(ring, offset.0, content).await else {
                 return Ok(offset);
             };
             {
@@ -77,12 +77,12 @@ impl Qcow2 {
     /// Host offset of the table of an L1 entry. Errors: `EIO` when it cannot be right.
     pub(super) fn table_offset(&self, index: usize) -> Result<Option<HostOffset>, Errno> {
         let entry = self.l1.get(index).ok_or(Errno::INVAL)?.load(Ordering::Acquire);
-        self.rules.l2_table(entry, self.file.len())
+        self.rules.l2_table(entry, Bytes(self.file.len()))
     }
 
     fn own_table(&self, index: usize) -> Result<bool, Errno> {
         let entry = self.l1.get(index).ok_or(Errno::INVAL)?.load(Ordering::Acquire);
-        self.rules.l2_table(entry, self.file.len())?;
+        self.rules.l2_table(entry, Bytes(self.file.len()))?;
         Ok(entry & COPIED != 0 && entry & OFFSET_MASK != 0)
     }
 

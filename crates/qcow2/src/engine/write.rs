@@ -14,7 +14,7 @@ use super::action::{Action, Words};
 use super::below::Below;
 use super::reclaim::is_full;
 use crate::concurrent::slices::SliceIndex;
-use crate::units::{GuestOffset, HostCluster, HostOffset};
+use crate::units::{Bytes, GuestOffset, HostCluster, HostOffset};
 
 /// One range of a request, inside one slice.
 #[derive(Clone, Copy)]
@@ -62,11 +62,11 @@ impl Qcow2 {
     ) -> Result<usize, Errno> {
         let left = self.geometry.end().saturating_sub(offset);
         let len = usize::try_from(left).map_or(buf.len(), |left| left.min(buf.len()));
-        self.begin_change(ring, offset, len as u64).await?;
+        self.begin_change(ring, offset, Bytes::of(len)).await?;
         let mut done = 0;
         while done < len {
             let rest = buf.slice(done..len);
-            match self.write_some(ring, offset + done as u64, &rest, below).await {
+            match self.write_some(ring, offset + Bytes::of(done), &rest, below).await {
                 Ok(written) => done += written,
                 Err(errno) if done == 0 => return Err(errno),
                 Err(_) => break,
@@ -85,7 +85,7 @@ impl Qcow2 {
     ) -> Result<usize, Errno> {
         {
             let grace = self.enter();
-            if let Some((host, len)) = self.own_run(offset, buf.len() as u64)? {
+            if let Some((host, len)) = self.own_run(offset, Bytes::of(buf.len()))? {
                 // Not longer than the buffer.
                 let len = usize::try_from(len).unwrap_or(buf.len()).min(buf.len());
                 let write = self.begin_data_write(grace);
@@ -113,7 +113,11 @@ impl Qcow2 {
     /// far as the cache knows; nothing that might be metadata. No lock, no allocation.
     ///
     /// Errors: `EIO` when the entry of `offset` cannot be right.
-    fn own_run(&self, offset: GuestOffset, len: u64) -> Result<Option<(HostOffset, u64)>, Errno> {
+    fn own_run(
+        &self,
+        offset: GuestOffset,
+        len: Bytes,
+    ) -> Result<Option<(HostOffset, Bytes)>, Errno> {
         let index = self.geometry.slice(offset);
         let Some(slice) = self.slices.find(index) else { return Ok(None) };
         let end = self.geometry.slice_end(index).min(offset + len);
@@ -122,7 +126,7 @@ impl Qcow2 {
         let bits = self.geometry.cluster_bits;
         // Metadata is in another file than data otherwise.
         let engine = self.engine.as_deref().filter(|_| !self.info.external_data_file);
-        let mut run: Option<(HostOffset, u64)> = None;
+        let mut run: Option<(HostOffset, Bytes)> = None;
         let mut at = offset;
         while at < end {
             let word = self.geometry.entry_in_slice(at) * step;
@@ -166,10 +170,10 @@ impl Qcow2 {
         self.check_sound()?;
         let bits = self.geometry.cluster_bits;
         let slice = self.geometry.slice(offset);
-        let end = (offset + buf.len() as u64).min(self.geometry.slice_end(slice));
+        let end = (offset + Bytes::of(buf.len())).min(self.geometry.slice_end(slice));
         let chunk = Chunk { slice, start: offset, end };
         let engine = self.engine()?;
-        let (first, last) = (offset >> bits, (end - 1) >> bits);
+        let (first, last) = (offset >> bits, (end - Bytes(1)) >> bits);
         let _claim = engine.clusters.claim(first.0, last.0 + 1).await;
         self.write_claimed(ring, chunk, buf, below).await
     }
@@ -188,7 +192,7 @@ impl Qcow2 {
         let Chunk { slice, start: offset, end } = chunk;
         self.ensure_table(ring, self.geometry.l1_index(offset)).await?;
         let first = self.geometry.entry_in_slice(offset);
-        let count = self.geometry.entry_in_slice(end - 1) - first + 1;
+        let count = self.geometry.entry_in_slice(end - Bytes(1)) - first + 1;
         // One more at the front: new clusters go after the place of that neighbour.
         let before = usize::from(first > 0);
         let entries = self.entries(ring, slice, first - before, count + before).await?;
@@ -204,7 +208,7 @@ impl Qcow2 {
             let place = Place { chunk, index: first + at, skipped: at };
             let seen = self.times_freed();
             if at == sound {
-                let guest = offset + ((at as u64) << self.geometry.cluster_bits);
+                let guest = offset + Bytes::of_clusters(at as u64, self.geometry.cluster_bits);
                 match self.leading_sound(ring, guest, &entries[at..]).await {
                     Ok(more) => sound += more,
                     Err(errno) if done == 0 => return Err(errno),

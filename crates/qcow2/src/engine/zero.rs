@@ -15,10 +15,10 @@ use super::space::ALIGN;
 use super::write::Chunk;
 use super::{Discard, Qcow2};
 use crate::entry::{COMPRESSED, OFFSET_MASK, Rules, ZERO};
-use crate::units::{GuestOffset, HostOffset};
+use crate::units::{Bytes, GuestOffset, HostOffset};
 
 /// Zeroes that are written where the image has no better way go in pieces of this size.
-pub(super) const PIECE_BYTES: u64 = 1 << 20;
+pub(super) const PIECE_BYTES: Bytes = Bytes(1 << 20);
 
 /// What happens to the space of zeroed clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,7 +36,7 @@ struct Change {
     entries: Vec<Words>,
     changed: bool,
     /// Ranges to punch now: first byte and length.
-    punch: Vec<(HostOffset, u64)>,
+    punch: Vec<(HostOffset, Bytes)>,
     /// Clusters (index in the chunk) that the tables cannot zero.
     by_hand: Vec<usize>,
 }
@@ -52,7 +52,7 @@ impl Qcow2 {
         &self,
         ring: &Ring,
         offset: GuestOffset,
-        len: u64,
+        len: Bytes,
         may_unmap: bool,
         below: &B,
     ) -> Result<(), Errno> {
@@ -68,7 +68,7 @@ impl Qcow2 {
         &self,
         ring: &Ring,
         offset: GuestOffset,
-        len: u64,
+        len: Bytes,
         below: &B,
     ) -> Result<(), Errno> {
         let options = self.engine()?.options;
@@ -84,12 +84,12 @@ impl Qcow2 {
         &self,
         ring: &Ring,
         offset: GuestOffset,
-        len: u64,
+        len: Bytes,
         space: Space,
         below: &B,
     ) -> Result<(), Errno> {
         let len = len.min(self.geometry.end().saturating_sub(offset));
-        if len == 0 {
+        if len == Bytes::ZERO {
             return Ok(());
         }
         self.begin_change(ring, offset, len).await?;
@@ -144,7 +144,7 @@ impl Qcow2 {
         let mut done = 0;
         while done < buf.len() {
             let rest = buf.slice(done..buf.len());
-            match self.write_some(ring, offset + done as u64, &rest, below).await? {
+            match self.write_some(ring, offset + Bytes::of(done), &rest, below).await? {
                 0 => return Err(Errno::IO),
                 written => done += written,
             }
@@ -174,7 +174,7 @@ impl Qcow2 {
         }
         let chunk = Chunk { slice, start: at, end };
         let (end, by_hand) = {
-            let (first, past) = (at >> bits, ((end - 1) >> bits) + 1);
+            let (first, past) = (at >> bits, ((end - Bytes(1)) >> bits) + 1);
             let _claim = self.engine()?.clusters.claim(first.0, past.0).await;
             self.clear_claimed(ring, chunk, space, below).await?
         };
@@ -196,7 +196,7 @@ impl Qcow2 {
         let bits = self.geometry.cluster_bits;
         self.ensure_table(ring, self.geometry.l1_index(chunk.start)).await?;
         let first = self.geometry.entry_in_slice(chunk.start);
-        let count = self.geometry.entry_in_slice(chunk.end - 1) - first + 1;
+        let count = self.geometry.entry_in_slice(chunk.end - Bytes(1)) - first + 1;
         let mut entries = self.entries(ring, chunk.slice, first, count).await?;
         let sound = self.leading_sound(ring, chunk.start, &entries).await?;
         if sound < count {
@@ -206,7 +206,7 @@ impl Qcow2 {
         let count = sound;
         let part = |index: usize| {
             let start = ((chunk.start >> bits) + index as u64) << bits;
-            (start, chunk.start.max(start), chunk.end.min(start + (1 << bits)))
+            (start, chunk.start.max(start), chunk.end.min(start + Bytes::of_clusters(1, bits)))
         };
         let mut change = Change {
             entries: entries.clone(),
@@ -225,7 +225,7 @@ impl Qcow2 {
             // The data file by itself has to read like the disk.
             let len = chunk.end - chunk.start;
             let unmap = space != Space::Keep;
-            self.data_storage().write_zeroes(ring, chunk.start.0, len, unmap, true).await?;
+            self.data_storage().write_zeroes(ring, chunk.start.0, len.0, unmap, true).await?;
         } else {
             for (host, len) in &change.punch {
                 // That it stays allocated is no harm.
@@ -252,7 +252,7 @@ impl Qcow2 {
         &self,
         change: &mut Change,
         index: usize,
-        range: (GuestOffset, u64, u64),
+        range: (GuestOffset, Bytes, Bytes),
         space: Space,
         below: &B,
     ) {
@@ -295,7 +295,7 @@ impl Qcow2 {
     }
 
     /// What an extended entry becomes; `None`: it cannot say so.
-    fn clear_subclusters(&self, old: Words, from: u64, to: u64, space: Space) -> Option<Words> {
+    fn clear_subclusters(&self, old: Words, from: Bytes, to: Bytes, space: Space) -> Option<Words> {
         let shift = self.geometry.cluster_bits - 5;
         let (first, count) = (from >> shift, (to - from) >> shift);
         let touched = (u32::MAX >> (32 - count.clamp(1, 32))) << first;
@@ -320,9 +320,9 @@ impl Qcow2 {
 /// were never written.
 ///
 /// Errors: `EOPNOTSUPP` where the device has no zeroes without a transfer.
-async fn punch(storage: &Storage, ring: &Ring, host: HostOffset, len: u64) -> Result<(), Errno> {
+async fn punch(storage: &Storage, ring: &Ring, host: HostOffset, len: Bytes) -> Result<(), Errno> {
     match storage.kind() {
-        Kind::BlockDevice => storage.write_zeroes(ring, host.0, len, true, false).await,
-        _ => storage.discard(ring, host.0, len).await,
+        Kind::BlockDevice => storage.write_zeroes(ring, host.0, len.0, true, false).await,
+        _ => storage.discard(ring, host.0, len.0).await,
     }
 }

@@ -20,10 +20,10 @@ use crate::extensions::{
 use crate::info::{CompressionType, FeatureClass};
 use crate::limits::SECTOR_LEN;
 use crate::table;
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 /// Bytes that are read first: enough for the first cluster of most images.
-const FIRST_READ_BYTES: u64 = 64 << 10;
+const FIRST_READ_BYTES: Bytes = Bytes(64 << 10);
 /// Length of the headers that we make: with the compression type, and padded.
 const LENGTH_NEW: u32 = 112;
 /// Images with clusters up to this size get no feature names: they would leave no room for names of
@@ -106,7 +106,7 @@ impl HeaderImage {
         {
             head = start_of(ring, file, wanted).await?;
         }
-        HeaderImage::parse(&head, Subject { name: file.name(), len: file.len() })
+        HeaderImage::parse(&head, Subject { name: file.name(), len: Bytes(file.len()) })
     }
 
     /// Takes the first cluster (all of a shorter file).
@@ -176,7 +176,7 @@ impl HeaderImage {
     ///
     /// Errors: those of [`parse`](super::parse).
     #[cfg(test)]
-    pub(crate) fn header(&self, len: u64, writable: bool) -> Result<super::Header, Error> {
+    pub(crate) fn header(&self, len: Bytes, writable: bool) -> Result<super::Header, Error> {
         super::parse(&self.bytes, Subject { name: &self.file, len }, writable)
     }
 
@@ -189,12 +189,12 @@ impl HeaderImage {
     }
 
     /// Size of the disk in bytes.
-    pub(crate) fn size(&self) -> u64 {
-        u64_at(&self.bytes, SIZE_AT)
+    pub(crate) fn size(&self) -> Bytes {
+        Bytes(u64_at(&self.bytes, SIZE_AT))
     }
 
-    pub(crate) fn set_size(&mut self, bytes: u64) {
-        self.put_u64(SIZE_AT, bytes);
+    pub(crate) fn set_size(&mut self, bytes: Bytes) {
+        self.put_u64(SIZE_AT, bytes.0);
     }
 
     /// Host offset and entries of the active L1 table.
@@ -405,8 +405,8 @@ fn feature_names() -> Vec<u8> {
 }
 
 /// The first `len` bytes of the file, or all of it.
-async fn start_of(ring: &Ring, file: &Storage, len: u64) -> Result<Vec<u8>, Error> {
+async fn start_of(ring: &Ring, file: &Storage, len: Bytes) -> Result<Vec<u8>, Error> {
     // At most 2 MiB, the largest cluster.
-    let len = usize::try_from(len.min(file.len())).unwrap_or(0);
+    let len = usize::try_from(len.min(Bytes(file.len()))).unwrap_or(0);
     table::read(ring, file, HostOffset(0), len, "the qcow2 header").await
 }

@@ -21,7 +21,7 @@ use crate::limits::{
     CLUSTER_BITS_MAX, CLUSTER_BITS_MIN, FILE_NAME_BYTES_MAX, L1_BYTES_MAX,
     REFCOUNT_TABLE_BYTES_MAX, SNAPSHOT_ENTRY_BYTES_MIN, SNAPSHOTS_MAX,
 };
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 pub(crate) use image::{HeaderImage, NewHeader};
 pub(crate) use write::write_bytes;
@@ -115,7 +115,7 @@ pub(crate) struct Subject<'a> {
     /// Its name as the user knows it.
     pub(crate) name: &'a str,
     /// Its length in bytes.
-    pub(crate) len: u64,
+    pub(crate) len: Bytes,
 }
 
 impl Subject<'_> {
@@ -128,10 +128,10 @@ impl Subject<'_> {
 /// Bytes at the start of the file that [`parse`] wants: the first cluster, in which everything
 /// that the header names by offset lies. `None` when that is not known yet; `parse` then says
 /// why.
-pub(crate) fn wanted_bytes(head: &[u8]) -> Option<u64> {
+pub(crate) fn wanted_bytes(head: &[u8]) -> Option<Bytes> {
     let (v2, _) = HeadV2::read_from_prefix(head).ok()?;
     let cluster_bits = v2.cluster_bits.get();
-    (CLUSTER_BITS_MIN..=CLUSTER_BITS_MAX).contains(&cluster_bits).then(|| 1 << cluster_bits)
+    (CLUSTER_BITS_MIN..=CLUSTER_BITS_MAX).contains(&cluster_bits).then(|| Bytes(1 << cluster_bits))
 }
 
 /// What a header is read for.
@@ -163,34 +163,15 @@ pub(crate) fn parse_for_check(head: &[u8], subject: Subject<'_>) -> Result<Heade
 }
 
 fn parse_for(head: &[u8], subject: Subject<'_>, purpose: Purpose) -> Result<Header, Error> {
-    if !is_qcow2(head) {
-        return Err(Error::new(
-            ErrorKind::NotQcow2,
-            subject.name,
-            "not a qcow2 image: it does not start with the bytes 51 46 49 fb",
-            "name the right format (`--format raw` for a plain disk image)",
-        ));
-    }
-    let Ok((v2, after_v2)) = HeadV2::read_from_prefix(head) else {
-        return Err(truncated(subject, "the header", u64::from(LENGTH_V2)));
-    };
+    let (v2, v3) = heads(head, subject)?;
     let version = v2.version.get();
-    if !(2..=3).contains(&version) {
-        return Err(Error::new(
-            ErrorKind::Unsupported,
-            subject.name,
-            format!("qcow2 header field version is {version}: only 2 and 3 are known"),
-            "convert the image with the program that made it",
-        ));
-    }
-    let v3 = if version == 3 { Some(head_v3(after_v2, subject)?) } else { None };
     let cluster_bits = v2.cluster_bits.get();
     if !(CLUSTER_BITS_MIN..=CLUSTER_BITS_MAX).contains(&cluster_bits) {
         return Err(subject.field("cluster_bits", cluster_bits, "must be 9 to 21"));
     }
     refuse_encryption(v2.crypt_method.get(), subject)?;
 
-    let cluster_size = 1u64 << cluster_bits;
+    let cluster_size = Bytes(1 << cluster_bits);
     let first_cluster = &head[..head.len().min(1 << cluster_bits)];
     let header_length = v3.map_or(LENGTH_V2, |v3| v3.header_length.get());
     check_header_length(header_length, version, first_cluster.len(), subject)?;
@@ -204,29 +185,8 @@ fn parse_for(head: &[u8], subject: Subject<'_>, purpose: Purpose) -> Result<Head
 
     let incompatible = v3.map_or(0, |v3| v3.incompatible_features.get());
     refuse_unknown_features(incompatible, &extensions.feature_names, subject)?;
-    if purpose == Purpose::Write && incompatible & CORRUPT != 0 {
-        return Err(Error::new(
-            ErrorKind::Corrupt,
-            subject.name,
-            "the image is marked as corrupt (incompatible feature bit 1), so it is not opened for \
-             writing",
-            "open it read-only to save its data, or repair it with `ringdisk check --repair all`",
-        ));
-    }
     let autoclear = v3.map_or(0, |v3| v3.autoclear_features.get());
-    if autoclear & RAW_EXTERNAL != 0
-        && incompatible & EXTERNAL_DATA == 0
-        && purpose != Purpose::Check
-    {
-        return Err(Error::new(
-            ErrorKind::Corrupt,
-            subject.name,
-            "the header says that the data file is a raw image (autoclear feature bit 1), but not \
-             that there is a data file (incompatible feature bit 2)",
-            "look at it with `ringdisk check`; `--repair all` clears bit 1 where the rest of the \
-             image is sound without a data file",
-        ));
-    }
+    refuse_damage(incompatible, autoclear, subject, purpose)?;
     let extended = incompatible & EXTENDED_L2 != 0;
     if extended && cluster_bits < EXTENDED_L2_CLUSTER_BITS_MIN {
         return Err(subject.field(
@@ -241,8 +201,8 @@ fn parse_for(head: &[u8], subject: Subject<'_>, purpose: Purpose) -> Result<Head
         return Err(subject.field("refcount_order", refcount_order, "must be 0 to 6"));
     }
 
-    let size = v2.size.get();
-    if i64::try_from(size).is_err() {
+    let size = Bytes(v2.size.get());
+    if i64::try_from(size.0).is_err() {
         return Err(subject.field("size", size, "must be below 2^63"));
     }
     let geometry = Geometry::new(size, cluster_bits, extended);
@@ -305,6 +265,66 @@ fn truncated(subject: Subject<'_>, what: &str, needed: u64) -> Error {
     )
 }
 
+/// The two parts of the header.
+///
+/// Errors: no qcow2 image; a version that is not known; a shorter file.
+fn heads(head: &[u8], subject: Subject<'_>) -> Result<(HeadV2, Option<HeadV3>), Error> {
+    if !is_qcow2(head) {
+        return Err(Error::new(
+            ErrorKind::NotQcow2,
+            subject.name,
+            "not a qcow2 image: it does not start with the bytes 51 46 49 fb",
+            "name the right format (`--format raw` for a plain disk image)",
+        ));
+    }
+    let Ok((v2, after_v2)) = HeadV2::read_from_prefix(head) else {
+        return Err(truncated(subject, "the header", u64::from(LENGTH_V2)));
+    };
+    let version = v2.version.get();
+    if !(2..=3).contains(&version) {
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            subject.name,
+            format!("qcow2 header field version is {version}: only 2 and 3 are known"),
+            "convert the image with the program that made it",
+        ));
+    }
+    let v3 = if version == 3 { Some(head_v3(after_v2, subject)?) } else { None };
+    Ok((v2, v3))
+}
+
+/// Errors: feature bits say that the image is damaged, or contradict one another.
+fn refuse_damage(
+    incompatible: u64,
+    autoclear: u64,
+    subject: Subject<'_>,
+    purpose: Purpose,
+) -> Result<(), Error> {
+    if purpose == Purpose::Write && incompatible & CORRUPT != 0 {
+        return Err(Error::new(
+            ErrorKind::Corrupt,
+            subject.name,
+            "the image is marked as corrupt (incompatible feature bit 1), so it is not opened for \
+             writing",
+            "open it read-only to save its data, or repair it with `ringdisk check --repair all`",
+        ));
+    }
+    if autoclear & RAW_EXTERNAL != 0
+        && incompatible & EXTERNAL_DATA == 0
+        && purpose != Purpose::Check
+    {
+        return Err(Error::new(
+            ErrorKind::Corrupt,
+            subject.name,
+            "the header says that the data file is a raw image (autoclear feature bit 1), but not \
+             that there is a data file (incompatible feature bit 2)",
+            "look at it with `ringdisk check`; `--repair all` clears bit 1 where the rest of the \
+             image is sound without a data file",
+        ));
+    }
+    Ok(())
+}
+
 fn head_v3(after_v2: &[u8], subject: Subject<'_>) -> Result<HeadV3, Error> {
     match HeadV3::read_from_prefix(after_v2) {
         Ok((v3, _)) => Ok(v3),
@@ -347,7 +367,7 @@ fn check_header_length(
 /// Offset and bytes of the name of the backing file.
 fn backing_file(
     v2: &HeadV2,
-    cluster_size: u64,
+    cluster_size: Bytes,
     first_cluster: &[u8],
     header_length: u32,
     subject: Subject<'_>,
@@ -359,8 +379,8 @@ fn backing_file(
     }
     // Also without a name: the extensions end there, so that a wrong offset would hide some of
     // them.
-    let end = if len == 0 { cluster_size + 1 } else { cluster_size };
-    if offset < u64::from(header_length) || offset >= end {
+    let end = if len == 0 { cluster_size + Bytes(1) } else { cluster_size };
+    if offset < u64::from(header_length) || offset >= end.0 {
         return Err(subject.field(
             "backing_file_offset",
             offset,
@@ -457,25 +477,27 @@ fn compression(
 fn table(
     field: &str,
     offset: u64,
-    bytes: u64,
-    cluster_size: u64,
+    bytes: Bytes,
+    cluster_size: Bytes,
     subject: Subject<'_>,
 ) -> Result<Region, Error> {
     let shown = format!("{offset:#x}");
-    if !offset.is_multiple_of(cluster_size) {
+    let start = HostOffset(offset);
+    if !start.is_multiple_of(cluster_size) {
         return Err(subject.field(field, shown, "must be a multiple of the cluster size"));
     }
-    if bytes == 0 {
+    if bytes == Bytes::ZERO {
         return Ok(Region::default());
     }
-    if offset < cluster_size {
+    if start < HostOffset::after(cluster_size) {
         return Err(subject.field(field, shown, "the table overlaps the header"));
     }
     // `bytes` is at most 64 MiB here, so only the offset can overflow.
-    let end = offset.checked_add(bytes).and_then(|end| end.checked_next_multiple_of(cluster_size));
+    let end = start.checked_add(bytes).map(HostOffset::from_start);
+    let end = end.and_then(|end| end.checked_next_multiple_of(cluster_size));
     match end {
-        Some(end) if i64::try_from(end).is_ok() => {
-            Ok(Region { start: HostOffset(offset), end: HostOffset(end) })
+        Some(end) if i64::try_from(end.0).is_ok() => {
+            Ok(Region { start, end: HostOffset::after(end) })
         }
         _ => Err(subject.field(field, shown, "the table ends beyond 2^63")),
     }
@@ -483,7 +505,7 @@ fn table(
 
 fn l1_table(v2: &HeadV2, geometry: &Geometry, subject: Subject<'_>) -> Result<Region, Error> {
     let entries = v2.l1_size.get();
-    let bytes = u64::from(entries) * 8;
+    let bytes = Bytes(u64::from(entries) * 8);
     if bytes > L1_BYTES_MAX {
         return Err(Error::too_large(
             subject.name,
@@ -503,15 +525,15 @@ fn l1_table(v2: &HeadV2, geometry: &Geometry, subject: Subject<'_>) -> Result<Re
     }
     let offset = v2.l1_table_offset.get();
     let region = table("l1_table_offset", offset, bytes, geometry.cluster_size(), subject)?;
-    if region.start.0 + bytes > subject.len {
-        return Err(truncated(subject, "the L1 table", region.start.0 + bytes));
+    if (region.start + bytes).from_start() > subject.len {
+        return Err(truncated(subject, "the L1 table", (region.start + bytes).0));
     }
     Ok(region)
 }
 
 fn refcount_table(
     v2: &HeadV2,
-    cluster_size: u64,
+    cluster_size: Bytes,
     subject: Subject<'_>,
     purpose: Purpose,
 ) -> Result<Region, Error> {
@@ -539,14 +561,14 @@ fn refcount_table(
     }
     let offset = v2.refcount_table_offset.get();
     let region = table("refcount_table_offset", offset, bytes, cluster_size, subject)?;
-    if region.start.0 >= subject.len {
+    if region.start.from_start() >= subject.len {
         return Err(truncated(subject, "the refcount table", region.end.0));
     }
     Ok(region)
 }
 
 /// The table itself is read and bounded by [`snapshots`](crate::snapshots).
-fn check_snapshots(v2: &HeadV2, cluster_size: u64, subject: Subject<'_>) -> Result<(), Error> {
+fn check_snapshots(v2: &HeadV2, cluster_size: Bytes, subject: Subject<'_>) -> Result<(), Error> {
     let count = v2.nb_snapshots.get();
     if count > SNAPSHOTS_MAX {
         return Err(Error::too_large(
@@ -557,11 +579,11 @@ fn check_snapshots(v2: &HeadV2, cluster_size: u64, subject: Subject<'_>) -> Resu
             ),
         ));
     }
-    let bytes = u64::from(count) * SNAPSHOT_ENTRY_BYTES_MIN as u64;
+    let bytes = u64::from(count) * Bytes::of(SNAPSHOT_ENTRY_BYTES_MIN);
     let offset = v2.snapshots_offset.get();
     let region = table("snapshots_offset", offset, bytes, cluster_size, subject)?;
-    if region.start.0 + bytes > subject.len {
-        return Err(truncated(subject, "the snapshot table", region.start.0 + bytes));
+    if (region.start + bytes).from_start() > subject.len {
+        return Err(truncated(subject, "the snapshot table", (region.start + bytes).0));
     }
     Ok(())
 }

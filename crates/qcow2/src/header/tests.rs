@@ -4,11 +4,11 @@ use crate::ErrorKind;
 use crate::extensions::{BitmapDirectory, FEATURE_NAMES};
 use crate::info::{CompressionType, FeatureClass};
 use crate::limits::SECTOR_LEN;
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
-const SUBJECT: Subject<'static> = Subject { name: "x", len: 1 << 30 };
+const SUBJECT: Subject<'static> = Subject { name: "x", len: Bytes(1 << 30) };
 const DIRECTORY: BitmapDirectory =
-    BitmapDirectory { count: 1, offset: HostOffset(1 << 20), len: 32 };
+    BitmapDirectory { count: 1, offset: HostOffset(1 << 20), len: Bytes(32) };
 
 /// A header that passes the checks.
 fn header(version: u32, cluster_bits: u32) -> HeaderImage {
@@ -17,7 +17,7 @@ fn header(version: u32, cluster_bits: u32) -> HeaderImage {
     let mut header = HeaderImage::new(&new);
     header.set_refcount_table(HostOffset(1 << cluster_bits), 1);
     header.set_l1_table(HostOffset(2 << cluster_bits), 1);
-    header.set_size(4096);
+    header.set_size(Bytes(4096));
     header
 }
 
@@ -80,7 +80,7 @@ fn check_power_cuts(old: &HeaderImage, new: &HeaderImage) -> Vec<u8> {
 #[test]
 fn a_new_header_has_the_fields_and_names_that_qemu_writes() {
     let header = header(3, 16);
-    assert_eq!((header.version(), header.cluster_bits(), header.size()), (3, 16, 4096));
+    assert_eq!((header.version(), header.cluster_bits(), header.size()), (3, 16, Bytes(4096)));
     assert_eq!(
         (header.l1_table(), header.refcount_table()),
         ((HostOffset(0x20000), 1), (HostOffset(0x10000), 1))

@@ -146,12 +146,5 @@ pub(crate) async fn write_bytes(
 ) -> Result<(), Errno> {
     let buf = IoBuf::new(bytes.len().max(1), ALIGN).slice(0..bytes.len());
     buf.copy_from_slice(0, bytes);
-    let mut done = 0;
-    while done < bytes.len() {
-        match file.write(ring, offset.0 + done as u64, &buf.slice(done..bytes.len())).await? {
-            0 => return Err(Errno::IO),
-            n => done += n,
-        }
-    }
-    Ok(())
+    file.write_all(ring, offset.0, &buf).await
 }

@@ -31,6 +31,7 @@ mod slices;
 #[path = "../concurrent/unlinked.rs"]
 mod unlinked;
 
+use crate::units::Bytes;
 use shuttle::future::block_on;
 use shuttle::{check_random, thread};
 
@@ -57,7 +58,7 @@ fn look_up(cache: &SliceCache, slice: SliceIndex) -> Option<[u64; WORDS]> {
 
 /// A cache of one set: 8 slots for 40 slices.
 fn small_cache() -> SliceCache {
-    SliceCache::new(40, WORDS, 8 * WORDS as u64 * 8).expect("memory")
+    SliceCache::new(40, WORDS, Bytes(8 * WORDS as u64 * 8)).expect("memory")
 }
 
 #[test]
@@ -127,7 +128,7 @@ async fn load(
 fn several_threads_that_miss_one_slice_load_it_once() {
     check_random(
         || {
-            let cache = Arc::new(SliceCache::new(2, WORDS, 1 << 20).expect("memory"));
+            let cache = Arc::new(SliceCache::new(2, WORDS, Bytes(1 << 20)).expect("memory"));
             let flights = Arc::new(Flights::new());
             let reads = Arc::new(AtomicU64::new(0));
             let threads: Vec<_> = (0..3)

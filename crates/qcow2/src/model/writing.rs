@@ -12,7 +12,7 @@ use super::registry::Registry;
 use super::slices::SliceIndex;
 use super::sync::{Arc, AtomicU64, Ordering};
 use super::{SCHEDULES, WORDS, contents, small_cache};
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 #[test]
 fn claims_that_overlap_never_hold_together_and_all_end() {
@@ -167,7 +167,7 @@ fn a_range_that_neither_place_touches_never_overlaps_a_region_that_moves() {
             };
             for place in &places[1..] {
                 region.set(*place);
-                assert!(region.overlaps(place.start, place.start + 1), "it is there now");
+                assert!(region.overlaps(place.start, place.start + Bytes(1)), "it is there now");
             }
             looker.join().expect("looker");
             assert!(

@@ -23,10 +23,10 @@ use crate::limits::METADATA_CACHE_BYTES;
 use crate::snapshots;
 use crate::sync::{Arc, AtomicU64, Mutex, Ordering, zeroed_words};
 use crate::table;
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 /// Bytes that are read first: enough for the whole first cluster in most images.
-const FIRST_READ_BYTES: u64 = 64 << 10;
+const FIRST_READ_BYTES: Bytes = Bytes(64 << 10);
 /// Piece in which the L1 table is read.
 const L1_PIECE_BYTES: usize = 1 << 20;
 
@@ -124,13 +124,13 @@ async fn read_header(ring: &Ring, file: &Storage, writable: bool) -> Result<Head
     {
         head = read_start(ring, file, wanted).await?;
     }
-    header::parse(&head, Subject { name: file.name(), len: file.len() }, writable)
+    header::parse(&head, Subject { name: file.name(), len: Bytes(file.len()) }, writable)
 }
 
 /// The first `len` bytes of the file, or all of it.
-async fn read_start(ring: &Ring, file: &Storage, len: u64) -> Result<Vec<u8>, Error> {
+async fn read_start(ring: &Ring, file: &Storage, len: Bytes) -> Result<Vec<u8>, Error> {
     // At most 2 MiB, the largest cluster.
-    let len = usize::try_from(len.min(file.len())).unwrap_or(0);
+    let len = usize::try_from(len.min(Bytes(file.len()))).unwrap_or(0);
     table::read(ring, file, HostOffset(0), len, "the qcow2 header").await
 }
 
@@ -162,7 +162,7 @@ async fn read_l1(ring: &Ring, file: &Storage, header: &Header) -> Result<Box<[At
                 entry.store(value, Ordering::Relaxed);
             }
         }
-        offset += len as u64;
+        offset += Bytes::of(len);
     }
     Ok(l1)
 }

@@ -15,7 +15,7 @@ use crate::header::{HeaderImage, LAZY_REFCOUNTS};
 use crate::refcounts::{RefcountParts, Refcounts};
 use crate::sync::Ordering;
 use crate::table;
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 /// Bits 0 to 8 of a refcount table entry, which are reserved.
 const TABLE_RESERVED: u64 = 0x1ff;
@@ -39,7 +39,7 @@ pub(super) async fn engine(
         table: table.clone(),
         table_offset: header.refcount_table.start,
         table_clusters: u64::from(header.refcount_table_clusters),
-        file_len: file.len(),
+        file_len: Bytes(file.len()),
         can_grow: grows,
         reads_zero_past_end: grows,
         disk_clusters: header.geometry.virtual_size.div_ceil(header.geometry.cluster_size()),
@@ -114,7 +114,7 @@ fn mark_metadata(
             overlap = Some(format!("the refcount block at {block:#x} lies on the L1 table"));
         }
     }
-    let mut mark = |refcounts: &mut Refcounts, start: HostOffset, len: u64, what: &str| {
+    let mut mark = |refcounts: &mut Refcounts, start: HostOffset, len: Bytes, what: &str| {
         let (first, count) = (start >> bits, len.div_ceil(cluster_size));
         if count > 0 {
             if let Some(cluster) = refcounts.first_metadata(first, count) {
@@ -125,12 +125,12 @@ fn mark_metadata(
             refcounts.mark_metadata(first, count);
         }
     };
-    mark(refcounts, header.l1_table.start, u64::from(header.l1_entries) * 8, "the L1 table");
+    mark(refcounts, header.l1_table.start, Bytes(u64::from(header.l1_entries) * 8), "the L1 table");
     if let Some(directory) = &header.extensions.bitmaps {
         mark(refcounts, directory.offset, directory.len, "the bitmap directory");
     }
     for snapshot in found.snapshots {
-        let len = u64::from(snapshot.l1_entries) * 8;
+        let len = Bytes(u64::from(snapshot.l1_entries) * 8);
         mark(refcounts, snapshot.l1_table_offset, len, "the L1 table of a snapshot");
     }
     let region = found.snapshot_region;
@@ -141,7 +141,7 @@ fn mark_metadata(
     let mut tables: Vec<u64> = entries
         .filter(|entry| {
             let table = entry & OFFSET_MASK;
-            table != 0 && table.is_multiple_of(cluster_size)
+            table != 0 && table.is_multiple_of(cluster_size.0)
         })
         .map(|entry| entry & (OFFSET_MASK | COPIED))
         .collect();

@@ -10,7 +10,7 @@ use crate::error::Error;
 use crate::limits::L1_BYTES_MAX;
 use crate::refcounts::Run;
 use crate::table::{bytes_of, words_of};
-use crate::units::{HostCluster, HostOffset};
+use crate::units::{Bytes, HostCluster, HostOffset};
 
 use super::entries::{Reader, Reference};
 use super::transaction::Transaction;
@@ -38,7 +38,7 @@ impl Active {
         Ok(Active {
             old_l1: l1.clone(),
             l1,
-            old_run: tx.clusters_of(offset, u64::from(entries) * 8),
+            old_run: tx.clusters_of(offset, Bytes(u64::from(entries) * 8)),
             fresh: HashSet::new(),
             given_away: false,
             moves: false,
@@ -86,7 +86,7 @@ impl Active {
         if let Some(offset) = old
             && self.fresh.contains(&offset)
         {
-            let run = tx.clusters_of(offset, 1);
+            let run = tx.clusters_of(offset, Bytes(1));
             return tx.write_run(run, &bytes_of(words), "an L2 table").await;
         }
         if let Some(offset) = old {
@@ -267,13 +267,13 @@ impl Transaction<'_> {
     }
 
     pub(super) fn reader(&self) -> Reader {
-        Reader::new(self.geometry, self.file.len(), self.version, self.external)
+        Reader::new(self.geometry, Bytes(self.file.len()), self.version, self.external)
     }
 
     /// The clusters that a table lies in.
-    pub(super) fn clusters_of(&self, offset: HostOffset, len: u64) -> Run {
+    pub(super) fn clusters_of(&self, offset: HostOffset, len: Bytes) -> Run {
         let bits = self.geometry.cluster_bits;
-        Run::new(offset >> bits, len.div_ceil(1 << bits))
+        Run::new(offset >> bits, len.clusters(bits))
     }
 }
 
@@ -286,7 +286,7 @@ pub(super) async fn read_l1(
     entries: u32,
     what: &str,
 ) -> Result<Vec<u64>, Error> {
-    let len = u64::from(entries) * 8;
+    let len = Bytes(u64::from(entries) * 8);
     if len > L1_BYTES_MAX {
         let name = tx.file.name();
         return Err(Error::too_large(name, format!("{what} has {entries} entries")));
@@ -295,7 +295,7 @@ pub(super) async fn read_l1(
         return Ok(Vec::new());
     }
     let cluster_size = tx.geometry.cluster_size();
-    if !offset.is_multiple_of(cluster_size) || offset < HostOffset(cluster_size) {
+    if !offset.is_multiple_of(cluster_size) || offset < HostOffset::after(cluster_size) {
         return Err(tx.corrupt(format!("{what} at {offset:#x} is unaligned or on the header")));
     }
     // At most 32 MiB.

@@ -12,7 +12,7 @@ use ringdisk_storage::Kind;
 
 use crate::engine::Qcow2;
 use crate::error::Error;
-use crate::units::HostCluster;
+use crate::units::{Bytes, HostCluster};
 
 use super::active::Active;
 use super::bitmaps;
@@ -30,7 +30,7 @@ impl Qcow2 {
     ///
     /// * `old_len`: its length before the disk became smaller, in bytes. It does not stay longer
     ///   where its metadata finds room further in front.
-    pub(super) async fn compact(&mut self, ring: &Ring, old_len: u64) -> Result<(), Error> {
+    pub(super) async fn compact(&mut self, ring: &Ring, old_len: Bytes) -> Result<(), Error> {
         if self.file.kind() == Kind::BlockDevice {
             return Ok(());
         }
@@ -51,8 +51,8 @@ impl Qcow2 {
 }
 
 /// Returns whether the file got shorter.
-async fn compact(ring: &Ring, image: &mut Qcow2, old_len: u64) -> Result<bool, Error> {
-    let longer = image.file.len() > old_len;
+async fn compact(ring: &Ring, image: &mut Qcow2, old_len: Bytes) -> Result<bool, Error> {
+    let longer = Bytes(image.file.len()) > old_len;
     let mut tx = Transaction::begin(ring, image)?;
     let mut active = Active::load(&tx).await?;
     let bits = tx.geometry.cluster_bits;

@@ -7,6 +7,7 @@
 //! a caller that cannot accept that makes the backing file show what the image shows first, as a
 //! commit does.
 
+use crate::units::Bytes;
 use ringdisk_ring::Ring;
 
 use crate::engine::Qcow2;
@@ -28,7 +29,7 @@ impl Qcow2 {
     /// no room for new metadata (see the module) a part may be gone then.
     pub async fn make_empty(&mut self, ring: &Ring) -> Result<(), Error> {
         self.finish_use(ring).await?;
-        let old_len = self.file.len();
+        let old_len = Bytes(self.file.len());
         let result = beside(ring, self).await;
         match self.reopen(ring, result).await {
             Ok(()) => {}
@@ -49,7 +50,7 @@ impl Qcow2 {
     /// * `size`: bytes, rounded up to 512.
     ///
     /// Errors: as [`Qcow2::resize`].
-    pub async fn uncover(&mut self, ring: &Ring, size: u64) -> Result<(), Error> {
+    pub async fn uncover(&mut self, ring: &Ring, size: Bytes) -> Result<(), Error> {
         let size = size.next_multiple_of(SECTOR);
         if size <= self.virtual_size() {
             return Ok(());
@@ -130,7 +131,7 @@ async fn zero_l1(tx: &Transaction<'_>, run: Run, l1: &[u64]) -> Result<(), Error
     let zeroes = [0; SECTOR_LEN];
     for (index, entries) in l1.chunks(SECTOR_LEN / 8).enumerate() {
         if entries.iter().any(|entry| *entry != 0) {
-            let at = start + (index * SECTOR_LEN) as u64;
+            let at = start + Bytes::of(index * SECTOR_LEN);
             let written = write_bytes(tx.ring, &tx.file, at, &zeroes).await;
             written.map_err(|errno| tx.io("writing the L1 table", errno))?;
         }
@@ -138,7 +139,7 @@ async fn zero_l1(tx: &Transaction<'_>, run: Run, l1: &[u64]) -> Result<(), Error
     Ok(())
 }
 
-async fn uncover(ring: &Ring, image: &mut Qcow2, size: u64) -> Result<(), Error> {
+async fn uncover(ring: &Ring, image: &mut Qcow2, size: Bytes) -> Result<(), Error> {
     let old = image.virtual_size();
     let entries = image.l1_needed(size).max(u64::from(image.info.l1_entries));
     let mut tx = Transaction::begin(ring, image)?;

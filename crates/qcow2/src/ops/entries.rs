@@ -7,14 +7,14 @@
 use crate::entry::{COMPRESSED, COPIED, OFFSET_MASK, ZERO};
 use crate::geometry::Geometry;
 use crate::limits::SECTOR;
-use crate::units::{HostCluster, HostOffset};
+use crate::units::{Bytes, HostCluster, HostOffset};
 
 /// How the entries of one image are read.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Reader {
     geometry: Geometry,
     /// Length of the image file in bytes.
-    file_len: u64,
+    file_len: Bytes,
     version: u32,
     /// Guest data lies in another file.
     external: bool,
@@ -32,7 +32,7 @@ pub(super) enum Reference {
 }
 
 impl Reader {
-    pub(super) fn new(geometry: Geometry, file_len: u64, version: u32, external: bool) -> Reader {
+    pub(super) fn new(geometry: Geometry, file_len: Bytes, version: u32, external: bool) -> Reader {
         Reader { geometry, file_len, version, external }
     }
 
@@ -47,7 +47,7 @@ impl Reader {
     pub(super) fn table(&self, entry: u64) -> Result<Option<HostOffset>, String> {
         let offset = HostOffset(entry & OFFSET_MASK);
         let bad = entry & !(OFFSET_MASK | COPIED) != 0 || !self.is_aligned(offset);
-        if bad || offset.0 >= self.file_len {
+        if bad || offset.from_start() >= self.file_len {
             return Err(format!(
                 "the L1 entry {entry:#x} is unaligned, behind the end of the file or has reserved \
                  bits set"
@@ -66,12 +66,12 @@ impl Reader {
     pub(super) fn reference(&self, entry: u64) -> Result<Reference, String> {
         if entry & COMPRESSED != 0 {
             let (host, len) = self.compressed_place(entry);
-            if self.external || host == HostOffset(0) || host.0 >= self.file_len {
+            if self.external || host == HostOffset(0) || host.from_start() >= self.file_len {
                 return Err(format!("the L2 entry {entry:#x} of compressed data cannot be right"));
             }
             let bits = self.geometry.cluster_bits;
             let start = host >> bits;
-            let count = ((host + len - 1) >> bits) - start + 1;
+            let count = ((host + len - Bytes(1)) >> bits) - start + 1;
             return Ok(Reference::Compressed { start, count });
         }
         let zero_flag = if self.version >= 3 && !self.geometry.extended { ZERO } else { 0 };
@@ -82,7 +82,7 @@ impl Reader {
         if offset == HostOffset(0) || self.external {
             return Ok(Reference::None);
         }
-        if offset.0 >= self.file_len {
+        if offset.from_start() >= self.file_len {
             return Err(format!("the L2 entry {entry:#x} lies behind the end of the file"));
         }
         Ok(Reference::Cluster(offset >> self.geometry.cluster_bits))
@@ -95,12 +95,12 @@ impl Reader {
         for entry in words.iter().step_by(self.words()) {
             let (host, len) = match entry & COMPRESSED != 0 {
                 true => self.compressed_place(*entry),
-                false => (HostOffset(entry & OFFSET_MASK), 1),
+                false => (HostOffset(entry & OFFSET_MASK), Bytes(1)),
             };
             if host == HostOffset(0) || self.external {
                 continue;
             }
-            let (start, end) = (host >> bits, ((host + len - 1) >> bits) + 1);
+            let (start, end) = (host >> bits, ((host + len - Bytes(1)) >> bits) + 1);
             match runs.last_mut() {
                 Some((first, count)) if *first + *count == start => *count += end - start,
                 _ => runs.push((start, end - start)),
@@ -110,11 +110,11 @@ impl Reader {
     }
 
     /// Host offset and length in bytes of compressed data, up to the end of its last sector.
-    fn compressed_place(&self, entry: u64) -> (HostOffset, u64) {
+    fn compressed_place(&self, entry: u64) -> (HostOffset, Bytes) {
         let offset_bits = 62 - (self.geometry.cluster_bits - 8);
-        let host = entry & ((1 << offset_bits) - 1);
+        let host = HostOffset(entry & ((1 << offset_bits) - 1));
         let sectors = (entry & (COMPRESSED - 1)) >> offset_bits;
-        (HostOffset(host), (sectors + 1) * SECTOR - host % SECTOR)
+        (host, (sectors + 1) * SECTOR - host % SECTOR)
     }
 
     /// All references of entries of an L2 table. Adjacent ones are joined, so each run stands for

@@ -9,14 +9,13 @@ use ringdisk_storage::Storage;
 use crate::create::Preallocation;
 use crate::engine::Qcow2;
 use crate::engine::below::Below;
-use crate::engine::write_all;
 use crate::entry::{COMPRESSED, COPIED, OFFSET_MASK, ZERO};
 use crate::error::Error;
 use crate::refcounts::Run;
 use crate::run::ExtentKind;
 use crate::sync::{Arc, Ordering};
 use crate::table;
-use crate::units::{GuestCluster, GuestOffset, HostOffset};
+use crate::units::{Bytes, GuestCluster, GuestOffset, HostOffset};
 
 use super::active::Active;
 use super::transaction::Transaction;
@@ -50,10 +49,10 @@ impl Qcow2 {
     /// Errors: `Corrupt` when it cannot be right, `Io`.
     pub(super) async fn meet_tail(&self, ring: &Ring) -> Result<(), Error> {
         let size = self.geometry.end();
-        if self.geometry.in_cluster(size) == 0 {
+        if self.geometry.in_cluster(size) == Bytes::ZERO {
             return Ok(());
         }
-        let looked_up = self.map(ring, size - 1, 1).await;
+        let looked_up = self.map(ring, size - Bytes(1), Bytes(1)).await;
         match (self.fault(), looked_up) {
             (Some(reason), _) => Err(Error::corrupt(self.file.name(), reason)),
             (None, Err(errno)) => Err(self.tail_io(errno)),
@@ -139,7 +138,7 @@ impl Qcow2 {
             Preallocation::Falloc => false,
             Preallocation::Full => true,
         };
-        if in_use == 0 || self.data_file.is_some() {
+        if in_use == Bytes::ZERO || self.data_file.is_some() {
             return Ok(());
         }
         let Some(host) = self.own_place(ring, old - in_use).await? else { return Ok(()) };
@@ -148,7 +147,7 @@ impl Qcow2 {
         let done = if full {
             write_zero_bytes(ring, &self.file, offset, len, cancelled).await
         } else {
-            self.file.write_zeroes(ring, offset.0, len, false, true).await
+            self.file.write_zeroes(ring, offset.0, len.0, false, true).await
         };
         done.map_err(|errno| Error::io(self.file.name(), "preparing space in it", errno))
     }
@@ -172,7 +171,8 @@ impl Qcow2 {
         let buf = IoBuf::new(cluster_bytes, 4096);
         buf.fill(0);
         if entry & COMPRESSED != 0 {
-            let extent = self.map(ring, start, 1).await.map_err(|errno| self.tail_io(errno))?;
+            let extent =
+                self.map(ring, start, Bytes(1)).await.map_err(|errno| self.tail_io(errno))?;
             if let ExtentKind::Compressed(cluster) = extent.kind {
                 self.read_compressed(ring, cluster, start, &buf)
                     .await
@@ -206,7 +206,7 @@ impl Qcow2 {
             let zero = if allocated >> bit & 1 != 0 {
                 content[first..end].iter().all(|byte| *byte == 0)
             } else {
-                !below.has_data(start + first as u64, (end - first) as u64)
+                !below.has_data(start + Bytes::of(first), Bytes::of(end - first))
             };
             if !zero {
                 return Ok(false);
@@ -221,12 +221,12 @@ impl Qcow2 {
         let corrupt = |_| Error::corrupt(self.file.name(), "an L1 entry cannot be right");
         let l1 = self.l1.get(self.geometry.l1_index(offset));
         let entry = l1.map_or(0, |entry| entry.load(Ordering::Acquire));
-        let Some(l2) = self.rules.l2_table(entry, self.file.len()).map_err(corrupt)? else {
+        let Some(l2) = self.rules.l2_table(entry, Bytes(self.file.len())).map_err(corrupt)? else {
             return Ok((0, 0));
         };
         let index = self.geometry.entry_in_table(offset >> self.geometry.cluster_bits);
         let entry_bytes = self.geometry.entry_words() * 8;
-        let at = l2 + (index * entry_bytes) as u64;
+        let at = l2 + Bytes::of(index * entry_bytes);
         let bytes = table::read(ring, &self.file, at, entry_bytes, "an L2 table").await?;
         let words = table::words_of(&bytes);
         let word = |index: usize| words.get(index).copied().unwrap_or(0);
@@ -241,7 +241,7 @@ impl Active {
         tx: &mut Transaction<'_>,
         size: GuestOffset,
     ) -> Result<(), Error> {
-        let end = GuestCluster(size.0.div_ceil(tx.geometry.cluster_size()));
+        let end = GuestCluster(size.from_start().clusters(tx.geometry.cluster_bits));
         // At most 2^22 tables.
         let table = usize::try_from(end.0 >> tx.geometry.table_bits).unwrap_or(usize::MAX);
         let entries = tx.geometry.entry_in_table(end);
@@ -275,8 +275,8 @@ impl Growth<'_> {
             self.put_tail(tx, active, &tail).await?;
         }
         let cluster_size = tx.geometry.cluster_size();
-        let first = GuestCluster(self.old.0.div_ceil(cluster_size));
-        let end = GuestCluster(self.size.0.div_ceil(cluster_size));
+        let first = GuestCluster(self.old.from_start().div_ceil(cluster_size));
+        let end = GuestCluster(self.size.from_start().div_ceil(cluster_size));
         let per_table = 1u64 << tx.geometry.table_bits;
         let mut cluster = first;
         while cluster < end {
@@ -296,13 +296,14 @@ impl Growth<'_> {
         // What is counted must not lie past the end of the file. Without preallocation that is
         // data of version 2 only, which has no other way to say "zeroes" over a longer backing
         // file.
-        let len = tx.end_of_clusters();
+        let len = tx.end_of_clusters().from_start();
+        let file_len = Bytes(tx.file.len());
         let has_data = self.preallocation != Preallocation::Off || tx.version < 3;
-        if has_data && tx.file.len() < len.0 {
+        if has_data && file_len < len {
             // Only that: the last cluster may be one of the old disk, of which the file holds the
             // beginning.
-            let from = tx.file.len().max(len.0 - cluster_size);
-            let grown = tx.file.write_zeroes(tx.ring, from, len.0 - from, true, true);
+            let from = file_len.max(len - cluster_size);
+            let grown = tx.file.write_zeroes(tx.ring, from.0, (len - from).0, true, true);
             grown.await.map_err(|errno| tx.io("growing it", errno))?;
         }
         Ok(())
@@ -366,15 +367,15 @@ impl Growth<'_> {
     /// say so.
     async fn prepare(&self, tx: &Transaction<'_>, run: Run) -> Result<bool, Error> {
         let bits = tx.geometry.cluster_bits;
-        let (offset, len) = (run.start << bits, run.count << bits);
+        let (offset, len) = (run.start << bits, Bytes::of_clusters(run.count, bits));
         let result = match self.preallocation {
             Preallocation::Metadata | Preallocation::Off if run.zeroed => return Ok(true),
             Preallocation::Metadata if tx.version >= 3 => return Ok(false),
             Preallocation::Metadata | Preallocation::Off => {
-                tx.file.write_zeroes(tx.ring, offset.0, len, true, true).await
+                tx.file.write_zeroes(tx.ring, offset.0, len.0, true, true).await
             }
             Preallocation::Falloc => {
-                tx.file.write_zeroes(tx.ring, offset.0, len, false, true).await
+                tx.file.write_zeroes(tx.ring, offset.0, len.0, false, true).await
             }
             Preallocation::Full => {
                 write_zero_bytes(tx.ring, &tx.file, offset, len, self.cancelled).await
@@ -408,7 +409,7 @@ impl Growth<'_> {
             let content = &tail.content[..len.min(tail.content.len())];
             let buf = IoBuf::new(content.len(), 4096);
             buf.copy_from_slice(0, content);
-            let written = write_all(data, tx.ring, host, &buf).await;
+            let written = data.write_all(tx.ring, host.0, &buf).await;
             written.map_err(|errno| tx.io("writing its data file", errno))?;
             data.flush(tx.ring).await.map_err(|errno| tx.io("flushing its data file", errno))?;
             host
@@ -431,20 +432,20 @@ pub(super) async fn write_zero_bytes(
     ring: &Ring,
     file: &Storage,
     offset: HostOffset,
-    len: u64,
+    len: Bytes,
     cancelled: &dyn Fn() -> bool,
 ) -> Result<(), Errno> {
     let piece = usize::try_from(len).unwrap_or(PIECE_BYTES).clamp(1, PIECE_BYTES);
     let zeroes = IoBuf::new(piece, 4096);
     zeroes.fill(0);
-    let mut done = 0;
+    let mut done = Bytes::ZERO;
     while done < len {
         if cancelled() {
             return Err(Errno::CANCELED);
         }
         let now = usize::try_from(len - done).unwrap_or(piece).min(piece);
-        write_all(file, ring, offset + done, &zeroes.slice(0..now)).await?;
-        done += now as u64;
+        file.write_all(ring, (offset + done).0, &zeroes.slice(0..now)).await?;
+        done += Bytes::of(now);
     }
     Ok(())
 }

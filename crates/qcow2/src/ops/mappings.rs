@@ -19,7 +19,7 @@ use crate::entry::OFFSET_MASK;
 use crate::error::{Error, ErrorKind};
 use crate::refcounts::Run;
 use crate::table::{self, words_of};
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 use super::active::read_l1;
 use super::bitmaps;
@@ -134,8 +134,9 @@ impl Transaction<'_> {
         let snapshots: BTreeSet<(HostOffset, u32)> =
             table.entries.iter().map(super::snapshot_table::Entry::l1_table).collect();
         // L1 tables do not overlap, so there is no more of them than the file has.
-        let bytes: u64 = snapshots.iter().map(|(_, entries)| u64::from(*entries) * 8).sum();
-        if bytes > self.file.len().max(self.geometry.cluster_size()) {
+        let bytes: Bytes =
+            snapshots.iter().map(|(_, entries)| Bytes(u64::from(*entries) * 8)).sum();
+        if bytes > Bytes(self.file.len()).max(self.geometry.cluster_size()) {
             return Err(self.corrupt("the L1 tables of its snapshots overlap"));
         }
         let active = active.into_iter().map(|place| ("the disk", place));
@@ -146,7 +147,7 @@ impl Transaction<'_> {
                 Err(error) if error.kind() == ErrorKind::Io => return Err(error),
                 Err(_) => continue,
             };
-            let run = self.clusters_of(offset, u64::from(entries) * 8);
+            let run = self.clusters_of(offset, Bytes(u64::from(entries) * 8));
             if run.count > 0 {
                 found(self, user, What::Table, run)?;
             }
@@ -171,7 +172,7 @@ impl Transaction<'_> {
     /// Errors: `Io`.
     async fn named_by(&self, offset: HostOffset, depth: Depth) -> Result<(Run, Vec<Run>), Error> {
         let bits = self.geometry.cluster_bits;
-        let last = (offset + self.geometry.cluster_size() - 1) >> bits;
+        let last = (offset + self.geometry.cluster_size() - Bytes(1)) >> bits;
         let start = offset >> bits;
         let table = Run::new(start, last - start + 1);
         let mut runs = Vec::new();

@@ -11,7 +11,7 @@ use crate::engine::Qcow2;
 use crate::engine::below::Below;
 use crate::error::{Error, ErrorKind};
 use crate::limits::{L1_BYTES_MAX, SECTOR};
-use crate::units::{GuestOffset, HostOffset};
+use crate::units::{Bytes, GuestOffset, HostOffset};
 
 use super::active::Active;
 use super::bitmaps;
@@ -39,7 +39,7 @@ impl Qcow2 {
     pub async fn resize<B: Below>(
         &mut self,
         ring: &Ring,
-        size: u64,
+        size: Bytes,
         options: &ResizeOptions,
         below: &B,
     ) -> Result<(), Error> {
@@ -55,7 +55,7 @@ impl Qcow2 {
     pub async fn resize_unless<B: Below>(
         &mut self,
         ring: &Ring,
-        size: u64,
+        size: Bytes,
         options: &ResizeOptions,
         below: &B,
         cancelled: &dyn Fn() -> bool,
@@ -78,7 +78,7 @@ impl Qcow2 {
         }
         self.finish_use(ring).await?;
         if size < self.virtual_size() {
-            let old_len = self.file.len();
+            let old_len = Bytes(self.file.len());
             let result = self.shrink(ring, size, cancelled).await;
             self.reopen(ring, result).await?;
             return self.compact(ring, old_len).await;
@@ -88,9 +88,9 @@ impl Qcow2 {
     }
 
     /// Whether [`Qcow2::resize`] would refuse this. Errors: as there.
-    pub fn check_resize(&self, size: u64, options: &ResizeOptions) -> Result<(), Error> {
+    pub fn check_resize(&self, size: Bytes, options: &ResizeOptions) -> Result<(), Error> {
         let old = self.virtual_size();
-        if !size.is_multiple_of(SECTOR) || i64::try_from(size).is_err() {
+        if !size.is_multiple_of(SECTOR) || i64::try_from(size.0).is_err() {
             return Err(self.refused(
                 format!("the new size of {size} bytes is not a multiple of 512 below 2^63"),
                 "choose a multiple of 512",
@@ -126,7 +126,7 @@ impl Qcow2 {
         if self.info.external_data_file && self.data_file.is_none() {
             return Err(self.refused("the data file is missing", "name the data file"));
         }
-        if self.l1_needed(size) * 8 > L1_BYTES_MAX {
+        if Bytes(self.l1_needed(size) * 8) > L1_BYTES_MAX {
             return Err(Error::new(
                 ErrorKind::TooLarge,
                 self.file.name(),
@@ -141,14 +141,14 @@ impl Qcow2 {
     }
 
     /// Entries of an L1 table for `size` bytes.
-    pub(super) fn l1_needed(&self, size: u64) -> u64 {
-        size.div_ceil(1 << self.geometry.table_shift())
+    pub(super) fn l1_needed(&self, size: Bytes) -> u64 {
+        size.clusters(self.geometry.table_shift())
     }
 
     async fn shrink(
         &mut self,
         ring: &Ring,
-        size: u64,
+        size: Bytes,
         cancelled: &dyn Fn() -> bool,
     ) -> Result<(), Error> {
         let entries = self.l1_needed(size);
@@ -156,7 +156,7 @@ impl Qcow2 {
         let mut tx = Transaction::begin(ring, self)?;
         tx.note_all_named().await?;
         let mut active = Active::load(&tx).await?;
-        active.cut(&mut tx, GuestOffset(size)).await?;
+        active.cut(&mut tx, GuestOffset::after(size)).await?;
         bitmaps::resize(&mut tx, old, size).await?;
         tx.header.set_size(size);
         // At most 2^22.
@@ -168,7 +168,7 @@ impl Qcow2 {
         // The disk has its new size, and nothing refers to what is behind it: an error would say
         // that it has not.
         if let Some(data) = &self.data_file
-            && let Err(errno) = data.set_len(ring, size).await
+            && let Err(errno) = data.set_len(ring, size.0).await
             && self.info.data_file_raw
             && errno != Errno::OPNOTSUPP
         {
@@ -181,7 +181,7 @@ impl Qcow2 {
     async fn grow<B: Below>(
         &mut self,
         ring: &Ring,
-        size: u64,
+        size: Bytes,
         preallocation: Preallocation,
         below: &B,
         cancelled: &dyn Fn() -> bool,
@@ -217,7 +217,8 @@ impl Qcow2 {
             return Err(undo(error).await);
         }
         if let Some(mode) = reserved
-            && let Err(error) = self.reserve_tail(ring, GuestOffset(size), mode, cancelled).await
+            && let Err(error) =
+                self.reserve_tail(ring, GuestOffset::after(size), mode, cancelled).await
         {
             return Err(undo(error).await);
         }
@@ -227,11 +228,11 @@ impl Qcow2 {
         let prepared = async {
             tx.note_all_named_once().await?;
             let mut active = Active::load(&tx).await?;
-            active.cut(&mut tx, GuestOffset(old)).await?;
+            active.cut(&mut tx, GuestOffset::after(old)).await?;
             active.l1.resize(entries, 0);
             let growth = Growth {
-                old: GuestOffset(old),
-                size: GuestOffset(size),
+                old: GuestOffset::after(old),
+                size: GuestOffset::after(size),
                 preallocation,
                 data_file: data_file.clone(),
                 cancelled,
@@ -257,31 +258,35 @@ impl Qcow2 {
     async fn grow_data_file(
         &self,
         ring: &Ring,
-        size: u64,
+        size: Bytes,
         preallocation: Preallocation,
         cancelled: &dyn Fn() -> bool,
     ) -> Result<(), Error> {
         let Some(data) = &self.data_file else { return Ok(()) };
         let old = self.virtual_size();
         let failed = |errno| Error::io(data.name(), "growing the data file", errno);
-        if data.len() > old {
-            let end = data.len().min(size.next_multiple_of(self.geometry.cluster_size()));
-            data.write_zeroes(ring, old, end - old, true, true).await.map_err(failed)?;
+        let len = Bytes(data.len());
+        if len > old {
+            let end = len.min(size.next_multiple_of(self.geometry.cluster_size()));
+            data.write_zeroes(ring, old.0, (end - old).0, true, true).await.map_err(failed)?;
         }
         match preallocation {
             Preallocation::Off | Preallocation::Metadata => {}
             Preallocation::Falloc => {
-                data.write_zeroes(ring, old, size - old, false, true).await.map_err(failed)?;
+                data.write_zeroes(ring, old.0, (size - old).0, false, true)
+                    .await
+                    .map_err(failed)?;
             }
             Preallocation::Full => {
-                super::grow::write_zero_bytes(ring, data, HostOffset(old), size - old, cancelled)
+                let end = HostOffset::after(old);
+                super::grow::write_zero_bytes(ring, data, end, size - old, cancelled)
                     .await
                     .map_err(failed)?;
             }
         }
-        match data.set_len(ring, size).await {
+        match data.set_len(ring, size.0).await {
             // A block device has the length that it has.
-            Err(Errno::OPNOTSUPP) if data.refresh_len().map_err(failed)? < size => {
+            Err(Errno::OPNOTSUPP) if data.refresh_len().map_err(failed)? < size.0 => {
                 return Err(failed(Errno::NOSPC));
             }
             Ok(()) | Err(Errno::OPNOTSUPP) => {}

@@ -13,12 +13,13 @@
 
 use ringdisk_ring::Ring;
 
+use crate::cause::Cause;
 use crate::engine::Qcow2;
 use crate::entry::COPIED;
 use crate::error::{Error, ErrorKind};
 use crate::limits::{L1_BYTES_MAX, SNAPSHOTS_MAX};
 use crate::table::words_of;
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 use super::active::{Active, read_l1};
 use super::snapshot_table::{Entry, SnapshotTable};
@@ -117,6 +118,7 @@ impl Qcow2 {
             format!("there is no snapshot '{}'", wanted.escape_debug()),
             "list the snapshots of the image to see their names and ids",
         )
+        .because(Cause::NoSnapshot { wanted: wanted.to_owned() })
     }
 }
 
@@ -154,8 +156,8 @@ async fn apply(ring: &Ring, image: &mut Qcow2, index: usize) -> Result<(), Error
         return Err(tx.corrupt("the snapshot table changed meanwhile"));
     };
     let size = entry.disk_size().unwrap_or(tx.header.size());
-    let needed = size.div_ceil(1 << tx.geometry.table_shift());
-    if needed * 8 > L1_BYTES_MAX || i64::try_from(size).is_err() {
+    let needed = size.clusters(tx.geometry.table_shift());
+    if Bytes(needed * 8) > L1_BYTES_MAX || i64::try_from(size.0).is_err() {
         return Err(tx.corrupt(format!("the snapshot says that its disk has {size} bytes")));
     }
     let (offset, entries) = entry.l1_table();
@@ -200,7 +202,7 @@ async fn delete(ring: &Ring, image: &mut Qcow2, index: usize) -> Result<(), Erro
         active.unref_entries(&mut tx, &words).await?;
         tx.unref_shared_metadata(l2_offset >> tx.geometry.cluster_bits).await?;
     }
-    let run = tx.clusters_of(offset, u64::from(entries) * 8);
+    let run = tx.clusters_of(offset, Bytes(u64::from(entries) * 8));
     if run.count > 0 {
         tx.unref_metadata(run.start, run.count).await?;
     }

@@ -15,7 +15,7 @@ use crate::error::Error;
 use crate::limits::L1_BYTES_MAX;
 use crate::run::ExtentKind;
 use crate::table::{self, words_of};
-use crate::units::{GuestOffset, HostOffset};
+use crate::units::{Bytes, GuestOffset, HostOffset};
 
 /// A range that an internal snapshot reads from the backing chain.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,7 +33,7 @@ pub struct SnapshotMap<'a> {
     image: &'a Qcow2,
     l1: Vec<u64>,
     /// Size of the disk at the snapshot, bytes.
-    size: u64,
+    size: Bytes,
     /// The L2 table that was read last: index into `l1`, and its words; `None`: there is no table.
     table: Option<(usize, Option<Vec<u64>>)>,
 }
@@ -56,12 +56,12 @@ impl Qcow2 {
     pub async fn snapshots_need_backing(
         &self,
         ring: &Ring,
-        below: u64,
+        below: Bytes,
     ) -> Result<Option<SnapshotNeed>, Error> {
         for (index, snapshot) in self.info.snapshots.iter().enumerate() {
             let mut map = self.snapshot_map(ring, index).await?;
             if let Some(range) =
-                map.next_unallocated(ring, GuestOffset(0), GuestOffset(below)).await?
+                map.next_unallocated(ring, GuestOffset(0), GuestOffset::after(below)).await?
             {
                 let (id, name) = (snapshot.id.clone(), snapshot.name.clone());
                 return Ok(Some(SnapshotNeed { id, name, range }));
@@ -83,14 +83,16 @@ impl Qcow2 {
             ));
         };
         let (offset, entries) = (snapshot.l1_table_offset, snapshot.l1_entries);
-        let len = u64::from(entries) * 8;
+        let len = Bytes(u64::from(entries) * 8);
         let file = &self.file;
         if len > L1_BYTES_MAX {
             let what = format!("the L1 table of a snapshot has {entries} entries");
             return Err(Error::too_large(file.name(), what));
         }
         let cluster_size = self.geometry.cluster_size();
-        if len > 0 && (!offset.is_multiple_of(cluster_size) || offset < HostOffset(cluster_size)) {
+        let misplaced =
+            !offset.is_multiple_of(cluster_size) || offset < HostOffset::after(cluster_size);
+        if !len.is_zero() && misplaced {
             let what = format!("the L1 table of a snapshot at {offset:#x} cannot be right");
             return Err(Error::corrupt(file.name(), what));
         }
@@ -108,7 +110,7 @@ impl Qcow2 {
 
 impl SnapshotMap<'_> {
     /// Size of the disk at the snapshot, bytes.
-    pub fn size(&self) -> u64 {
+    pub fn size(&self) -> Bytes {
         self.size
     }
 
@@ -124,7 +126,7 @@ impl SnapshotMap<'_> {
         offset: GuestOffset,
         end: GuestOffset,
     ) -> Result<Option<Range<GuestOffset>>, Error> {
-        let end = end.min(GuestOffset(self.size));
+        let end = end.min(GuestOffset::after(self.size));
         let mut at = offset;
         let mut found: Option<Range<GuestOffset>> = None;
         while at < end {
@@ -155,7 +157,7 @@ impl SnapshotMap<'_> {
         let index = geometry.l1_index(at);
         if self.table.as_ref().is_none_or(|(of, _)| *of != index) {
             let entry = self.l1.get(index).copied().unwrap_or(0);
-            let place = image.rules.l2_table(entry, image.file.len()).map_err(corrupt)?;
+            let place = image.rules.l2_table(entry, Bytes(image.file.len())).map_err(corrupt)?;
             let words = match place {
                 None => None,
                 Some(offset) => {

@@ -10,7 +10,7 @@ use crate::limits::SNAPSHOT_ENTRY_BYTES_MIN as ENTRY_BYTES_MIN;
 use crate::limits::{SNAPSHOT_EXTRA_BYTES_MAX, SNAPSHOT_TABLE_BYTES_MAX};
 use crate::refcounts::Run;
 use crate::table::TableReader;
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 use super::transaction::Transaction;
 
@@ -32,7 +32,7 @@ impl Entry {
         l1_entries: u32,
         id: &str,
         name: &str,
-        size: u64,
+        size: Bytes,
     ) -> Entry {
         let now = std::time::SystemTime::now();
         let since_1970 = now.duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
@@ -50,7 +50,7 @@ impl Entry {
         bytes.extend_from_slice(&0u64.to_be_bytes());
         bytes.extend_from_slice(&0u32.to_be_bytes());
         bytes.extend_from_slice(&EXTRA_BYTES.to_be_bytes());
-        for extra in [0, size, NO_COUNT] {
+        for extra in [0, size.0, NO_COUNT] {
             bytes.extend_from_slice(&extra.to_be_bytes());
         }
         bytes.extend_from_slice(id.as_bytes());
@@ -73,8 +73,8 @@ impl Entry {
     }
 
     /// Size of the disk in bytes, where recorded.
-    pub(super) fn disk_size(&self) -> Option<u64> {
-        (self.extra_len() >= 16).then(|| u64_at(&self.bytes, ENTRY_BYTES_MIN + 8))
+    pub(super) fn disk_size(&self) -> Option<Bytes> {
+        (self.extra_len() >= 16).then(|| Bytes(u64_at(&self.bytes, ENTRY_BYTES_MIN + 8)))
     }
 }
 
@@ -106,7 +106,7 @@ impl SnapshotTable {
             bytes.extend_from_slice(reader.take(extra_len as usize + names).await?);
             entries.push(Entry { bytes });
         }
-        let len = if count == 0 { 0 } else { reader.position() - offset };
+        let len = if count == 0 { Bytes::ZERO } else { reader.position() - offset };
         Ok(SnapshotTable { entries, old: tx.clusters_of(offset, len) })
     }
 
@@ -139,7 +139,7 @@ impl SnapshotTable {
             bytes.resize(bytes.len().next_multiple_of(8), 0);
             bytes.extend_from_slice(&entry.bytes);
         }
-        if bytes.len() as u64 > SNAPSHOT_TABLE_BYTES_MAX {
+        if Bytes::of(bytes.len()) > SNAPSHOT_TABLE_BYTES_MAX {
             return Err(Error::new(
                 crate::ErrorKind::TooLarge,
                 tx.file.name(),

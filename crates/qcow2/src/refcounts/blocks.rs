@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use super::{Blocked, Refcounts, Run};
 use crate::limits::REFCOUNT_CACHE_BYTES;
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 /// Unit in which a changed block is written: a page suits O_DIRECT everywhere.
 const PIECE_BYTES: usize = 4096;
@@ -239,7 +239,7 @@ impl Refcounts {
             block.writing += 1;
             blocks.push(DirtyBlock {
                 index,
-                offset: offset + range.start as u64,
+                offset: offset + Bytes::of(range.start),
                 bytes: block.bytes[range].to_vec(),
             });
         }

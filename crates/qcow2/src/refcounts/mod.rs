@@ -34,7 +34,7 @@ use crate::limits::REFCOUNT_TABLE_BYTES_MAX;
 #[cfg(doc)]
 use crate::limits::{FREE_RUNS_MAX, REFCOUNT_CACHE_BYTES};
 use crate::sync::{self, Arc};
-use crate::units::{HostCluster, HostOffset};
+use crate::units::{Bytes, HostCluster, HostOffset};
 
 pub(crate) use blocks::{DirtyRefcounts, DirtyTable};
 pub(crate) use marks::Marks;
@@ -107,7 +107,7 @@ pub(crate) struct RefcountParts {
     /// Clusters that the table has on disk.
     pub(crate) table_clusters: u64,
     /// Length of the file in bytes.
-    pub(crate) file_len: u64,
+    pub(crate) file_len: Bytes,
     /// A write past the end makes the file longer (not so on a block device).
     pub(crate) can_grow: bool,
     /// What lies past the end reads as zeroes once the file has grown over it.
@@ -172,9 +172,9 @@ impl Refcounts {
         table.resize(usize::try_from(entries).unwrap_or(0), HostOffset(0));
         let limit_of_format = HostCluster(1 << (OFFSET_BITS - cluster_bits));
         let (end, limit) = if can_grow {
-            (HostCluster(file_len.div_ceil(1 << cluster_bits)), limit_of_format)
+            (HostCluster(file_len.clusters(cluster_bits)), limit_of_format)
         } else {
-            let clusters = (HostOffset(file_len) >> cluster_bits).min(limit_of_format);
+            let clusters = (HostOffset::after(file_len) >> cluster_bits).min(limit_of_format);
             (clusters, clusters)
         };
         // A quarter more than the disk for tables and snapshots.
@@ -468,7 +468,7 @@ impl Refcounts {
 
     /// Most entries that the table can have.
     fn table_entries_max() -> u64 {
-        REFCOUNT_TABLE_BYTES_MAX / 8
+        REFCOUNT_TABLE_BYTES_MAX / Bytes(8)
     }
 
     /// Runs `test` on each count of the range, all of whose blocks must be there.

@@ -8,7 +8,7 @@ use proptest::test_runner::Config;
 
 use super::tests::small;
 use super::{Blocked, DirtyTable, Refcounts, Run};
-use crate::units::{HostCluster, HostOffset};
+use crate::units::{Bytes, HostCluster, HostOffset};
 
 #[derive(Clone, Debug)]
 enum Call {
@@ -193,7 +193,7 @@ impl Model {
         let dirty = self.real.take_dirty();
         if ok {
             for block in &dirty.blocks {
-                let cluster_size = 1u64 << self.cluster_bits;
+                let cluster_size = Bytes(1 << self.cluster_bits);
                 let start = block.offset.align_down(cluster_size);
                 let at = usize::try_from(block.offset - start).expect("small");
                 let cluster_bytes = usize::try_from(cluster_size).expect("small");

@@ -4,7 +4,7 @@ use super::marks::{BITS_MAX, BITS_MIN, Marks};
 use super::named::{CHUNK_CLUSTERS, CHUNKS_MAX, Named};
 use super::width::Width;
 use super::{Blocked, DirtyTable, RefcountParts, Refcounts, Run};
-use crate::units::{HostCluster, HostOffset};
+use crate::units::{Bytes, HostCluster, HostOffset};
 
 /// An image with clusters of 64 KiB and counts of 16 bits: header, table, one block, and `used`
 /// clusters behind them.
@@ -21,7 +21,7 @@ pub(super) fn small(cluster_bits: u32, order: u32, used: u64, can_grow: bool) ->
         table: vec![HostOffset(2 << cluster_bits)],
         table_offset: HostOffset(1 << cluster_bits),
         table_clusters: 1,
-        file_len,
+        file_len: Bytes(file_len),
         can_grow,
         reads_zero_past_end: can_grow,
         disk_clusters: 0,

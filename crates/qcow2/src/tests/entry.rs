@@ -4,12 +4,13 @@ use crate::ExtentKind;
 use crate::concurrent::region::Region;
 use crate::entry::{Lengths, Rules};
 use crate::geometry::Geometry;
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
 const CLUSTER: u64 = 65536;
-const LENGTHS: Lengths = Lengths { file: 100 * CLUSTER, data: 100 * CLUSTER };
+const WHOLE: Bytes = Bytes(CLUSTER);
+const LENGTHS: Lengths = Lengths { file: Bytes(100 * CLUSTER), data: Bytes(100 * CLUSTER) };
 const METADATA: [Region; 3] = [
     Region { start: HostOffset(3 * CLUSTER), end: HostOffset(4 * CLUSTER) },
     Region { start: HostOffset(CLUSTER), end: HostOffset(2 * CLUSTER) },
@@ -17,38 +18,35 @@ const METADATA: [Region; 3] = [
 ];
 
 fn rules(version: u32, extended: bool, external: bool) -> Rules {
-    Rules::new(&Geometry::new(1 << 30, 16, extended), version, external, METADATA)
+    Rules::new(&Geometry::new(Bytes(1 << 30), 16, extended), version, external, METADATA)
 }
 
-fn standard(entry: u64) -> Result<(ExtentKind, u64), Errno> {
-    rules(3, false, false).piece(entry, 0, 0, LENGTHS)
+fn standard(entry: u64) -> Result<(ExtentKind, Bytes), Errno> {
+    rules(3, false, false).piece(entry, 0, Bytes::ZERO, LENGTHS)
 }
 
-fn extended(entry: u64, bitmap: u64, in_cluster: u64) -> Result<(ExtentKind, u64), Errno> {
-    rules(3, true, false).piece(entry, bitmap, in_cluster, LENGTHS)
+fn extended(entry: u64, bitmap: u64, in_cluster: u64) -> Result<(ExtentKind, Bytes), Errno> {
+    rules(3, true, false).piece(entry, bitmap, Bytes(in_cluster), LENGTHS)
 }
 
 #[test]
 fn standard_entries_mean_what_the_specification_says() {
     let host = 5 * CLUSTER;
-    assert_eq!(standard(0), Ok((ExtentKind::Unallocated, CLUSTER)));
-    assert_eq!(standard(host), Ok((ExtentKind::Data { offset: HostOffset(host) }, CLUSTER)));
-    assert_eq!(
-        standard(host | COPIED),
-        Ok((ExtentKind::Data { offset: HostOffset(host) }, CLUSTER))
-    );
-    assert_eq!(standard(1), Ok((ExtentKind::Zero { offset: None }, CLUSTER)));
+    assert_eq!(standard(0), Ok((ExtentKind::Unallocated, WHOLE)));
+    assert_eq!(standard(host), Ok((ExtentKind::Data { offset: HostOffset(host) }, WHOLE)));
+    assert_eq!(standard(host | COPIED), Ok((ExtentKind::Data { offset: HostOffset(host) }, WHOLE)));
+    assert_eq!(standard(1), Ok((ExtentKind::Zero { offset: None }, WHOLE)));
     assert_eq!(
         standard(host | COPIED | 1),
-        Ok((ExtentKind::Zero { offset: Some(HostOffset(host)) }, CLUSTER))
+        Ok((ExtentKind::Zero { offset: Some(HostOffset(host)) }, WHOLE))
     );
 }
 
 #[test]
 fn the_offset_in_the_cluster_is_added() {
-    let piece = rules(3, false, false).piece(5 * CLUSTER, 0, 4096, LENGTHS);
+    let piece = rules(3, false, false).piece(5 * CLUSTER, 0, Bytes(4096), LENGTHS);
     let offset = 5 * CLUSTER + 4096;
-    assert_eq!(piece, Ok((ExtentKind::Data { offset: HostOffset(offset) }, CLUSTER - 4096)));
+    assert_eq!(piece, Ok((ExtentKind::Data { offset: HostOffset(offset) }, Bytes(CLUSTER - 4096))));
 }
 
 #[test]
@@ -67,7 +65,7 @@ fn each_unaligned_offset_bit_is_refused() {
 
 #[test]
 fn the_zero_flag_is_reserved_in_version_2() {
-    assert_eq!(rules(2, false, false).piece(1, 0, 0, LENGTHS), Err(Errno::IO));
+    assert_eq!(rules(2, false, false).piece(1, 0, Bytes::ZERO, LENGTHS), Err(Errno::IO));
 }
 
 #[test]
@@ -87,42 +85,42 @@ fn data_behind_the_end_of_the_file_is_refused() {
 
 #[test]
 fn the_part_of_the_last_cluster_behind_the_end_of_the_file_reads_as_zeroes() {
-    let lengths = Lengths { file: 5 * CLUSTER + 1000, data: 5 * CLUSTER + 1000 };
+    let lengths = Lengths { file: Bytes(5 * CLUSTER + 1000), data: Bytes(5 * CLUSTER + 1000) };
     let rules = rules(3, false, false);
     let host = 5 * CLUSTER;
-    let data = rules.piece(host, 0, 0, lengths);
-    let tail = rules.piece(host, 0, 1000, lengths);
-    assert_eq!(data, Ok((ExtentKind::Data { offset: HostOffset(host) }, 1000)));
+    let data = rules.piece(host, 0, Bytes::ZERO, lengths);
+    let tail = rules.piece(host, 0, Bytes(1000), lengths);
+    assert_eq!(data, Ok((ExtentKind::Data { offset: HostOffset(host) }, Bytes(1000))));
     assert_eq!(
         tail,
-        Ok((ExtentKind::Zero { offset: Some(HostOffset(host + 1000)) }, CLUSTER - 1000))
+        Ok((ExtentKind::Zero { offset: Some(HostOffset(host + 1000)) }, Bytes(CLUSTER - 1000)))
     );
 }
 
 #[test]
 fn offset_zero_is_a_place_in_an_external_data_file_when_bit_63_is_set() {
     let rules = rules(3, false, true);
-    let piece = |entry| rules.piece(entry, 0, 0, LENGTHS);
-    assert_eq!(piece(COPIED), Ok((ExtentKind::Data { offset: HostOffset(0) }, CLUSTER)));
-    assert_eq!(piece(0), Ok((ExtentKind::Unallocated, CLUSTER)));
-    assert_eq!(piece(COPIED | 1), Ok((ExtentKind::Zero { offset: Some(HostOffset(0)) }, CLUSTER)));
+    let piece = |entry| rules.piece(entry, 0, Bytes::ZERO, LENGTHS);
+    assert_eq!(piece(COPIED), Ok((ExtentKind::Data { offset: HostOffset(0) }, WHOLE)));
+    assert_eq!(piece(0), Ok((ExtentKind::Unallocated, WHOLE)));
+    assert_eq!(piece(COPIED | 1), Ok((ExtentKind::Zero { offset: Some(HostOffset(0)) }, WHOLE)));
     // The tables lie in the other file.
     let offset = 3 * CLUSTER;
     assert_eq!(
         piece(offset | COPIED),
-        Ok((ExtentKind::Data { offset: HostOffset(offset) }, CLUSTER))
+        Ok((ExtentKind::Data { offset: HostOffset(offset) }, WHOLE))
     );
 }
 
 #[test]
 fn a_copied_bit_without_an_offset_is_unallocated_in_the_image_itself() {
-    assert_eq!(standard(COPIED), Ok((ExtentKind::Unallocated, CLUSTER)));
+    assert_eq!(standard(COPIED), Ok((ExtentKind::Unallocated, WHOLE)));
 }
 
 #[test]
 fn compressed_clusters_are_refused_with_an_external_data_file() {
     let entry = COMPRESSED | (5 * CLUSTER);
-    assert_eq!(rules(3, false, true).piece(entry, 0, 0, LENGTHS), Err(Errno::IO));
+    assert_eq!(rules(3, false, true).piece(entry, 0, Bytes::ZERO, LENGTHS), Err(Errno::IO));
 }
 
 #[test]
@@ -131,22 +129,22 @@ fn a_compressed_entry_gives_offset_and_length() {
     let host = 5 * CLUSTER + 700;
     let (kind, len) = standard(COMPRESSED | host | 3 << 54).unwrap();
     let ExtentKind::Compressed(cluster) = kind else { panic!("{kind:?}") };
-    assert_eq!(len, CLUSTER);
+    assert_eq!(len, WHOLE);
     assert_eq!(cluster.host_offset(), HostOffset(host));
     assert_eq!(u64::from(cluster.host_len()), 4 * 512 - 700 % 512);
 }
 
 #[test]
 fn a_compressed_cluster_is_cut_at_the_end_of_the_file() {
-    let host = LENGTHS.file - 10;
-    let (kind, _) = standard(COMPRESSED | host | 3 << 54).unwrap();
+    let host = HostOffset::after(LENGTHS.file) - Bytes(10);
+    let (kind, _) = standard(COMPRESSED | host.0 | 3 << 54).unwrap();
     let ExtentKind::Compressed(cluster) = kind else { panic!("{kind:?}") };
     assert_eq!(cluster.host_len(), 10);
 }
 
 #[test]
 fn a_compressed_cluster_outside_the_file_or_on_metadata_is_refused() {
-    assert_eq!(standard(COMPRESSED | LENGTHS.file), Err(Errno::IO));
+    assert_eq!(standard(COMPRESSED | LENGTHS.file.0), Err(Errno::IO));
     assert_eq!(standard(COMPRESSED), Err(Errno::IO));
     assert_eq!(standard(COMPRESSED | (3 * CLUSTER + 17)), Err(Errno::IO));
     assert_eq!(standard(u64::MAX), Err(Errno::IO));
@@ -155,12 +153,13 @@ fn a_compressed_cluster_outside_the_file_or_on_metadata_is_refused() {
 #[test]
 fn the_longest_compressed_cluster_of_each_size_fits_in_its_type() {
     for cluster_bits in 9..=21 {
-        let geometry = Geometry::new(1 << 30, cluster_bits, false);
+        let geometry = Geometry::new(Bytes(1 << 30), cluster_bits, false);
         let rules = Rules::new(&geometry, 3, false, [Region::default(); 3]);
-        let lengths = Lengths { file: 1 << 60, data: 1 << 60 };
+        let lengths = Lengths { file: Bytes(1 << 60), data: Bytes(1 << 60) };
         let all_sectors = ((1u64 << 62) - 1) & !((1 << (62 - (cluster_bits - 8))) - 1);
         let host = 1 << cluster_bits;
-        let (kind, _) = rules.piece(COMPRESSED | all_sectors | host, 0, 0, lengths).unwrap();
+        let (kind, _) =
+            rules.piece(COMPRESSED | all_sectors | host, 0, Bytes::ZERO, lengths).unwrap();
         let ExtentKind::Compressed(cluster) = kind else { panic!("{kind:?}") };
         assert_eq!(u64::from(cluster.host_len()), 2 << cluster_bits);
     }
@@ -172,13 +171,16 @@ fn subclusters_are_data_zeroes_or_unallocated() {
     // 2 KiB each: 0 to 3 data, 4 to 7 zeroes, the rest not allocated.
     let bitmap = 0x0000_00f0_0000_000f;
     let piece = |in_cluster| extended(host | COPIED, bitmap, in_cluster);
-    assert_eq!(piece(0), Ok((ExtentKind::Data { offset: HostOffset(host) }, 8192)));
+    assert_eq!(piece(0), Ok((ExtentKind::Data { offset: HostOffset(host) }, Bytes(8192))));
     assert_eq!(
         piece(2049),
-        Ok((ExtentKind::Data { offset: HostOffset(host + 2049) }, 8192 - 2049))
+        Ok((ExtentKind::Data { offset: HostOffset(host + 2049) }, Bytes(8192 - 2049)))
     );
-    assert_eq!(piece(8192), Ok((ExtentKind::Zero { offset: Some(HostOffset(host + 8192)) }, 8192)));
-    assert_eq!(piece(16384), Ok((ExtentKind::Unallocated, CLUSTER - 16384)));
+    assert_eq!(
+        piece(8192),
+        Ok((ExtentKind::Zero { offset: Some(HostOffset(host + 8192)) }, Bytes(8192)))
+    );
+    assert_eq!(piece(16384), Ok((ExtentKind::Unallocated, Bytes(CLUSTER - 16384))));
 }
 
 #[test]
@@ -186,14 +188,14 @@ fn a_whole_cluster_of_alike_subclusters_is_one_piece() {
     let host = 5 * CLUSTER;
     assert_eq!(
         extended(host, 0xffff_ffff, 0),
-        Ok((ExtentKind::Data { offset: HostOffset(host) }, CLUSTER))
+        Ok((ExtentKind::Data { offset: HostOffset(host) }, WHOLE))
     );
     assert_eq!(
         extended(0, 0xffff_ffff_0000_0000, 0),
-        Ok((ExtentKind::Zero { offset: None }, CLUSTER))
+        Ok((ExtentKind::Zero { offset: None }, WHOLE))
     );
-    assert_eq!(extended(0, 0, 0), Ok((ExtentKind::Unallocated, CLUSTER)));
-    assert_eq!(extended(host, 0, 0), Ok((ExtentKind::Unallocated, CLUSTER)));
+    assert_eq!(extended(0, 0, 0), Ok((ExtentKind::Unallocated, WHOLE)));
+    assert_eq!(extended(host, 0, 0), Ok((ExtentKind::Unallocated, WHOLE)));
 }
 
 #[test]
@@ -201,7 +203,7 @@ fn the_last_subcluster_ends_with_the_cluster() {
     let host = 5 * CLUSTER;
     let last = CLUSTER - 2048;
     let piece = extended(host, 0x8000_0000, last);
-    assert_eq!(piece, Ok((ExtentKind::Data { offset: HostOffset(host + last) }, 2048)));
+    assert_eq!(piece, Ok((ExtentKind::Data { offset: HostOffset(host + last) }, Bytes(2048))));
 }
 
 #[test]

@@ -1,10 +1,10 @@
 use crate::run::{ExtentKind, Run};
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 fn grown(first: ExtentKind, second: ExtentKind) -> bool {
     let mut run = Run::new();
-    assert!(run.push(first, 512));
-    run.push(second, 512)
+    assert!(run.push(first, Bytes(512)));
+    run.push(second, Bytes(512))
 }
 
 #[test]

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use ringdisk_qcow2::{Below, ExtentKind, GuestOffset, OpenOptions, Qcow2};
+use ringdisk_qcow2::{Below, Bytes, ExtentKind, GuestOffset, OpenOptions, Qcow2};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_testkit::oracle;
 use ringdisk_testkit::sim::SimStorage;
@@ -23,7 +23,7 @@ impl Below for Base {
         Ok(())
     }
 
-    fn has_data(&self, offset: GuestOffset, _: u64) -> bool {
+    fn has_data(&self, offset: GuestOffset, _: Bytes) -> bool {
         offset < GuestOffset(self.0.len)
     }
 }
@@ -68,7 +68,7 @@ pub async fn read<B: Below>(
         let at = offset + done as u64;
         let left = bytes.len() - done;
         let grace = image.enter();
-        let extent = image.map(ring, GuestOffset(at), left as u64).await?;
+        let extent = image.map(ring, GuestOffset(at), Bytes::of(left)).await?;
         let len = usize::try_from(extent.len).expect("no longer than asked for");
         let buf = IoBuf::new(len, 512);
         match extent.kind {

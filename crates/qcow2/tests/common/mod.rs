@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
-use ringdisk_qcow2::{Error, Extent, ExtentKind, GuestOffset, OpenOptions, Qcow2};
+use ringdisk_qcow2::{Bytes, Error, Extent, ExtentKind, GuestOffset, OpenOptions, Qcow2};
 use ringdisk_ring::{Config, Errno, IoBuf, Ring, Runtime};
 use ringdisk_storage::{Lock, Storage};
 use ringdisk_testkit::images::differs_at;
@@ -122,7 +122,7 @@ pub async fn read(
     while bytes.len() < len {
         let at = offset + bytes.len() as u64;
         let left = len - bytes.len();
-        let extent = image.map(ring, GuestOffset(at), left as u64).await?;
+        let extent = image.map(ring, GuestOffset(at), Bytes::of(left)).await?;
         bytes.extend(read_extent(ring, image, backing, at, extent).await?);
     }
     Ok(bytes)

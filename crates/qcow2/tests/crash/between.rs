@@ -1,6 +1,6 @@
 //! Operations that need the image for themselves, between two streams.
 
-use ringdisk_qcow2::ResizeOptions;
+use ringdisk_qcow2::{Bytes, ResizeOptions};
 use ringdisk_testkit::oracle::{Oracle, SECTOR};
 
 use crate::config::{Between, index};
@@ -108,7 +108,7 @@ impl World {
         let below = Base(self.config.below);
         let label = format!("resize from {old:#x} to {new:#x}");
         self.change(&label, after, move |ring, mut image| async move {
-            text(image.resize(&ring, new, &options, &below).await)?;
+            text(image.resize(&ring, Bytes(new), &options, &below).await)?;
             Ok(image)
         })
         .await

@@ -1,7 +1,7 @@
 //! A bitmap that records: whenever it says that it can be trusted it names everything that differs
 //! from what was there at its beginning.
 
-use ringdisk_qcow2::Qcow2;
+use ringdisk_qcow2::{Bytes, Qcow2};
 use ringdisk_ring::Ring;
 use ringdisk_testkit::oracle::{Oracle, SECTOR};
 
@@ -16,7 +16,7 @@ impl World {
     pub(crate) async fn add_bitmap(&mut self) -> Result<(), String> {
         let mut image = open(&self.ring, &self.file, self.data.as_ref(), &writable()).await?;
         let granularity = 512 << self.prng.below(6);
-        let added = image.bitmap_add(&self.ring, NAME, Some(granularity)).await;
+        let added = image.bitmap_add(&self.ring, NAME, Some(Bytes(granularity))).await;
         added.map_err(|error| format!("adding a bitmap: {error}"))?;
         image.close(&self.ring).await.map_err(|errno| format!("close: {errno}"))
     }

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 use std::rc::Rc;
 
-use ringdisk_qcow2::{GuestOffset, Qcow2, WriteBack};
+use ringdisk_qcow2::{Bytes, GuestOffset, Qcow2, WriteBack};
 use ringdisk_ring::Ring;
 use ringdisk_testkit::oracle::{Content, Oracle, SECTOR};
 use ringdisk_testkit::sim::Prng;
@@ -145,7 +145,7 @@ impl Client {
         let len = range.end - range.start;
         let result = self
             .image
-            .write_zeroes(&self.ring, GuestOffset(range.start), len, may_unmap, &self.base)
+            .write_zeroes(&self.ring, GuestOffset(range.start), Bytes(len), may_unmap, &self.base)
             .await;
         let good = self.shore.result(&format!("zero {} {range:x?}", begun.number), &result);
         self.shore.note(|| format!("zero {} done", begun.number));
@@ -161,7 +161,7 @@ impl Client {
         self.shore.note(|| format!("discard {} {range:x?}", begun.number));
         let len = range.end - range.start;
         let result =
-            self.image.discard(&self.ring, GuestOffset(range.start), len, &self.base).await;
+            self.image.discard(&self.ring, GuestOffset(range.start), Bytes(len), &self.base).await;
         let good = self.shore.result(&format!("discard {} {range:x?}", begun.number), &result);
         self.shore.note(|| format!("discard {} done", begun.number));
         self.shore.oracle.borrow_mut().end(&begun, good);

@@ -1,7 +1,7 @@
 //! What one run of the simulation is: the image, its clients, their luck. All of it follows from
 //! the seed.
 
-use ringdisk_qcow2::{Discard, OpenOptions};
+use ringdisk_qcow2::{Bytes, Discard, OpenOptions};
 use ringdisk_testkit::layout::Shape;
 use ringdisk_testkit::oracle::{Below, SECTOR};
 use ringdisk_testkit::sim::Prng;
@@ -166,7 +166,7 @@ impl Config {
         let on_device = matches!(wanted.medium, Medium::Device | Medium::FullDevice);
         let options = OpenOptions {
             writable: true,
-            metadata_cache_bytes: small_cache.then_some(0),
+            metadata_cache_bytes: small_cache.then_some(Bytes::ZERO),
             discard: if prng.below(5) == 0 { Discard::Ignore } else { Discard::Unmap },
             // What a device leaves of a discard may be anything.
             discard_no_unref: prng.below(6) < if on_device { 3 } else { 1 },

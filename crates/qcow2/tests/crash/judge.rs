@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use ringdisk_qcow2::{CheckVerdict, GuestOffset, ImageBytes, OpenOptions, check_bytes};
+use ringdisk_qcow2::{Bytes, CheckVerdict, GuestOffset, ImageBytes, OpenOptions, check_bytes};
 use ringdisk_ring::{Errno, Runtime};
 use ringdisk_testkit::layout::{Guest, Layout};
 use ringdisk_testkit::limits::part_needs;
@@ -22,8 +22,8 @@ use crate::world::Case;
 struct Look<'a>(&'a SimStorage);
 
 impl ImageBytes for Look<'_> {
-    fn image_len(&self) -> u64 {
-        self.0.len()
+    fn image_len(&self) -> Bytes {
+        Bytes(self.0.len())
     }
 
     fn read_into(&self, offset: u64, out: &mut [u8]) {
@@ -108,7 +108,7 @@ impl Judge {
         let mut wrong = Vec::new();
         let runtime = &mut self.runtime;
         for world in &case.expected.worlds {
-            if guest.size != world.size() || image.virtual_size() != world.size() {
+            if guest.size != world.size() || image.virtual_size() != Bytes(world.size()) {
                 wrong.push(format!("size {}, {}", guest.size, world.size()));
                 continue;
             }

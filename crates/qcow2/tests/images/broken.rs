@@ -6,7 +6,7 @@
 
 use std::path::{Path, PathBuf};
 
-use ringdisk_qcow2::{ErrorKind, GuestOffset, OpenOptions};
+use ringdisk_qcow2::{Bytes, ErrorKind, GuestOffset, OpenOptions};
 use ringdisk_ring::{Errno, Runtime};
 
 use crate::common::{Images, KIB, MIB, read, runtime, try_open, try_open_with};
@@ -422,8 +422,12 @@ fn a_sparse_file_with_huge_tables_takes_little_memory() {
     let image = try_open(&mut runtime, &path).expect("allowed");
     let grown = resident_bytes().saturating_sub(before);
     assert_eq!(
-        image.map_cached(GuestOffset(1 << 50), 1 << 40).expect("good").expect("no table").len,
-        1 << 40
+        image
+            .map_cached(GuestOffset(1 << 50), Bytes(1 << 40))
+            .expect("good")
+            .expect("no table")
+            .len,
+        Bytes(1 << 40)
     );
     assert!(grown < 24 << 20, "{grown} bytes");
 }
@@ -443,7 +447,7 @@ fn every_single_byte_of_the_header_may_be_anything() {
         for value in [0x00, 0x01, 0x7f, 0x80, 0xff] {
             let path = broken.with(&[(at, &[value])]);
             if let Ok(image) = try_open(&mut runtime, &path) {
-                let len = image.virtual_size().min(64 * KIB) as usize;
+                let len = image.virtual_size().min(Bytes(64 * KIB)).0 as usize;
                 let _ = runtime.block_on(read(&ring, &image, &[], 0, len));
             }
         }

@@ -7,7 +7,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ringdisk_qcow2::{CompressionType, CreateOptions, ErrorKind, Preallocation};
+use ringdisk_qcow2::{Bytes, CompressionType, CreateOptions, ErrorKind, Preallocation};
 use ringdisk_ring::{Errno, Runtime};
 use ringdisk_storage::Storage;
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
@@ -75,7 +75,7 @@ fn compare(runtime: &mut Runtime, images: &Images, options: &CreateOptions) {
     let theirs = open(runtime, &images.path("theirs"));
     assert_eq!(image.info().feature_names, theirs.info().feature_names);
     assert_eq!(image.info().incompatible_features, theirs.info().incompatible_features);
-    if options.size >= MIB {
+    if options.size >= Bytes(MIB) {
         let write = format!("write -q -P 7 {} 70k", options.size / 2 / 512 * 512);
         let read = write.replace("write", "read");
         images.qemu_io("ours", &[write, read]);
@@ -91,8 +91,13 @@ fn every_cluster_size_and_refcount_width() {
         for (version, refcount_bits) in [(2, 16), (3, 1 << (bits % 7))] {
             let size = (300 << bits) + 512;
             let cluster_size = 1 << bits;
-            let options =
-                CreateOptions { size, cluster_size, refcount_bits, version, ..Default::default() };
+            let options = CreateOptions {
+                size: Bytes(size),
+                cluster_size: Bytes(cluster_size),
+                refcount_bits,
+                version,
+                ..Default::default()
+            };
             compare(&mut runtime, &images, &options);
         }
     }
@@ -103,7 +108,7 @@ fn sizes_from_nothing_to_petabytes() {
     let images = Images::new();
     let mut runtime = runtime();
     for size in [0, 1, 511, 1000, 65536, 5000 * KIB, 1 << 40, 1 << 50, 2 << 50] {
-        compare(&mut runtime, &images, &CreateOptions { size, ..Default::default() });
+        compare(&mut runtime, &images, &CreateOptions { size: Bytes(size), ..Default::default() });
     }
 }
 
@@ -113,7 +118,7 @@ fn features_alone_and_together() {
     let mut runtime = runtime();
     for which in 0..8 {
         let options = CreateOptions {
-            size: 3 * MIB + 512,
+            size: Bytes(3 * MIB + 512),
             extended_l2: which & 1 != 0,
             lazy_refcounts: which & 2 != 0,
             compression: [CompressionType::Zlib, CompressionType::Zstd][which >> 2],
@@ -132,7 +137,7 @@ fn backing_files_of_all_lengths() {
     for (name, format) in [("base", Some("qcow2")), (&*long, Some("qcow2"))] {
         for version in [2, 3] {
             let options = CreateOptions {
-                size: 2 * MIB,
+                size: Bytes(2 * MIB),
                 version,
                 backing_file: Some(name.into()),
                 backing_format: format.map(Into::into),
@@ -150,7 +155,7 @@ fn external_data_files_plain_and_raw() {
     for (data_file_raw, extended_l2) in [(false, false), (false, true), (true, false), (true, true)]
     {
         let options = CreateOptions {
-            size: 3 * MIB + 512,
+            size: Bytes(3 * MIB + 512),
             data_file: Some(b"data".to_vec()),
             data_file_raw,
             extended_l2,
@@ -158,7 +163,7 @@ fn external_data_files_plain_and_raw() {
         };
         compare(&mut runtime, &images, &options);
         let length = images.path("data").metadata().expect("the data file").len();
-        assert!(length >= options.size);
+        assert!(length >= options.size.0);
     }
 }
 
@@ -176,8 +181,8 @@ fn preallocated_images_need_no_allocation_and_read_as_zeroes() {
         for which in 0..5 {
             let external = which == 1 || which == 2;
             let options = CreateOptions {
-                size,
-                cluster_size: [65536, 65536, 65536, 512, 65536][which],
+                size: Bytes(size),
+                cluster_size: Bytes([65536, 65536, 65536, 512, 65536][which]),
                 refcount_bits: [16, 16, 16, 1, 64][which],
                 data_file: external.then(|| b"data".to_vec()),
                 data_file_raw: which == 2,
@@ -208,7 +213,7 @@ fn preallocation_over_a_backing_file_needs_subclusters_and_shows_the_backing_fil
     let mut runtime = runtime();
     std::fs::write(images.path("base"), vec![7; 2 << 20]).expect("a base");
     let options = CreateOptions {
-        size: 3 * MIB,
+        size: Bytes(3 * MIB),
         backing_file: Some(b"base".to_vec()),
         backing_format: Some("raw".into()),
         extended_l2: true,
@@ -239,7 +244,12 @@ fn old_content_is_gone() {
     let images = Images::new();
     let mut runtime = runtime();
     std::fs::write(images.path("ours"), vec![0xee; 9 << 20]).expect("rubbish");
-    create(&mut runtime, &images, "ours", &CreateOptions { size: MIB, ..Default::default() });
+    create(
+        &mut runtime,
+        &images,
+        "ours",
+        &CreateOptions { size: Bytes(MIB), ..Default::default() },
+    );
     images.qemu_img(&["check", "-q", "ours"]);
     let image = open(&mut runtime, &images.path("ours"));
     assert!(read_all(&mut runtime, &image, &[], MIB as usize).iter().all(|byte| *byte == 0));
@@ -261,7 +271,7 @@ fn on_a_device_nothing_of_the_old_content_shows() {
     let ring = runtime.ring().clone();
     for preallocation in [Preallocation::Off, Preallocation::Metadata, Preallocation::Full] {
         let sim = device(16 << 20);
-        let options = CreateOptions { size: 3 * MIB, preallocation, ..Default::default() };
+        let options = CreateOptions { size: Bytes(3 * MIB), preallocation, ..Default::default() };
         runtime
             .block_on(ringdisk_qcow2::create(&ring, &sim.storage(), None, &options))
             .expect("room for the image");
@@ -278,7 +288,7 @@ fn a_device_that_is_too_small_is_refused() {
     let sim = device(1 << 20);
     sim.on(When::kind(OpKind::WriteZeroes).at(1 << 20..u64::MAX), Fault::Fail(Errno::NOSPC));
     let preallocation = Preallocation::Metadata;
-    let options = CreateOptions { size: 3 * MIB, preallocation, ..Default::default() };
+    let options = CreateOptions { size: Bytes(3 * MIB), preallocation, ..Default::default() };
     let made = runtime.block_on(ringdisk_qcow2::create(&ring, &sim.storage(), None, &options));
     assert_eq!(made.unwrap_err().kind(), ErrorKind::Io);
 }
@@ -289,8 +299,8 @@ fn a_power_cut_leaves_no_image_or_a_sound_one() {
     let mut runtime = runtime();
     let ring = runtime.ring().clone();
     let options = CreateOptions {
-        size: 2 * MIB,
-        cluster_size: 4096,
+        size: Bytes(2 * MIB),
+        cluster_size: Bytes(4096),
         preallocation: Preallocation::Metadata,
         ..Default::default()
     };

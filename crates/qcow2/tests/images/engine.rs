@@ -8,7 +8,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use ringdisk_qcow2::{ExtentKind, GuestOffset, Nothing, OpenOptions, Qcow2};
+use ringdisk_qcow2::{Bytes, ExtentKind, GuestOffset, Nothing, OpenOptions, Qcow2};
 use ringdisk_ring::{IoBuf, Ring};
 use ringdisk_storage::Storage;
 use ringdisk_testkit::sim::Prng;
@@ -21,10 +21,10 @@ async fn read(image: &Qcow2, ring: &Ring, offset: u64, len: usize) -> Vec<u8> {
     while done < len {
         let _grace = image.enter();
         let extent = image
-            .map(ring, GuestOffset(offset + done as u64), (len - done) as u64)
+            .map(ring, GuestOffset(offset + done as u64), Bytes::of(len - done))
             .await
             .expect("map");
-        let part = IoBuf::new(extent.len as usize, 4096);
+        let part = IoBuf::new(extent.len.0 as usize, 4096);
         match extent.kind {
             ExtentKind::Data { offset } => {
                 let n = image.data_storage().read(ring, offset.0, &part).await.expect("read");
@@ -32,9 +32,9 @@ async fn read(image: &Qcow2, ring: &Ring, offset: u64, len: usize) -> Vec<u8> {
             }
             ExtentKind::Zero { .. } | ExtentKind::Unallocated => {}
             ExtentKind::Compressed(c) => {
-                let within = (offset + done as u64) % image.info().cluster_size();
+                let within = GuestOffset(offset + done as u64) % image.info().cluster_size();
                 image
-                    .read_compressed(ring, c, GuestOffset(within), &part)
+                    .read_compressed(ring, c, GuestOffset::after(within), &part)
                     .await
                     .expect("compressed");
             }
@@ -97,14 +97,14 @@ fn run(options: &str, seed: u64, steps: usize) {
                         model[range].fill(0);
                         let unmap = prng.below(2) == 0;
                         image
-                            .write_zeroes(&ring, GuestOffset(offset), len, unmap, &Nothing)
+                            .write_zeroes(&ring, GuestOffset(offset), Bytes(len), unmap, &Nothing)
                             .await
                             .expect("zero");
                     }
                     7 => {
                         model[range].fill(0);
                         image
-                            .discard(&ring, GuestOffset(offset), len, &Nothing)
+                            .discard(&ring, GuestOffset(offset), Bytes(len), &Nothing)
                             .await
                             .expect("discard");
                     }

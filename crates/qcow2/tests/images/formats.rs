@@ -6,7 +6,7 @@
 
 use std::process::Command;
 
-use ringdisk_qcow2::{CompressionType, ExtentKind, GuestOffset, OpenOptions, Qcow2};
+use ringdisk_qcow2::{Bytes, CompressionType, ExtentKind, GuestOffset, OpenOptions, Qcow2};
 
 use crate::common::{Images, KIB, MIB, check, mixed, open, read_all, runtime, try_open_with};
 
@@ -222,7 +222,7 @@ fn nothing_is_read_from_the_image_file_while_the_data_file_is_not_set() {
     images.qemu_io("image", &["write -q -P 1 64k 64k".into()]);
     let image = crate::common::try_open(&mut runtime, &path).expect("a good image");
     let ring = runtime.ring().clone();
-    let mapped = runtime.block_on(image.map(&ring, GuestOffset(64 * KIB), 512));
+    let mapped = runtime.block_on(image.map(&ring, GuestOffset(64 * KIB), Bytes(512)));
     assert_eq!(mapped, Err(ringdisk_ring::Errno::IO));
 }
 
@@ -257,8 +257,8 @@ fn internal_snapshots_are_listed_and_the_active_disk_is_read() {
         let names: Vec<_> = image.info().snapshots.iter().map(|s| s.name.as_str()).collect();
         assert_eq!(names, ["before", "später, mit Umlaut"]);
         assert_eq!(image.info().snapshots[0].id, "1");
-        assert_eq!(image.info().snapshots[0].disk_bytes, Some(4 * MIB));
-        assert_eq!(image.info().snapshots[0].vm_state_bytes, 0);
+        assert_eq!(image.info().snapshots[0].disk_bytes, Some(Bytes(4 * MIB)));
+        assert_eq!(image.info().snapshots[0].vm_state_bytes, Bytes::ZERO);
         assert!(image.info().snapshots[0].date_seconds > 0);
     }
 }
@@ -320,7 +320,10 @@ fn bitmaps_are_listed() {
     check(&mut runtime, &images, "bitmaps", &[]);
     let bitmaps = open(&mut runtime, &path).info().bitmaps.clone();
     assert_eq!(bitmaps.len(), 2);
-    assert_eq!((bitmaps[0].name.as_str(), bitmaps[0].granularity_bytes), ("first", 128 * KIB));
+    assert_eq!(
+        (bitmaps[0].name.as_str(), bitmaps[0].granularity_bytes),
+        ("first", Bytes(128 * KIB))
+    );
     assert_eq!((bitmaps[0].auto, bitmaps[1].auto), (true, false));
     assert!(bitmaps.iter().all(|bitmap| !bitmap.in_use));
 }
@@ -352,7 +355,7 @@ fn a_huge_disk_with_a_small_cache_is_read_right() {
     let commands: Vec<_> =
         commands.map(|(i, at)| format!("write -q -P {} {at} 512", i + 1)).collect();
     images.qemu_io("huge", &commands);
-    let options = OpenOptions { metadata_cache_bytes: Some(0), ..Default::default() };
+    let options = OpenOptions { metadata_cache_bytes: Some(Bytes::ZERO), ..Default::default() };
     let image = try_open_with(&mut runtime, &path, &options).expect("a good image");
     let ring = runtime.ring().clone();
     for _ in 0..3 {
@@ -362,7 +365,7 @@ fn a_huge_disk_with_a_small_cache_is_read_right() {
         }
     }
     assert!(image.cache_counters().evictions > 0);
-    assert!(image.cache_counters().capacity_bytes <= 8 * 4096);
+    assert!(image.cache_counters().capacity_bytes <= Bytes(8 * 4096));
 }
 
 #[test]
@@ -373,14 +376,15 @@ fn contiguous_clusters_are_one_extent_across_slices_and_tables() {
     let path = images.create("flat", "cluster_size=512,preallocation=metadata", MIB);
     let image = open(&mut runtime, &path);
     let ring = runtime.ring().clone();
-    let extent = runtime.block_on(image.map(&ring, GuestOffset(0), MIB)).expect("a good image");
-    assert_eq!(extent.len, 32 * KIB, "only the first slice is loaded");
+    let extent =
+        runtime.block_on(image.map(&ring, GuestOffset(0), Bytes(MIB))).expect("a good image");
+    assert_eq!(extent.len, Bytes(32 * KIB), "only the first slice is loaded");
     // Load the rest.
     read_all(&mut runtime, &image, &[], MIB as usize);
-    let mut at = 0;
+    let mut at = GuestOffset(0);
     let mut extents = 0;
-    while at < MIB {
-        let extent = image.map_cached(GuestOffset(at), MIB - at).expect("good").expect("cached");
+    while at < GuestOffset(MIB) {
+        let extent = image.map_cached(at, GuestOffset(MIB) - at).expect("good").expect("cached");
         assert!(matches!(extent.kind, ExtentKind::Data { .. }));
         at += extent.len;
         extents += 1;
@@ -390,8 +394,8 @@ fn contiguous_clusters_are_one_extent_across_slices_and_tables() {
     let unallocated = images.create("empty", "cluster_size=512", 64 * MIB);
     let image = open(&mut runtime, &unallocated);
     let extent =
-        image.map_cached(GuestOffset(0), u64::MAX).expect("good").expect("no table at all");
-    assert_eq!((extent.len, extent.kind), (64 * MIB, ExtentKind::Unallocated));
+        image.map_cached(GuestOffset(0), Bytes::MAX).expect("good").expect("no table at all");
+    assert_eq!((extent.len, extent.kind), (Bytes(64 * MIB), ExtentKind::Unallocated));
 }
 
 #[test]
@@ -410,11 +414,11 @@ fn ranges_outside_the_disk_are_refused() {
     let path = images.create("small", "", MIB);
     let image = open(&mut runtime(), &path);
     let invalid = Err(ringdisk_ring::Errno::INVAL);
-    assert_eq!(image.map_cached(GuestOffset(0), 0), invalid);
-    assert_eq!(image.map_cached(GuestOffset(MIB), 1), invalid);
-    assert_eq!(image.map_cached(GuestOffset(u64::MAX), u64::MAX), invalid);
-    let last = image.map_cached(GuestOffset(MIB - 1), u64::MAX).expect("good").expect("no table");
-    assert_eq!(last.len, 1);
+    assert_eq!(image.map_cached(GuestOffset(0), Bytes::ZERO), invalid);
+    assert_eq!(image.map_cached(GuestOffset(MIB), Bytes(1)), invalid);
+    assert_eq!(image.map_cached(GuestOffset(u64::MAX), Bytes::MAX), invalid);
+    let last = image.map_cached(GuestOffset(MIB - 1), Bytes::MAX).expect("good").expect("no table");
+    assert_eq!(last.len, Bytes(1));
 }
 
 #[test]
@@ -422,8 +426,8 @@ fn a_disk_of_size_zero_opens() {
     let images = Images::new();
     let path = images.create("zero", "", 0);
     let image = open(&mut runtime(), &path);
-    assert_eq!(image.virtual_size(), 0);
-    assert_eq!(image.map_cached(GuestOffset(0), 1), Err(ringdisk_ring::Errno::INVAL));
+    assert_eq!(image.virtual_size(), Bytes::ZERO);
+    assert_eq!(image.map_cached(GuestOffset(0), Bytes(1)), Err(ringdisk_ring::Errno::INVAL));
 }
 
 #[test]
@@ -434,7 +438,7 @@ fn the_image_is_shared_by_threads_that_load_the_same_slices() {
     images.qemu_io("shared", &mixed(4 * KIB, 64 * MIB));
     source(&images, "source", 4 * MIB);
     let expected = images.converted("shared");
-    let options = OpenOptions { metadata_cache_bytes: Some(40 << 10), ..Default::default() };
+    let options = OpenOptions { metadata_cache_bytes: Some(Bytes(40 << 10)), ..Default::default() };
     let image = try_open_with(&mut main_runtime, &path, &options).expect("a good image");
     std::thread::scope(|scope| {
         for _ in 0..4 {

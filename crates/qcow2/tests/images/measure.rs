@@ -7,8 +7,8 @@ use std::fs::File;
 use std::path::Path;
 
 use ringdisk_qcow2::{
-    CreateOptions, ErrorKind, ExtentKind, GuestOffset, Measure, Measurement, Preallocation, Qcow2,
-    measure_raw,
+    Bytes, CreateOptions, ErrorKind, ExtentKind, GuestOffset, Measure, Measurement, Preallocation,
+    Qcow2, measure_raw,
 };
 use ringdisk_ring::Runtime;
 use ringdisk_storage::Allocation;
@@ -22,7 +22,7 @@ fn theirs(images: &Images, words: &[&str]) -> Measurement {
     let number = |key: &str| {
         let line = text.lines().find(|line| line.contains(&format!("\"{key}\"")))?;
         let digits: String = line.chars().filter(char::is_ascii_digit).collect();
-        digits.parse().ok()
+        digits.parse().ok().map(Bytes)
     };
     Measurement {
         required: number("required").expect("a number"),
@@ -56,7 +56,7 @@ fn matrix() -> Vec<(CreateOptions, String)> {
                      extended_l2={extended}"
                 );
                 let options = CreateOptions {
-                    cluster_size,
+                    cluster_size: Bytes(cluster_size),
                     refcount_bits,
                     version,
                     extended_l2,
@@ -74,7 +74,7 @@ fn sizes_without_a_source() {
     let images = Images::new();
     for (options, words) in matrix() {
         for size in [0, 1000, 64 * MIB, 3 * (1 << 30) + 512, 1 << 36] {
-            let options = CreateOptions { size, ..options.clone() };
+            let options = CreateOptions { size: Bytes(size), ..options.clone() };
             let ours = Measure::new("x", &options, false).expect("a good size").finish();
             let size = size.to_string();
             let theirs = theirs(&images, &["--size", &size, "-O", "qcow2", "-o", &words]);
@@ -101,7 +101,7 @@ fn preallocation_and_backing_files() {
                 words.push_str(",backing_file=base,backing_fmt=qcow2");
             }
             let options = CreateOptions {
-                size: 8 * MIB,
+                size: Bytes(8 * MIB),
                 preallocation,
                 backing_file: backing.then(|| b"base".to_vec()),
                 ..Default::default()
@@ -109,9 +109,9 @@ fn preallocation_and_backing_files() {
             let ours = Measure::new("x", &options, false).expect("good options").finish();
             let size = ["--size", "8M", "-O", "qcow2", "-o", &words];
             assert_eq!(ours, theirs(&images, &size), "{words}");
-            let options = CreateOptions { size: 3 * MIB, ..options };
+            let options = CreateOptions { size: Bytes(3 * MIB), ..options };
             let mut ours = Measure::new("x", &options, true).expect("good options");
-            ours.data(0, 3 * MIB);
+            ours.data(GuestOffset(0), Bytes(3 * MIB));
             let source = ["-f", "raw", "-O", "qcow2", "-o", &words, "raw"];
             assert_eq!(ours.finish(), theirs(&images, &source), "{words}");
         }
@@ -122,12 +122,12 @@ fn preallocation_and_backing_files() {
 fn raw_targets() {
     let images = Images::new();
     for size in [0, 1, 512, 1000, 1 << 40] {
-        let ours = measure_raw("x", size).expect("a good size");
+        let ours = measure_raw("x", Bytes(size)).expect("a good size");
         let size = size.to_string();
         assert_eq!(ours, theirs(&images, &["--size", &size, "-O", "raw"]), "{size}");
     }
     for size in [u64::MAX, 1 << 63, (1 << 63) - 1] {
-        assert_eq!(measure_raw("x", size).unwrap_err().kind(), ErrorKind::InvalidRequest);
+        assert_eq!(measure_raw("x", Bytes(size)).unwrap_err().kind(), ErrorKind::InvalidRequest);
     }
 }
 
@@ -152,9 +152,9 @@ fn raw_sources_count_what_is_no_hole() {
         at += len;
     }
     for (options, words) in matrix() {
-        let options = CreateOptions { size: storage.len(), ..options };
+        let options = CreateOptions { size: Bytes(storage.len()), ..options };
         let mut ours = Measure::new("x", &options, true).expect("a good size");
-        runs.iter().for_each(|(offset, len)| ours.data(*offset, *len));
+        runs.iter().for_each(|(offset, len)| ours.data(GuestOffset(*offset), Bytes(*len)));
         let theirs = theirs(&images, &["-f", "raw", "-O", "qcow2", "-o", &words, "raw"]);
         assert_eq!(ours.finish(), theirs, "{words}");
     }
@@ -165,20 +165,20 @@ fn data_of(runtime: &mut Runtime, image: &Qcow2, holes: bool) -> Vec<(u64, u64)>
     let ring = runtime.ring().clone();
     runtime.block_on(async {
         let mut runs = Vec::new();
-        let mut at = 0;
-        while at < image.virtual_size() {
-            let left = image.virtual_size() - at;
-            let mut extent = image.map(&ring, GuestOffset(at), left).await.expect("a good image");
+        let mut at = GuestOffset(0);
+        let end = GuestOffset::after(image.virtual_size());
+        while at < end {
+            let mut extent = image.map(&ring, at, end - at).await.expect("a good image");
             let mut data =
                 matches!(extent.kind, ExtentKind::Data { .. } | ExtentKind::Compressed(_));
             if let ExtentKind::Data { offset } = extent.kind
                 && holes
             {
                 let file = image.data_storage();
-                let run = file.allocation(&ring, offset.0, extent.len).await.expect("a file");
-                (data, extent.len) = (run.0 == Allocation::Data, run.1);
+                let run = file.allocation(&ring, offset.0, extent.len.0).await.expect("a file");
+                (data, extent.len) = (run.0 == Allocation::Data, Bytes(run.1));
             }
-            runs.extend(data.then_some((at, extent.len)));
+            runs.extend(data.then_some((at.0, extent.len.0)));
             at += extent.len;
         }
         runs
@@ -217,7 +217,7 @@ fn qcow2_sources_and_their_bitmaps() {
             let options = CreateOptions { size: image.virtual_size(), ..options };
             let ours = runs.iter().map(|runs| {
                 let mut ours = Measure::new("x", &options, true).expect("a good size");
-                runs.iter().for_each(|(offset, len)| ours.data(*offset, *len));
+                runs.iter().for_each(|(offset, len)| ours.data(GuestOffset(*offset), Bytes(*len)));
                 ours.bitmaps(image.info());
                 ours.finish()
             });
@@ -232,16 +232,16 @@ fn qcow2_sources_and_their_bitmaps() {
 #[test]
 fn what_no_image_can_be_is_refused() {
     let kind = |options: CreateOptions| Measure::new("x", &options, false).unwrap_err().kind();
-    let plain = CreateOptions { size: 1 << 30, ..Default::default() };
-    assert_eq!(kind(CreateOptions { size: 3 << 50, ..plain.clone() }), ErrorKind::TooLarge);
-    let small = CreateOptions { size: 129 << 30, cluster_size: 512, ..plain.clone() };
+    let plain = CreateOptions { size: Bytes(1 << 30), ..Default::default() };
+    assert_eq!(kind(CreateOptions { size: Bytes(3 << 50), ..plain.clone() }), ErrorKind::TooLarge);
+    let small = CreateOptions { size: Bytes(129 << 30), cluster_size: Bytes(512), ..plain.clone() };
     assert_eq!(kind(small), ErrorKind::TooLarge);
-    let odd = CreateOptions { cluster_size: 3000, ..plain.clone() };
+    let odd = CreateOptions { cluster_size: Bytes(3000), ..plain.clone() };
     assert_eq!(kind(odd), ErrorKind::InvalidRequest);
     let odd = CreateOptions { refcount_bits: 3, ..plain.clone() };
     assert_eq!(kind(odd), ErrorKind::InvalidRequest);
     let old = CreateOptions { refcount_bits: 8, version: 2, ..plain.clone() };
     assert_eq!(kind(old), ErrorKind::InvalidRequest);
-    let extended = CreateOptions { extended_l2: true, cluster_size: 4096, ..plain };
+    let extended = CreateOptions { extended_l2: true, cluster_size: Bytes(4096), ..plain };
     assert_eq!(kind(extended), ErrorKind::InvalidRequest);
 }

@@ -8,8 +8,8 @@
 use std::fmt;
 
 use ringdisk_qcow2::{
-    CheckVerdict, Error, GuestOffset, ImageBytes, Nothing, OpenOptions, Preallocation, Qcow2,
-    ResizeOptions, check_bytes,
+    Bytes, CheckVerdict, Error, GuestOffset, ImageBytes, Nothing, OpenOptions, Preallocation,
+    Qcow2, ResizeOptions, check_bytes,
 };
 use ringdisk_ring::{Errno, IoBuf, Ring, Runtime};
 use ringdisk_testkit::layout::{Class, Guest, Layout};
@@ -67,11 +67,11 @@ async fn make(change: Change, image: &mut Qcow2, ring: &Ring) -> Result<(), Erro
         Change::DeleteLast => image.snapshot_delete(ring, "second").await,
         Change::Grow(preallocation) => {
             let options = ResizeOptions { shrink: false, preallocation };
-            image.resize(ring, 3 * SIZE / 1024 * 512, &options, &Nothing).await
+            image.resize(ring, Bytes(3 * SIZE / 1024 * 512), &options, &Nothing).await
         }
         Change::Shrink => {
             let options = ResizeOptions { shrink: true, ..ResizeOptions::default() };
-            image.resize(ring, SIZE / 1024 * 512, &options, &Nothing).await
+            image.resize(ring, Bytes(SIZE / 1024 * 512), &options, &Nothing).await
         }
         Change::Empty => image.make_empty(ring).await,
         Change::Backing => image.set_backing(ring, Some(b"another"), Some("raw")).await,
@@ -142,8 +142,8 @@ fn content(file: &SimStorage) -> Result<Content, String> {
 struct Look<'a>(&'a SimStorage);
 
 impl ImageBytes for Look<'_> {
-    fn image_len(&self) -> u64 {
-        self.0.len()
+    fn image_len(&self) -> Bytes {
+        Bytes(self.0.len())
     }
 
     fn read_into(&self, offset: u64, out: &mut [u8]) {
@@ -157,8 +157,11 @@ impl ImageBytes for Look<'_> {
 fn run(runtime: &mut Runtime, file: &SimStorage, change: Change) -> Result<(), Error> {
     let ring = runtime.ring().clone();
     runtime.block_on(async {
-        let options =
-            OpenOptions { writable: true, metadata_cache_bytes: Some(0), ..OpenOptions::default() };
+        let options = OpenOptions {
+            writable: true,
+            metadata_cache_bytes: Some(Bytes::ZERO),
+            ..OpenOptions::default()
+        };
         let mut image = Qcow2::open(&ring, file.storage(), &options).await?;
         let result = make(change, &mut image, &ring).await;
         let _ = image.close(&ring).await;

@@ -6,8 +6,8 @@
 mod shrink;
 
 use ringdisk_qcow2::{
-    Below, Error, ErrorKind, ExtentKind, GuestOffset, Nothing, OpenOptions, Preallocation, Qcow2,
-    ResizeOptions,
+    Below, Bytes, Error, ErrorKind, ExtentKind, GuestOffset, Nothing, OpenOptions, Preallocation,
+    Qcow2, ResizeOptions,
 };
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
@@ -131,7 +131,7 @@ impl Below for Sevens {
         Ok(())
     }
 
-    fn has_data(&self, offset: GuestOffset, _: u64) -> bool {
+    fn has_data(&self, offset: GuestOffset, _: Bytes) -> bool {
         offset < GuestOffset(self.0)
     }
 }
@@ -150,10 +150,11 @@ fn a_disk_does_not_grow_without_the_backing_file_that_it_names() {
         let file = storage(&images.path(NAME));
         let mut image = Qcow2::open(&ring, file, &options).await.expect("an image");
         let resize = ResizeOptions { shrink: true, preallocation: Preallocation::Off };
-        let refused = image.resize(&ring, 4 * MIB, &resize, &Nothing).await.expect_err("larger");
+        let refused =
+            image.resize(&ring, Bytes(4 * MIB), &resize, &Nothing).await.expect_err("larger");
         assert!(refused.to_string().contains("open without it"), "{refused}");
         // What becomes smaller shows nothing new.
-        image.resize(&ring, MIB / 2, &resize, &Nothing).await.expect("a smaller disk");
+        image.resize(&ring, Bytes(MIB / 2), &resize, &Nothing).await.expect("a smaller disk");
         image.close(&ring).await.expect("a clean close");
     });
     assert_same("smaller", &images.converted(NAME), &vec![7; MIB as usize / 2]);
@@ -192,7 +193,7 @@ fn a_longer_backing_file_does_not_show_in_the_new_part() {
                 let mut image = Qcow2::open(&ring, file, &options).await.expect("an image");
                 let resize = ResizeOptions { shrink: false, preallocation: mode };
                 let below = Sevens(3 * MIB);
-                image.resize(&ring, 4 * MIB, &resize, &below).await.expect("a larger disk");
+                image.resize(&ring, Bytes(4 * MIB), &resize, &below).await.expect("a larger disk");
                 image.close(&ring).await.expect("a clean close");
             });
             let mut expected = vec![7; size as usize];
@@ -233,12 +234,15 @@ fn zeroes_of_version_2_over_a_longer_backing_file_lie_inside_the_file() {
                 let mut image = Qcow2::open(&ring, storage(&copy), &options).await.expect("opens");
                 let new = 2 * MIB + clusters * CLUSTER;
                 let below = Sevens(3 * MIB);
-                image.resize(&ring, new, &ResizeOptions::default(), &below).await.expect("grows");
+                image
+                    .resize(&ring, Bytes(new), &ResizeOptions::default(), &below)
+                    .await
+                    .expect("grows");
                 image.close(&ring).await.expect("a clean close");
                 let image = Qcow2::open(&ring, storage(&copy), &OpenOptions::default()).await;
                 let image = image.expect("opens");
                 for at in (2 * MIB..new).step_by(CLUSTER as usize) {
-                    let extent = image.map(&ring, GuestOffset(at), CLUSTER).await;
+                    let extent = image.map(&ring, GuestOffset(at), Bytes(CLUSTER)).await;
                     let extent = extent.unwrap_or_else(|errno| panic!("{case}, at {at}: {errno}"));
                     assert!(matches!(extent.kind, ExtentKind::Data { .. }), "{case}");
                 }
@@ -254,10 +258,13 @@ fn zeroes_of_version_2_over_a_longer_backing_file_lie_inside_the_file() {
 #[test]
 fn what_does_not_fit_is_refused() {
     let kind = |result: Result<(), Error>| result.expect_err("refused").kind();
-    let resize = |subject: &mut Subject, size: u64, shrink: bool, preallocation| {
-        let options = ResizeOptions { shrink, preallocation };
-        kind(subject.with(async |image, ring| image.resize(ring, size, &options, &Nothing).await))
-    };
+    let resize =
+        |subject: &mut Subject, size: u64, shrink: bool, preallocation| {
+            let options = ResizeOptions { shrink, preallocation };
+            kind(subject.with(async |image, ring| {
+                image.resize(ring, Bytes(size), &options, &Nothing).await
+            }))
+        };
     let mut subject = Subject::new("", SIZE);
     let off = Preallocation::Off;
     assert_eq!(resize(&mut subject, SIZE - 512, false, off), ErrorKind::InvalidRequest);
@@ -391,8 +398,10 @@ fn has_places(subject: &mut Subject, range: std::ops::Range<u64>) -> bool {
     subject.with(async |image, ring| {
         let mut at = range.start;
         while at < range.end {
-            let extent =
-                image.map(ring, GuestOffset(at), range.end - at).await.expect("a good image");
+            let extent = image
+                .map(ring, GuestOffset(at), Bytes(range.end - at))
+                .await
+                .expect("a good image");
             let place = match extent.kind {
                 ExtentKind::Data { offset } => Some(offset),
                 ExtentKind::Zero { offset } => offset,
@@ -401,7 +410,7 @@ fn has_places(subject: &mut Subject, range: std::ops::Range<u64>) -> bool {
             if place.is_none() {
                 return false;
             }
-            at += extent.len;
+            at += extent.len.0;
         }
         true
     })
@@ -478,11 +487,11 @@ fn a_disk_that_was_shrunk_says_so_although_its_data_file_stays_long() {
         let mut image = Qcow2::open(&ring, file, &options).await.expect("a good image");
         image.set_data_file(data.storage()).expect("a data file is wanted");
         let options = ResizeOptions { shrink: true, ..ResizeOptions::default() };
-        image.resize(&ring, MIB / 2, &options, &Nothing).await.expect("it is smaller");
-        assert_eq!(image.virtual_size(), MIB / 2);
+        image.resize(&ring, Bytes(MIB / 2), &options, &Nothing).await.expect("it is smaller");
+        assert_eq!(image.virtual_size(), Bytes(MIB / 2));
         image.close(&ring).await.expect("a clean close");
     });
-    subject.with(async |image, _| assert_eq!(image.virtual_size(), MIB / 2));
+    subject.with(async |image, _| assert_eq!(image.virtual_size(), Bytes(MIB / 2)));
 }
 
 #[test]
@@ -560,14 +569,14 @@ fn a_disk_whose_data_file_does_not_grow_keeps_its_size() {
                     let mut image = opened.expect("a good image");
                     image.set_data_file(data.storage()).expect("a data file is wanted");
                     let options = ResizeOptions { shrink: false, preallocation };
-                    let result = image.resize(&ring, 16 * MIB, &options, &Nothing).await;
+                    let result = image.resize(&ring, Bytes(16 * MIB), &options, &Nothing).await;
                     assert!(result.is_err(), "{what}");
-                    assert_eq!(image.virtual_size(), 4 * MIB, "{what}");
+                    assert_eq!(image.virtual_size(), Bytes(4 * MIB), "{what}");
                     let off = ResizeOptions { shrink: true, ..ResizeOptions::default() };
-                    let smaller = image.resize(&ring, 4 * MIB - 512, &off, &Nothing).await;
+                    let smaller = image.resize(&ring, Bytes(4 * MIB - 512), &off, &Nothing).await;
                     assert!(smaller.is_ok(), "{what}: {smaller:?}");
                     // Where it has room there is nothing to say.
-                    let back = image.resize(&ring, 4 * MIB, &off, &Nothing).await;
+                    let back = image.resize(&ring, Bytes(4 * MIB), &off, &Nothing).await;
                     assert!(back.is_ok() || !is_device, "{what}: {back:?}");
                     assert_eq!(image.close(&ring).await, Ok(()), "{what}");
                 });

@@ -3,7 +3,7 @@
 // Test images are small.
 #![allow(clippy::cast_possible_truncation)]
 
-use ringdisk_qcow2::{ErrorKind, Preallocation};
+use ringdisk_qcow2::{Bytes, ErrorKind, Preallocation};
 use ringdisk_testkit::sim::Prng;
 
 use crate::common::{KIB, MIB};
@@ -222,7 +222,7 @@ fn random(options: &str, seed: u64) {
 /// The first range that a snapshot leaves to the backing file, with a chain of `below` bytes.
 fn need(subject: &mut Subject, below: u64) -> Option<(String, std::ops::Range<u64>)> {
     let need = subject
-        .with(async |image, ring| image.snapshots_need_backing(ring, below).await)
+        .with(async |image, ring| image.snapshots_need_backing(ring, Bytes(below)).await)
         .expect("sound tables");
     need.map(|need| (need.name, need.range.start.0..need.range.end.0))
 }
@@ -277,9 +277,9 @@ fn a_disk_that_is_uncovered_shows_more_of_its_backing_file() {
         subject.write(1, 0, 64 * KIB);
         subject
             .with(async |image, ring| {
-                image.uncover(ring, SIZE).await?;
+                image.uncover(ring, Bytes(SIZE)).await?;
                 // Never smaller.
-                image.uncover(ring, MIB).await
+                image.uncover(ring, Bytes(MIB)).await
             })
             .expect("a larger disk");
         subject.disk.resize(SIZE as usize, 9);

@@ -4,7 +4,7 @@
 // Test images are small.
 #![allow(clippy::cast_possible_truncation, clippy::large_futures)]
 
-use ringdisk_qcow2::{GuestOffset, Nothing, Qcow2};
+use ringdisk_qcow2::{Bytes, GuestOffset, Nothing, Qcow2};
 use ringdisk_ring::{Errno, Ring, Runtime};
 use ringdisk_testkit::sim::SimStorage;
 
@@ -160,7 +160,10 @@ fn an_entry_whose_cluster_was_freed_by_another_one_does_not_overwrite_the_table_
     with_ring(async |ring| {
         let (sim, image) = open(ring, &damaged).await;
         assert_eq!(look(ring, &image, 2 * CLUSTER).await, Ok([0x22; 16]));
-        assert_eq!(image.discard(ring, GuestOffset(CLUSTER), CLUSTER, &Nothing).await, Ok(()));
+        assert_eq!(
+            image.discard(ring, GuestOffset(CLUSTER), Bytes(CLUSTER), &Nothing).await,
+            Ok(())
+        );
         assert_eq!(image.flush(ring).await, Ok(()));
         assert_eq!(write(ring, &image, SECOND, 4096, 0x77).await, Ok(4096));
         assert_eq!(image.flush(ring).await, Ok(()));
@@ -192,13 +195,17 @@ fn an_entry_that_names_metadata_overwrites_and_frees_none_of_it() {
                     let (sim, image) = open(ring, &damaged).await;
                     let done = match change {
                         0 => write(ring, &image, 2 * CLUSTER, 512, 0x99).await.map(drop),
-                        1 => image.discard(ring, GuestOffset(2 * CLUSTER), CLUSTER, &Nothing).await,
+                        1 => {
+                            image
+                                .discard(ring, GuestOffset(2 * CLUSTER), Bytes(CLUSTER), &Nothing)
+                                .await
+                        }
                         2 => {
                             image
                                 .write_zeroes(
                                     ring,
                                     GuestOffset(2 * CLUSTER),
-                                    CLUSTER,
+                                    Bytes(CLUSTER),
                                     true,
                                     &Nothing,
                                 )
@@ -209,7 +216,7 @@ fn an_entry_that_names_metadata_overwrites_and_frees_none_of_it() {
                                 .write_zeroes(
                                     ring,
                                     GuestOffset(2 * CLUSTER),
-                                    CLUSTER,
+                                    Bytes(CLUSTER),
                                     false,
                                     &Nothing,
                                 )
@@ -337,15 +344,15 @@ fn a_damaged_entry_stops_discards_and_zeroes_at_its_own_cluster_only() {
                     false => image.discard(ring, offset, len, &Nothing).await,
                 };
                 let case = format!("{case}, zeroes {zeroes}");
-                assert_eq!(clear(GuestOffset(3 * CLUSTER), CLUSTER).await, Ok(()), "{case}");
+                assert_eq!(clear(GuestOffset(3 * CLUSTER), Bytes(CLUSTER)).await, Ok(()), "{case}");
                 assert_eq!(
-                    clear(GuestOffset(2 * CLUSTER), CLUSTER).await,
+                    clear(GuestOffset(2 * CLUSTER), Bytes(CLUSTER)).await,
                     Err(Errno::IO),
                     "{case}"
                 );
                 // What lies before it is cleared.
                 assert_eq!(
-                    clear(GuestOffset(CLUSTER), 2 * CLUSTER).await,
+                    clear(GuestOffset(CLUSTER), Bytes(2 * CLUSTER)).await,
                     Err(Errno::IO),
                     "{case}"
                 );
@@ -388,9 +395,17 @@ fn an_entry_that_names_a_place_past_the_end_costs_the_rest_of_the_disk_nothing()
                 let done = match change {
                     0 => write(ring, &image, at, 512, 0x99).await.map(drop),
                     1 => write(ring, &image, at, CLUSTER, 0x99).await.map(drop),
-                    2 => image.discard(ring, GuestOffset(at), CLUSTER, &Nothing).await,
-                    3 => image.write_zeroes(ring, GuestOffset(at), CLUSTER, true, &Nothing).await,
-                    _ => image.write_zeroes(ring, GuestOffset(at), CLUSTER, false, &Nothing).await,
+                    2 => image.discard(ring, GuestOffset(at), Bytes(CLUSTER), &Nothing).await,
+                    3 => {
+                        image
+                            .write_zeroes(ring, GuestOffset(at), Bytes(CLUSTER), true, &Nothing)
+                            .await
+                    }
+                    _ => {
+                        image
+                            .write_zeroes(ring, GuestOffset(at), Bytes(CLUSTER), false, &Nothing)
+                            .await
+                    }
                 };
                 assert_eq!(done, Err(Errno::IO), "{case}");
                 assert_eq!(image.flush(ring).await, Ok(()), "{case}");

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::Poll;
 
-use ringdisk_qcow2::{Compressed, ExtentKind, GuestOffset, OpenOptions, Qcow2};
+use ringdisk_qcow2::{Bytes, Compressed, ExtentKind, GuestOffset, OpenOptions, Qcow2};
 use ringdisk_ring::{Errno, IoBuf, Ring, Runtime};
 
 use crate::common::memory::{Control, memory};
@@ -78,7 +78,7 @@ fn a_slice_that_many_requests_miss_is_read_once() {
     let shared = image.clone();
     let extents = run_together(&mut runtime, 20, move |ring, index| {
         let image = shared.clone();
-        async move { image.map(&ring, GuestOffset(index as u64 * 512), 512).await }
+        async move { image.map(&ring, GuestOffset(index as u64 * 512), Bytes(512)).await }
     });
     assert_eq!(extents.len(), 20);
     assert!(
@@ -97,13 +97,13 @@ fn an_error_of_the_load_reaches_all_who_wait_and_the_next_tries_again() {
     let shared = image.clone();
     let errors = run_together(&mut runtime, 5, move |ring, _| {
         let image = shared.clone();
-        async move { image.map(&ring, GuestOffset(0), 512).await }
+        async move { image.map(&ring, GuestOffset(0), Bytes(512)).await }
     });
     assert_eq!(errors, vec![Err(Errno::IO); 5]);
     assert_eq!(control.reads_at(first), 1);
     *control.failing.lock().expect("lock") = None;
     let ring = runtime.ring().clone();
-    assert!(runtime.block_on(image.map(&ring, GuestOffset(0), 512)).is_ok());
+    assert!(runtime.block_on(image.map(&ring, GuestOffset(0), Bytes(512))).is_ok());
 }
 
 #[test]
@@ -113,13 +113,13 @@ fn a_load_that_hangs_stops_only_those_who_need_it() {
     *control.held.lock().expect("lock") = Some(first);
     let ring = runtime.ring().clone();
     runtime.block_on(async {
-        let mut stuck = pin!(image.map(&ring, GuestOffset(0), 512));
+        let mut stuck = pin!(image.map(&ring, GuestOffset(0), Bytes(512)));
         poll_fn(|context| {
             assert!(stuck.as_mut().poll(context).is_pending());
             Poll::Ready(())
         })
         .await;
-        let other = image.map(&ring, GuestOffset(32 * MIB), 512).await;
+        let other = image.map(&ring, GuestOffset(32 * MIB), Bytes(512)).await;
         assert!(matches!(other.expect("not held").kind, ExtentKind::Data { .. }));
         control.release();
         assert!(matches!(stuck.await.expect("released").kind, ExtentKind::Data { .. }));
@@ -133,8 +133,8 @@ fn a_cancelled_load_is_taken_over_by_one_who_waits() {
     *control.held.lock().expect("lock") = Some(first);
     let ring = runtime.ring().clone();
     runtime.block_on(async {
-        let mut leader = Box::pin(image.map(&ring, GuestOffset(0), 512));
-        let mut follower = pin!(image.map(&ring, GuestOffset(512), 512));
+        let mut leader = Box::pin(image.map(&ring, GuestOffset(0), Bytes(512)));
+        let mut follower = pin!(image.map(&ring, GuestOffset(512), Bytes(512)));
         poll_fn(|context| {
             assert!(leader.as_mut().poll(context).is_pending());
             assert!(follower.as_mut().poll(context).is_pending());
@@ -160,7 +160,8 @@ fn compressed(runtime: &mut Runtime, kind: &str) -> (Arc<Qcow2>, Arc<Control>, C
     let bytes = std::fs::read(images.path("image")).expect("the image");
     let (image, control) = open(runtime, bytes);
     let ring = runtime.ring().clone();
-    let extent = runtime.block_on(image.map(&ring, GuestOffset(0), 1)).expect("a good image");
+    let extent =
+        runtime.block_on(image.map(&ring, GuestOffset(0), Bytes(1))).expect("a good image");
     let ExtentKind::Compressed(cluster) = extent.kind else { panic!("{extent:?}") };
     (image, control, cluster)
 }
@@ -195,11 +196,13 @@ fn neighbours_of_a_cluster_that_cannot_be_read_are_read_all_the_same() {
             let buf = IoBuf::new(64 * KIB as usize, 4096);
             // The start of a request over four clusters, which are one read at first.
             let ahead = 3 * 64 * KIB;
-            let first = image.read_compressed_of(&ring, cluster, GuestOffset(0), &buf, ahead).await;
+            let first =
+                image.read_compressed_of(&ring, cluster, GuestOffset(0), &buf, Bytes(ahead)).await;
             assert_eq!(first, Err(Errno::IO));
             for number in 1..4 {
                 let at = number * 64 * KIB;
-                let extent = image.map(&ring, GuestOffset(at), 1).await.expect("a good image");
+                let extent =
+                    image.map(&ring, GuestOffset(at), Bytes(1)).await.expect("a good image");
                 let ExtentKind::Compressed(next) = extent.kind else { panic!("{extent:?}") };
                 image
                     .read_compressed(&ring, next, GuestOffset(at), &buf)

@@ -2,7 +2,7 @@
 
 use crate::ALLOCATIONS;
 use crate::common::{Images, KIB, MIB, mixed, open, read_all, runtime};
-use ringdisk_qcow2::GuestOffset;
+use ringdisk_qcow2::{Bytes, GuestOffset};
 
 fn allocations_of_cached_look_ups(options: &str, cluster: u64) -> u64 {
     let images = Images::new();
@@ -16,7 +16,7 @@ fn allocations_of_cached_look_ups(options: &str, cluster: u64) -> u64 {
     let mut found = 0;
     for len in [1, 4 * KIB, MIB, 40 * MIB] {
         for at in (0..40 * MIB).step_by(100_001) {
-            let extent = image.map_cached(GuestOffset(at), len).expect("a good image");
+            let extent = image.map_cached(GuestOffset(at), Bytes(len)).expect("a good image");
             found += u64::from(extent.is_some());
         }
     }

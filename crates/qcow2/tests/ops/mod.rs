@@ -10,8 +10,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use ringdisk_qcow2::{
-    CompressionType, Error, GuestOffset, Nothing, OpenOptions, Preallocation, Qcow2, ResizeOptions,
-    compress,
+    Bytes, CompressionType, Error, GuestOffset, Nothing, OpenOptions, Preallocation, Qcow2,
+    ResizeOptions, compress,
 };
 use ringdisk_ring::{IoBuf, Ring, Runtime};
 use ringdisk_storage::{Lock, Storage};
@@ -69,7 +69,7 @@ impl Subject {
         let file = storage(&self.images.path(NAME));
         let data = self.images.path("image.data");
         self.opened += 1;
-        let metadata_cache_bytes = self.opened.is_multiple_of(2).then_some(0);
+        let metadata_cache_bytes = self.opened.is_multiple_of(2).then_some(Bytes::ZERO);
         self.runtime.block_on(async {
             let options =
                 OpenOptions { writable: true, metadata_cache_bytes, ..OpenOptions::default() };
@@ -97,7 +97,7 @@ impl Subject {
         self.disk[offset as usize..(offset + len) as usize].fill(0);
         self.with(async |image, ring| {
             image
-                .write_zeroes(ring, GuestOffset(offset), len, unmap, &Nothing)
+                .write_zeroes(ring, GuestOffset(offset), Bytes(len), unmap, &Nothing)
                 .await
                 .expect("zeroes");
         });
@@ -106,26 +106,30 @@ impl Subject {
     pub fn discard(&mut self, offset: u64, len: u64) {
         self.disk[offset as usize..(offset + len) as usize].fill(0);
         self.with(async |image, ring| {
-            image.discard(ring, GuestOffset(offset), len, &Nothing).await.expect("a discard");
+            image
+                .discard(ring, GuestOffset(offset), Bytes(len), &Nothing)
+                .await
+                .expect("a discard");
         });
     }
 
     /// Makes whole clusters compressed, through QEMU, where they are not allocated.
     pub fn compress(&mut self, byte: u8, cluster: u64) {
         let len = self.with(async |image, _| image.info().cluster_size());
-        let offset = cluster * len;
-        if offset + len > self.disk.len() as u64 {
+        let offset = GuestOffset::after(cluster * len);
+        let end = offset + len;
+        if end > GuestOffset(self.disk.len() as u64) {
             return;
         }
-        let content = vec![byte; len as usize];
+        let content = vec![byte; len.0 as usize];
         let done = self.with(async |image, ring| {
-            image.discard(ring, GuestOffset(offset), len, &Nothing).await.expect("a discard");
+            image.discard(ring, offset, len, &Nothing).await.expect("a discard");
             let kind: CompressionType = image.info().compression;
             let packed = compress(kind, None, &content).expect("one byte");
-            image.write_compressed(ring, GuestOffset(offset), &packed).await
+            image.write_compressed(ring, offset, &packed).await
         });
         let value = if done.is_ok() { byte } else { 0 };
-        self.disk[offset as usize..(offset + len) as usize].fill(value);
+        self.disk[offset.0 as usize..end.0 as usize].fill(value);
     }
 
     pub fn create(&mut self, name: &str) -> Result<(), Error> {
@@ -154,8 +158,8 @@ impl Subject {
     pub fn resize(&mut self, size: u64, preallocation: Preallocation) -> Result<(), Error> {
         let options = ResizeOptions { shrink: true, preallocation };
         self.with(async |image, ring| {
-            image.resize(ring, size, &options, &Nothing).await?;
-            assert_eq!(image.virtual_size(), size);
+            image.resize(ring, Bytes(size), &options, &Nothing).await?;
+            assert_eq!(image.virtual_size(), Bytes(size));
             Ok::<(), Error>(())
         })?;
         self.disk.resize(size as usize, 0);

@@ -1,7 +1,7 @@
 //! What a power cut leaves of discards that the host's storage heard of: clusters that keep their
 //! place, and those of a data file.
 
-use ringdisk_qcow2::{GuestOffset, Nothing, OpenOptions};
+use ringdisk_qcow2::{Bytes, GuestOffset, Nothing, OpenOptions};
 use ringdisk_testkit::layout::Shape;
 use ringdisk_testkit::oracle::Below;
 use ringdisk_testkit::sim::SimStorage;
@@ -45,8 +45,12 @@ fn a_power_cut_after_a_discard_leaves_the_old_bytes_or_zeroes() {
                 );
                 image.flush(&ring).await.expect("a flush");
                 for cluster in 0..CLUSTERS {
-                    let discarded =
-                        image.discard(&ring, GuestOffset(cluster * CLUSTER), CLUSTER, &Nothing);
+                    let discarded = image.discard(
+                        &ring,
+                        GuestOffset(cluster * CLUSTER),
+                        Bytes(CLUSTER),
+                        &Nothing,
+                    );
                     discarded.await.expect("a discard");
                 }
                 for cut in 0..4 {

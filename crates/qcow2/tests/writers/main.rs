@@ -21,7 +21,7 @@ use std::time::Instant;
 
 use common::runtime;
 use live::{Base, Shared, buffer, open, writable};
-use ringdisk_qcow2::{ExtentKind, GuestOffset, HostOffset, Nothing};
+use ringdisk_qcow2::{Bytes, ExtentKind, GuestOffset, HostOffset, Nothing};
 use ringdisk_ring::Ring;
 use ringdisk_testkit::layout::{Class, Layout, Shape};
 use ringdisk_testkit::oracle::Below;
@@ -194,7 +194,7 @@ fn writes_and_reads_go_on_while_a_flush_is_under_way() {
 async fn is_reused(stage: &Stage, is_dropped: bool) -> bool {
     let (ring, image) = (&stage.ring, &stage.image);
     let host = async |offset: u64| match image
-        .map(ring, GuestOffset(offset), 1)
+        .map(ring, GuestOffset(offset), Bytes(1))
         .await
         .expect("a map")
         .kind
@@ -204,7 +204,9 @@ async fn is_reused(stage: &Stage, is_dropped: bool) -> bool {
     };
     stage.write(0, 4096).await;
     let place = host(0).await.expect("just written");
-    stage.sim.on(When::kind(OpKind::Write).at(place.0..(place + CLUSTER).0).once(), Fault::Hold);
+    stage
+        .sim
+        .on(When::kind(OpKind::Write).at(place.0..(place + Bytes(CLUSTER)).0).once(), Fault::Hold);
     let data = buffer(&[8; 4096]);
     let mut write = Box::pin(image.write(ring, GuestOffset(0), &data, &Nothing));
     poll_fn(|context| {
@@ -218,7 +220,7 @@ async fn is_reused(stage: &Stage, is_dropped: bool) -> bool {
         assert_eq!(stage.sim.release_all(), 1);
         assert_eq!(write.await, Ok(4096));
     }
-    image.discard(ring, GuestOffset(0), CLUSTER, &Nothing).await.expect("a discard");
+    image.discard(ring, GuestOffset(0), Bytes(CLUSTER), &Nothing).await.expect("a discard");
     for _ in 0..3 {
         image.flush(ring).await.expect("a flush");
     }
@@ -255,7 +257,7 @@ fn a_new_cluster_whose_write_was_dropped_is_given_to_nobody() {
         let fills = async |stage: &Stage, places: Vec<u64>| {
             for at in places {
                 stage.write(at, 4096).await;
-                let map = stage.image.map(&ring, GuestOffset(at), 1).await.expect("a map");
+                let map = stage.image.map(&ring, GuestOffset(at), Bytes(1)).await.expect("a map");
                 assert_ne!(
                     map.kind,
                     ExtentKind::Data { offset: HostOffset(place) },
@@ -279,7 +281,7 @@ fn discards_stop_nobody() {
         let (ring, image) = (stage.ring.clone(), stage.image.clone());
         stage.spawn("discard", async move {
             image
-                .discard(&ring, GuestOffset(100 * CLUSTER), CLUSTER, &Nothing)
+                .discard(&ring, GuestOffset(100 * CLUSTER), Bytes(CLUSTER), &Nothing)
                 .await
                 .expect("a discard");
         });
@@ -431,7 +433,7 @@ async fn drop_flush_and_change(stage: &Stage, held: When) -> (Record, u64) {
     let held = stage.sim.held()[0];
     drop(flush);
     stage.write(CLUSTER, 512).await;
-    let place = match image.map(ring, GuestOffset(CLUSTER), 1).await.expect("a map").kind {
+    let place = match image.map(ring, GuestOffset(CLUSTER), Bytes(1)).await.expect("a map").kind {
         ExtentKind::Data { offset } => offset,
         other => panic!("{other:?}"),
     };
@@ -459,7 +461,7 @@ async fn the_older_write_lands_first(stage: Stage, held: When) {
     }
     let again =
         Stage::over(stage.ring.clone(), SimStorage::from_image(&stage.sim.durable_image(), 1));
-    let map = again.await.image.map(&stage.ring, GuestOffset(CLUSTER), 1).await;
+    let map = again.await.image.map(&stage.ring, GuestOffset(CLUSTER), Bytes(1)).await;
     assert_eq!(map.expect("a map").kind, ExtentKind::Data { offset: HostOffset(place) });
 }
 

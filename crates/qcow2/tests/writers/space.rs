@@ -7,7 +7,7 @@ use std::process::Command;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use ringdisk_qcow2::{GuestOffset, Nothing, Qcow2};
+use ringdisk_qcow2::{Bytes, GuestOffset, Nothing, Qcow2};
 use ringdisk_ring::{Errno, Ring};
 use ringdisk_storage::Storage;
 use ringdisk_testkit::limits::needs_root;
@@ -87,7 +87,7 @@ fn fill_and_write_again(at: &Path) {
         let readers = Readers::new(&ring, &image);
         for round in 0..ROUNDS {
             let at = (1 + round) * LARGE;
-            image.discard(&ring, GuestOffset(at), LARGE, &Nothing).await.expect("a discard");
+            image.discard(&ring, GuestOffset(at), Bytes(LARGE), &Nothing).await.expect("a discard");
             assert_eq!(write(&ring, &image, at, LARGE, 2).await, Ok(LARGE), "round {round}");
         }
         drop(readers);
@@ -148,7 +148,10 @@ fn a_freed_cluster_is_used_again_after(errno: Errno) {
         let readers = Readers::new(ring, image);
         for round in 0..5 {
             let (from, to) = ((100 + round) * CLUSTER, (101 + round) * CLUSTER);
-            image.discard(ring, GuestOffset(from), CLUSTER, &Nothing).await.expect("a discard");
+            image
+                .discard(ring, GuestOffset(from), Bytes(CLUSTER), &Nothing)
+                .await
+                .expect("a discard");
             assert_eq!(write(ring, image, to, 512, 1).await, Ok(512), "round {round}");
         }
         drop(readers);
@@ -163,7 +166,7 @@ fn who_waits_for_space_hears_that_none_can_be_freed() {
         stage.sim.on(When::kind(OpKind::Write).at(end..u64::MAX), Fault::Fail(Errno::NOSPC));
         let (ring, image) = (&stage.ring, &stage.image);
         image
-            .discard(ring, GuestOffset(100 * CLUSTER), CLUSTER, &Nothing)
+            .discard(ring, GuestOffset(100 * CLUSTER), Bytes(CLUSTER), &Nothing)
             .await
             .expect("a discard");
         // What is to be free cannot be made durable.
@@ -186,7 +189,7 @@ fn who_waits_for_space_is_not_held_up_by_a_write_that_was_dropped() {
         assert!(is_pending(&mut write_in_place).await, "it is held");
         drop(write_in_place);
         image
-            .discard(ring, GuestOffset(100 * CLUSTER), CLUSTER, &Nothing)
+            .discard(ring, GuestOffset(100 * CLUSTER), Bytes(CLUSTER), &Nothing)
             .await
             .expect("a discard");
         // Its place never becomes free, since the write may still land there.

@@ -3,7 +3,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use ringdisk_qcow2::{GuestOffset, OpenOptions, Qcow2};
+use ringdisk_qcow2::{Bytes, GuestOffset, OpenOptions, Qcow2};
 use ringdisk_ring::{Ring, Runtime};
 use ringdisk_storage::{Lock, Storage};
 use ringdisk_testkit::layout::{Guest, Layout, Shape};
@@ -46,14 +46,17 @@ impl Shared {
                 let begun = self.oracle(|oracle| oracle.begin(range, Content::Zero));
                 let unmap = prng.coin();
                 self.image
-                    .write_zeroes(ring, GuestOffset(start), len, unmap, &base)
+                    .write_zeroes(ring, GuestOffset(start), Bytes(len), unmap, &base)
                     .await
                     .expect("zeroes");
                 self.oracle(|oracle| oracle.end(&begun, true));
             }
             12 | 13 => {
                 let begun = self.oracle(|oracle| oracle.begin(range, Content::Zero));
-                self.image.discard(ring, GuestOffset(start), len, &base).await.expect("a discard");
+                self.image
+                    .discard(ring, GuestOffset(start), Bytes(len), &base)
+                    .await
+                    .expect("a discard");
                 self.oracle(|oracle| oracle.end(&begun, true));
             }
             14 => {
@@ -135,7 +138,7 @@ fn steps(some: u64) -> u64 {
 fn two_threads_on_one_image_in_memory() {
     for (seed, cluster_bits) in [(1, 9), (2, 12), (3, 16)] {
         let sim = SimStorage::from_image(&shape(cluster_bits).make(), seed);
-        let options = OpenOptions { metadata_cache_bytes: Some(0), ..writable() };
+        let options = OpenOptions { metadata_cache_bytes: Some(Bytes::ZERO), ..writable() };
         let oracle = work(sim.storage(), &options, seed, steps(120));
         look(&sim, &oracle);
     }

@@ -7,6 +7,7 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Args, FromArgMatches, ValueHint};
 use ringdisk_daemon::size::parse_size;
 use ringdisk_disk::Format;
+use ringdisk_images::bitmap::Work;
 
 use crate::cli::format_parser;
 use crate::cli::look::{NameArgs, PoolArgs};
@@ -56,25 +57,12 @@ pub(crate) struct BitmapArgs {
     pub(crate) pool: PoolArgs,
 }
 
-/// One action on a bitmap.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum BitmapWork {
-    Add,
-    Remove,
-    RemoveAll,
-    Clear,
-    Enable,
-    Disable,
-    /// Adds what this bitmap has.
-    Merge(String),
-}
-
 impl BitmapArgs {
     /// What to do, in order.
     ///
     /// Errors: nothing to do; a name is missing, or there although nothing needs it; a new name
     /// that cannot be.
-    pub(crate) fn works(&self) -> Result<&[BitmapWork], clap::Error> {
+    pub(crate) fn works(&self) -> Result<&[Work], clap::Error> {
         use clap::error::ErrorKind;
         let refuse = |kind, text: &str| Err(super::refuse("bitmap", kind, text));
         let works = self.works.0.as_slice();
@@ -86,7 +74,7 @@ impl BitmapArgs {
                  --merge",
             );
         }
-        let needs_name = works.iter().any(|work| *work != BitmapWork::RemoveAll);
+        let needs_name = works.iter().any(|work| *work != Work::RemoveAll);
         match &self.bitmap {
             None if needs_name => {
                 refuse(ErrorKind::MissingRequiredArgument, "the name of the BITMAP is missing")
@@ -94,7 +82,7 @@ impl BitmapArgs {
             Some(_) if !needs_name => {
                 refuse(ErrorKind::TooManyValues, "--remove-all takes no BITMAP")
             }
-            Some(name) if works.contains(&BitmapWork::Add) => match parse_bitmap(name) {
+            Some(name) if works.contains(&Work::Add) => match parse_bitmap(name) {
                 Ok(_) => Ok(works),
                 Err(text) => refuse(ErrorKind::ValueValidation, &text),
             },
@@ -113,16 +101,16 @@ fn parse_granularity(text: &str) -> Result<u64, String> {
 
 /// All actions, in order.
 #[derive(Clone, Debug, Default)]
-struct Works(Vec<BitmapWork>);
+struct Works(Vec<Work>);
 
 /// Flags: the id, what it does, its help.
-const FLAGS: [(&str, BitmapWork, &str); 6] = [
-    ("add", BitmapWork::Add, "Make the bitmap; writes are recorded in it from now on"),
-    ("remove", BitmapWork::Remove, "Remove the bitmap"),
-    ("remove-all", BitmapWork::RemoveAll, "Remove all bitmaps"),
-    ("clear", BitmapWork::Clear, "Forget what the bitmap has recorded"),
-    ("enable", BitmapWork::Enable, "Record writes in the bitmap"),
-    ("disable", BitmapWork::Disable, "Record writes in it no longer"),
+const FLAGS: [(&str, Work, &str); 6] = [
+    ("add", Work::Add, "Make the bitmap; writes are recorded in it from now on"),
+    ("remove", Work::Remove, "Remove the bitmap"),
+    ("remove-all", Work::RemoveAll, "Remove all bitmaps"),
+    ("clear", Work::Clear, "Forget what the bitmap has recorded"),
+    ("enable", Work::Enable, "Record writes in the bitmap"),
+    ("disable", Work::Disable, "Record writes in it no longer"),
 ];
 
 impl Args for Works {
@@ -161,7 +149,7 @@ impl FromArgMatches for Works {
         }
         let sources = matches.get_many::<String>("merge").into_iter().flatten();
         let places = matches.indices_of("merge").into_iter().flatten();
-        all.extend(places.zip(sources).map(|(at, name)| (at, BitmapWork::Merge(name.clone()))));
+        all.extend(places.zip(sources).map(|(at, name)| (at, Work::Merge(name.clone()))));
         all.sort_by_key(|(at, _)| *at);
         Ok(Works(all.into_iter().map(|(_, work)| work).collect()))
     }
@@ -192,11 +180,8 @@ mod tests {
         let args = bitmap("--merge a --add --clear --merge b --disable -g 4k x.qcow2 new")
             .expect("parses");
         let works = args.works().expect("sound");
-        let merge = |name: &str| BitmapWork::Merge(name.to_owned());
-        assert_eq!(
-            works,
-            [merge("a"), BitmapWork::Add, BitmapWork::Clear, merge("b"), BitmapWork::Disable]
-        );
+        let merge = |name: &str| Work::Merge(name.to_owned());
+        assert_eq!(works, [merge("a"), Work::Add, Work::Clear, merge("b"), Work::Disable]);
         assert_eq!(args.granularity, Some(4096));
     }
 

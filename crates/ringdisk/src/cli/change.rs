@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueHint};
 use ringdisk_daemon::size::{SizeChange, parse_size, parse_size_change};
 use ringdisk_disk::{Cache, Format};
+use ringdisk_images::snapshot::Work;
 use ringdisk_qcow2::Preallocation;
 use ringdisk_qcow2::Repair;
 
@@ -109,6 +110,20 @@ pub(crate) struct ResizeArgs {
     pub(crate) pool: PoolArgs,
 }
 
+/// The image that a command works on.
+#[derive(Args, Debug)]
+pub(crate) struct FileArgs {
+    /// The image
+    #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub(crate) file: PathBuf,
+
+    #[command(flatten)]
+    pub(crate) name: NameArgs,
+
+    #[command(flatten)]
+    pub(crate) pool: PoolArgs,
+}
+
 /// What `check` repairs.
 const REPAIR: &Words<Repair> = &[
     ("leaks", "Space that nobody uses, in an image without errors", Repair::Leaks),
@@ -145,15 +160,8 @@ pub(crate) struct CheckArgs {
     #[command(flatten)]
     pub(crate) show: ProgressArgs,
 
-    /// The image
-    #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
-    pub(crate) file: PathBuf,
-
     #[command(flatten)]
-    pub(crate) name: NameArgs,
-
-    #[command(flatten)]
-    pub(crate) pool: PoolArgs,
+    pub(crate) image: FileArgs,
 }
 
 /// List, make, apply and delete the snapshots inside an image
@@ -191,34 +199,18 @@ pub(crate) struct SnapshotArgs {
     #[arg(short, long)]
     pub(crate) quiet: bool,
 
-    /// The image
-    #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
-    pub(crate) file: PathBuf,
-
     #[command(flatten)]
-    pub(crate) name: NameArgs,
-
-    #[command(flatten)]
-    pub(crate) pool: PoolArgs,
-}
-
-/// What `snapshot` does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum SnapshotWork<'a> {
-    List,
-    Create(&'a str),
-    Apply(&'a str),
-    Delete(&'a str),
+    pub(crate) image: FileArgs,
 }
 
 impl SnapshotArgs {
     /// What is asked for.
-    pub(crate) fn work(&self) -> SnapshotWork<'_> {
+    pub(crate) fn work(&self) -> Work {
         match (&self.create, &self.apply, &self.delete) {
-            (Some(name), _, _) => SnapshotWork::Create(name),
-            (_, Some(name), _) => SnapshotWork::Apply(name),
-            (_, _, Some(name)) => SnapshotWork::Delete(name),
-            _ => SnapshotWork::List,
+            (Some(name), _, _) => Work::Create(name.clone()),
+            (_, Some(name), _) => Work::Apply(name.clone()),
+            (_, _, Some(name)) => Work::Delete(name.clone()),
+            _ => Work::List,
         }
     }
 }
@@ -261,15 +253,8 @@ pub(crate) struct CommitArgs {
     #[command(flatten)]
     pub(crate) show: ProgressArgs,
 
-    /// The image
-    #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
-    pub(crate) file: PathBuf,
-
     #[command(flatten)]
-    pub(crate) name: NameArgs,
-
-    #[command(flatten)]
-    pub(crate) pool: PoolArgs,
+    pub(crate) image: FileArgs,
 }
 
 /// Change the backing file of an image
@@ -318,13 +303,6 @@ pub(crate) struct RebaseArgs {
     #[command(flatten)]
     pub(crate) show: ProgressArgs,
 
-    /// The image
-    #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
-    pub(crate) file: PathBuf,
-
     #[command(flatten)]
-    pub(crate) name: NameArgs,
-
-    #[command(flatten)]
-    pub(crate) pool: PoolArgs,
+    pub(crate) image: FileArgs,
 }

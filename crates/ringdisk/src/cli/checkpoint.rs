@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
+use ringdisk_backup::checkpoint::Fleece;
 use ringdisk_daemon::control::checkpoint::words::check_name;
 use ringdisk_daemon::size::parse_size;
 use ringdisk_disk::Format;
@@ -25,6 +26,12 @@ pub(crate) struct FleeceArgs {
     /// fails, and never the client [default: half of what is free there, shared by the disks]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub(crate) fleece_max: Option<u64>,
+}
+
+impl From<&FleeceArgs> for Fleece {
+    fn from(args: &FleeceArgs) -> Fleece {
+        Fleece { dir: args.fleece_dir.clone(), max: args.fleece_max }
+    }
 }
 
 fn parse_name(text: &str) -> Result<String, String> {

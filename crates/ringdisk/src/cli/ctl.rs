@@ -13,7 +13,9 @@ use ringdisk_qcow2::Preallocation;
 use crate::cli::names::parse_snapshot;
 use crate::cli::words::parse_switch;
 use crate::cli::words::{PREALLOCATION, one_of};
-use crate::cli::{CheckpointArgs, JobRunArgs, ProgressArgs, format_parser, parse_limit};
+use crate::cli::{
+    CheckpointArgs, FleeceArgs, JobRunArgs, ProgressArgs, format_parser, parse_limit,
+};
 
 const CTL_EXAMPLES: &str = "\
 Examples:
@@ -78,10 +80,10 @@ pub(crate) enum CtlCommand {
     },
     /// Print what happens as it happens, as lines of JSON; Ctrl-C ends it
     ///
-    /// Each line has `event` (io-error, disk-full, needs-reset, client-came, client-gone, limited,
-    /// job, stopping, handed-over, lost), `time`, `number` and `text`; of a job also `id`, `kind`
-    /// and `state`. A reader that is too slow gets `lost` with the number of events that it has
-    /// missed.
+    /// Each line has `event` (io-error, disk-full, fault, needs-reset, client-came, client-gone,
+    /// limited, rate-limited, job, stopping, handed-over, lost), `time`, `number` and `text`; of a
+    /// job also `id`, `kind`, `state` and, where it has failed, `why`. A reader that is too slow
+    /// gets `lost` with the number of events that it has missed.
     Events,
     /// Change the size of the disk
     Resize {
@@ -146,6 +148,16 @@ pub(crate) enum CtlCommand {
     /// leaves the target as a copy of that moment. The command waits until the job is ready, with
     /// --complete until the disk has switched over. Errors of the target are none of the disk's.
     Mirror(MirrorArgs),
+    /// Copy the disk as it is at this instant to TARGET, while clients write on
+    ///
+    /// The instant is when the command begins; what clients overwrite afterwards is copied away
+    /// first (--fleece-dir). Nothing switches over, and the disk is not changed. TARGET is what
+    /// `mirror` takes. With --bitmap only what the bitmap has marked is copied, into a target that
+    /// has the rest already, such as an overlay over the last backup; the bitmap goes on as it is.
+    /// `ringdisk job` shows, pauses, limits and cancels it meanwhile. A backup that is given up, or
+    /// whose server ends, leaves an incomplete target. `ringdisk backup` makes the whole round of
+    /// incremental backups, of several disks at one instant.
+    Backup(BackupJobArgs),
     /// Make the top image name another backing file of the same content
     ///
     /// The new file, which may be a chain, is compared with the old one wherever the top image, or
@@ -236,6 +248,37 @@ pub(crate) struct MirrorArgs {
     /// Switch over as soon as the target is in step
     #[arg(long)]
     pub(crate) complete: bool,
+    /// Waits, as it does without --background
+    #[arg(long = "wait", hide = true, conflicts_with = "background")]
+    pub(crate) _wait: bool,
+    #[command(flatten)]
+    pub(crate) job: JobRunArgs,
+    #[command(flatten)]
+    pub(crate) show: ProgressArgs,
+}
+
+/// Where a disk is backed up to, and how.
+#[derive(Args, Debug)]
+pub(crate) struct BackupJobArgs {
+    /// A file, a block device, or the address of an NBD export
+    #[arg(value_name = "TARGET", value_hint = ValueHint::FilePath)]
+    pub(crate) to: PathBuf,
+    /// Format of TARGET [default: of a new file that of the image on top; else qcow2 where it is
+    /// one, and a raw one has to be named]
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = format_parser())]
+    pub(crate) format: Option<Format>,
+    /// Overwrite a file or device that is there
+    #[arg(long)]
+    pub(crate) existing: bool,
+    /// What is copied: full (all), top (what the image on top has: the target has the images below
+    /// that one as its backing file) [default: full]
+    #[arg(long, value_name = "WHAT", value_parser = PossibleValuesParser::new(["full", "top"]))]
+    pub(crate) sync: Option<String>,
+    /// Copy what this bitmap of the image on top has marked
+    #[arg(long, value_name = "NAME", conflicts_with = "sync")]
+    pub(crate) bitmap: Option<String>,
+    #[command(flatten)]
+    pub(crate) fleece: FleeceArgs,
     #[command(flatten)]
     pub(crate) job: JobRunArgs,
     #[command(flatten)]

@@ -1,22 +1,23 @@
 //! The words that say what is served, for `mount` and `serve`: an image with its options, or a null
 //! disk.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueHint};
 use ringdisk_daemon::size::{parse_size, parse_time};
 use ringdisk_disk::name::FileName;
-use ringdisk_disk::{AllowedHost, Cache, DetectZeroes, Discard, Format};
+use ringdisk_disk::{AllowedHost, Bytes, Cache, DetectZeroes, Discard, Format};
 use ringdisk_disk::{ImageOptions, SnapshotChoice};
+use ringdisk_server::limits::{LimitWords, parse_limits};
+use ringdisk_server::request::ImageRequest;
 
-use crate::cli::limit::{LimitWords, parse_limits};
 use crate::cli::names::parse_choice;
 use crate::cli::words::{
     CacheSize, DETECT_ZEROES, DISCARD, one_of, parse_cache_size, parse_host,
     parse_new_image_options, parse_switch,
 };
-use crate::cli::{cache_parser, format_parser, is_named_qcow2};
+use crate::cli::{cache_parser, format_parser};
 
 /// What is served; the IMAGE itself is with the command.
 #[derive(Args, Clone, Debug)]
@@ -236,7 +237,7 @@ impl ImageArgs {
             read_only: self.read_only,
             cache: self.cache_mode(),
             window_offset: self.offset.unwrap_or(0),
-            window_size: self.size,
+            window_size: self.size.map(Bytes),
             partition: self.partition,
             force_share: self.force_share,
             discard: self.discard,
@@ -249,7 +250,7 @@ impl ImageArgs {
         self.format = options.format;
         (self.cache, self.direct) = (options.cache, false);
         self.offset = Some(options.window_offset).filter(|offset| *offset != 0).or(self.offset);
-        self.size = options.window_size;
+        self.size = options.window_size.map(|len| len.0);
         self.force_share = options.force_share;
         self.discard = options.discard;
         self.discard_no_unref = options.discard_no_unref;
@@ -265,13 +266,37 @@ impl ImageArgs {
     pub(crate) fn cache_mode(&self) -> Cache {
         if self.direct { Cache::None } else { self.cache }
     }
+}
 
-    /// Format of an image that `--create` makes under this name.
-    pub(crate) fn new_format(&self, image: &Path) -> Format {
-        match self.format {
-            Some(format) => format,
-            None if is_named_qcow2(image) => Format::Qcow2,
-            None => Format::Raw,
+impl From<&ImageArgs> for ImageRequest {
+    fn from(args: &ImageArgs) -> ImageRequest {
+        ImageRequest {
+            read_only: args.read_only,
+            create: args.create,
+            options: args.options.clone(),
+            snapshot: args.snapshot,
+            overlay: args.overlay.clone(),
+            format: args.format,
+            partition: args.partition,
+            cache: args.cache_mode(),
+            load_snapshot: args.load_snapshot.clone(),
+            without_backing: args.without_backing,
+            offset: args.offset,
+            size: args.size,
+            allow_path: args.allow_path.clone(),
+            allow_host: args.allow_host.clone(),
+            reconnect: args.reconnect,
+            force_share: args.force_share,
+            discard: args.discard,
+            discard_no_unref: args.discard_no_unref,
+            detect_zeroes: args.detect_zeroes,
+            copy_on_read: args.copy_on_read,
+            limit: args.limit.clone(),
+            lazy_refcounts: args.lazy_refcounts,
+            metadata_cache: args.metadata_cache.bytes(),
+            null: args.null,
+            latency: args.latency,
+            read_zeroes: args.read_zeroes,
         }
     }
 }

@@ -106,7 +106,7 @@ pub(crate) struct JobRunArgs {
 
     /// What an error of the image that is written does: report (it ends the job), stop (the job
     /// rests until `ringdisk job resume`), enospc (it rests where the image is full), ignore (a
-    /// mirror tries again and again) [default: enospc in the background, else report]
+    /// mirror or backup tries again and again) [default: enospc in the background, else report]
     #[arg(long, value_name = "WHAT", value_parser = on_error_parser())]
     on_error: Option<String>,
 }

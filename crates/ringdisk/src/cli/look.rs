@@ -1,10 +1,13 @@
 //! The words of commands that only look at an image.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, ValueHint};
-use ringdisk_daemon::size::parse_size;
+use ringdisk_daemon::size::{parse_size, parse_time};
 use ringdisk_disk::{AllowedHost, Format};
+use ringdisk_images::look::Look;
+use ringdisk_images::named::Pool;
 
 use crate::cli::format_parser;
 use crate::cli::words::parse_host;
@@ -53,6 +56,18 @@ pub(crate) struct PoolArgs {
     /// unix:PATH (repeatable)
     #[arg(long, value_name = "HOST", value_parser = parse_host)]
     pub(crate) allow_host: Vec<AllowedHost>,
+
+    /// How long requests to an NBD export wait when the connection is lost, such as 5m; then they
+    /// fail [default: 30s]
+    #[arg(long, value_name = "TIME", value_parser = parse_time)]
+    pub(crate) reconnect: Option<Duration>,
+}
+
+impl From<&PoolArgs> for Pool {
+    fn from(args: &PoolArgs) -> Pool {
+        let PoolArgs { allow_path, allow_host, reconnect } = args.clone();
+        Pool { allow_path, allow_host, reconnect }
+    }
 }
 
 /// What a command that only looks at an image needs.
@@ -78,6 +93,18 @@ pub(crate) struct LookArgs {
 
     #[command(flatten)]
     pub(crate) output: OutputArgs,
+}
+
+impl From<&LookArgs> for Look {
+    fn from(args: &LookArgs) -> Look {
+        Look {
+            image: args.image.clone(),
+            image_opts: args.name.image_opts,
+            format: args.format,
+            force_share: args.force_share,
+            pool: (&args.pool).into(),
+        }
+    }
 }
 
 /// Show what an image is

@@ -14,7 +14,6 @@ mod ctl;
 mod disk_spec;
 mod image;
 mod job;
-mod limit;
 mod log;
 mod look;
 mod mount;
@@ -31,9 +30,9 @@ mod words;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-pub(crate) use bitmap::{BitmapArgs, BitmapWork};
+pub(crate) use bitmap::BitmapArgs;
+pub(crate) use change::CreateArgs;
 pub(crate) use change::{CheckArgs, CommitArgs, RebaseArgs, ResizeArgs, SnapshotArgs};
-pub(crate) use change::{CreateArgs, SnapshotWork};
 pub(crate) use checkpoint::{BackupArgs, CheckpointArgs, FleeceArgs, RestoreArgs};
 use clap::builder::PossibleValuesParser;
 use clap::builder::TypedValueParser;
@@ -42,24 +41,24 @@ use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand, ValueHint};
 use clap_complete::Shell;
 pub(crate) use config::ConfigArgs;
 pub(crate) use copy::{CompareArgs, ConvertArgs, MeasureArgs};
-pub(crate) use ctl::{CtlArgs, CtlCommand, MirrorArgs};
+pub(crate) use ctl::{BackupJobArgs, CtlArgs, CtlCommand, MirrorArgs};
 pub(crate) use disk_spec::DiskWords;
 pub(crate) use image::ImageArgs;
 pub(crate) use job::{JobArgs, JobRunArgs, JobWork};
-pub(crate) use limit::LimitWords;
 pub(crate) use log::LogArgs;
-pub(crate) use look::{InfoArgs, LookArgs, MapArgs, NameArgs, PoolArgs};
-pub(crate) use mount::{MountArgs, MountPaths, StopTimeout, UmountArgs, parse_limit};
-pub(crate) use placement::PlacementArgs;
+pub(crate) use look::{InfoArgs, MapArgs, PoolArgs};
+pub(crate) use mount::{MountArgs, UmountArgs, parse_limit};
+pub(crate) use placement::{PlacementArgs, ThreadArgs};
 pub(crate) use ps::{MetricsCommandArgs, PsArgs};
 pub(crate) use report::ReportArgs;
+use ringdisk_console::operation::Showing;
 use ringdisk_disk::{Cache, Format};
-pub(crate) use serve::{AccelWord, Address, DiskArgs, NbdArgs, ServeArgs, ServedDisk};
-pub(crate) use serve::{NbdAccessArgs, TlsWord, VerifyWord};
+pub(crate) use serve::NbdAccessArgs;
+pub(crate) use serve::{Address, ServeArgs, ServedDisk};
 pub(crate) use top::TopArgs;
 pub(crate) use topology::TopologyArgs;
 pub(crate) use user::UserArgs;
-pub(crate) use words::{DETECT_ZEROES, DISCARD, PACKED, PREALLOCATION, SandboxArgs, word_of};
+pub(crate) use words::{DETECT_ZEROES, DISCARD, PREALLOCATION, SandboxArgs, word_of};
 
 const ROOT_ABOUT: &str =
     "Serves a disk image, in place, as an ordinary file or to a virtual machine";
@@ -186,6 +185,12 @@ pub(crate) struct ProgressArgs {
     pub(crate) quiet: bool,
 }
 
+impl From<ProgressArgs> for Showing {
+    fn from(args: ProgressArgs) -> Showing {
+        Showing { progress: args.progress, quiet: args.quiet }
+    }
+}
+
 fn format_parser() -> impl TypedValueParser<Value = Format> {
     PossibleValuesParser::new(["raw", "qcow2"]).try_map(|text| text.parse::<Format>())
 }
@@ -220,11 +225,6 @@ fn command_of(name: &str) -> clap::Command {
 /// What is wrong with the words of one command, with its usage.
 pub(crate) fn refuse(command: &str, kind: ErrorKind, text: impl std::fmt::Display) -> clap::Error {
     command_of(command).error(kind, text)
-}
-
-/// Whether a new image of this name is a qcow2 when nothing else says so.
-pub(crate) fn is_named_qcow2(path: &std::path::Path) -> bool {
-    path.extension().is_some_and(|e| e.eq_ignore_ascii_case("qcow2"))
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use std::time::Duration;
 use clap::{Args, ValueHint};
 use ringdisk_daemon::size::parse_time;
 use ringdisk_fuse::{Stay, ZeroCopy};
+use ringdisk_server::mount::request::{Paths, Request, StopTimeout};
 
 use crate::cli::words::{STAY, SandboxArgs, ZERO_COPY, one_of};
 use crate::cli::{ConfigArgs, ImageArgs, LogArgs, PlacementArgs, UserArgs, refuse};
@@ -239,16 +240,7 @@ pub(crate) struct UmountArgs {
     /// after that
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = parse_limit)]
     pub(crate) timeout: Duration,
-
-    /// Take the mount out of the tree and nothing else: done by a process that may have to wait in
-    /// the kernel
-    #[arg(long, hide = true)]
-    pub(crate) only_detach: bool,
 }
-
-/// How long a stop waits; `None`: as long as it takes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct StopTimeout(pub(crate) Option<Duration>);
 
 fn parse_stop_timeout(text: &str) -> Result<StopTimeout, String> {
     if text == "none" { Ok(StopTimeout(None)) } else { parse_time(text).map(Some).map(StopTimeout) }
@@ -269,14 +261,6 @@ fn parse_io_timeout(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// What `mount` serves, and where, after the words were checked against each other.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) struct MountPaths {
-    /// `None` with `--null`.
-    pub(crate) image: Option<PathBuf>,
-    pub(crate) mountpoint: PathBuf,
-}
-
 impl MountArgs {
     /// Takes in what the name of the image says beside its path.
     ///
@@ -292,10 +276,10 @@ impl MountArgs {
     /// Sorts the paths out.
     ///
     /// Errors: one path too few or too many.
-    pub(crate) fn paths(&self) -> Result<MountPaths, clap::Error> {
+    pub(crate) fn paths(&self) -> Result<Paths, clap::Error> {
         let refuse = |kind, text: &str| Err(refuse("mount", kind, text));
         let paths = match (self.disk.null, &self.mountpoint) {
-            (Some(_), None) => MountPaths { image: None, mountpoint: self.image.clone() },
+            (Some(_), None) => Paths { image: None, mountpoint: self.image.clone() },
             (Some(_), Some(_)) => {
                 return refuse(
                     clap::error::ErrorKind::TooManyValues,
@@ -303,7 +287,7 @@ impl MountArgs {
                 );
             }
             (None, Some(mountpoint)) => {
-                MountPaths { image: Some(self.image.clone()), mountpoint: mountpoint.clone() }
+                Paths { image: Some(self.image.clone()), mountpoint: mountpoint.clone() }
             }
             (None, None) => {
                 return refuse(
@@ -317,12 +301,40 @@ impl MountArgs {
     }
 }
 
+impl From<&MountArgs> for Request {
+    fn from(args: &MountArgs) -> Request {
+        Request {
+            disk: (&args.disk).into(),
+            daemonize: args.daemonize,
+            growable: args.growable,
+            resizable: args.resizable,
+            allow_other: args.allow_other,
+            kernel_cache: args.kernel_cache,
+            placement: (&args.placement).into(),
+            zero_copy: args.zero_copy,
+            passthrough: args.passthrough,
+            no_pools: args.no_pools,
+            stay: args.stay,
+            io_timeout: args.io_timeout,
+            stop_timeout: args.stop_timeout,
+            metrics: args.log.metrics.clone(),
+            sandbox: args.sandbox.word,
+            user: args.user.word.clone(),
+            keep_mount: args.keep_mount,
+            upgrade: args.upgrade,
+            pidfile: args.pidfile.clone(),
+            stats: args.stats,
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use clap::Parser;
     use clap::error::ErrorKind;
     use ringdisk_disk::{Cache, DetectZeroes, Discard, Format};
     use ringdisk_export::{Numa, Threads};
+    use ringdisk_server::request::ImageRequest;
 
     use super::*;
 
@@ -343,7 +355,7 @@ mod tests {
         assert_eq!(both.image, Some(PathBuf::from("disk.img")));
         assert_eq!(both.mountpoint, PathBuf::from("disk"));
         let null = mount("--null 1T /tmp/null").expect("parses").paths().expect("paths");
-        assert_eq!(null, MountPaths { image: None, mountpoint: PathBuf::from("/tmp/null") });
+        assert_eq!(null, Paths { image: None, mountpoint: PathBuf::from("/tmp/null") });
         let missing = mount("disk.img").expect("parses").paths().expect_err("missing");
         assert_eq!(missing.exit_code(), 2);
         assert!(missing.to_string().contains("MOUNTPOINT is missing"));
@@ -360,9 +372,12 @@ mod tests {
         )
         .expect("parses");
         assert_eq!(args.disk.cache_mode(), Cache::None);
-        assert_eq!(args.placement.threads, Threads::Count(4));
-        assert_eq!(args.placement.cpus.map(|cpus| cpus.to_string()).as_deref(), Some("0-3,8"));
-        assert_eq!(args.placement.numa, Numa::Off);
+        assert_eq!(args.placement.threads.threads, Threads::Count(4));
+        assert_eq!(
+            args.placement.threads.cpus.map(|cpus| cpus.to_string()).as_deref(),
+            Some("0-3,8")
+        );
+        assert_eq!(args.placement.threads.numa, Numa::Off);
         assert_eq!(args.disk.allow_path.len(), 2);
         assert_eq!((args.disk.offset, args.disk.size), (Some(1 << 20), Some(2 << 30)));
         assert_eq!(args.io_timeout, Some(Duration::from_secs(5)));
@@ -374,8 +389,8 @@ mod tests {
     fn defaults_are_those_of_the_help_text() {
         let args = mount("a b").expect("parses");
         assert_eq!(args.disk.cache_mode(), Cache::Writeback);
-        assert_eq!(args.placement.threads, Threads::Auto);
-        assert_eq!((args.placement.cpus, args.placement.numa), (None, Numa::Auto));
+        assert_eq!(args.placement.threads.threads, Threads::Auto);
+        assert_eq!((args.placement.threads.cpus, args.placement.threads.numa), (None, Numa::Auto));
         assert_eq!(args.disk.format, None);
         assert_eq!(args.stop_timeout, None);
         let forever = mount("--stop-timeout none a b").expect("parses").stop_timeout;
@@ -435,7 +450,7 @@ mod tests {
             ("--create 1G a.img b", Format::Raw),
         ] {
             let args = mount(words).expect("parses");
-            assert_eq!(args.disk.new_format(&args.image), format, "{words}");
+            assert_eq!(ImageRequest::from(&args.disk).new_format(&args.image), format, "{words}");
         }
     }
 

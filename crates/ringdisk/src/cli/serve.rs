@@ -1,25 +1,23 @@
 //! The words of `ringdisk serve`.
 
+mod device;
 mod nbd;
 mod nbd_access;
+mod nbd_request;
+mod vm_request;
 
 use std::path::PathBuf;
 
 use clap::error::ErrorKind;
-use clap::{Args, Parser, ValueEnum, ValueHint};
-use ringdisk_daemon::size::parse_size;
+use clap::{Args, Parser, ValueHint};
 use ringdisk_daemon::sockets::SocketOptions;
-use ringdisk_export::{Numa, ThreadOptions, Threads};
-use ringdisk_ring::CpuList;
-use ringdisk_vhost::export::{
-    Engine, OnError, Packed, QUEUE_SIZE_MAX, QUEUES_MAX, Second, check_block_size, check_serial,
-    queues_default,
-};
+use ringdisk_vhost::export::Second;
 
-use crate::cli::words::{ENGINE, NUMA, ON_ERROR, PACKED, SECOND, one_of};
+use crate::cli::words::{SECOND, one_of};
 use crate::cli::{ConfigArgs, DiskWords, ImageArgs, LogArgs, SandboxArgs, UserArgs, refuse};
+pub(crate) use device::{Accel, DeviceArgs};
 pub(crate) use nbd::{Address, NbdArgs, NbdDiskArgs, parse_new_address};
-pub(crate) use nbd_access::{NbdAccessArgs, TlsWord, VerifyWord};
+pub(crate) use nbd_access::NbdAccessArgs;
 
 const SERVE_LONG: &str = "\
 Serves the disk inside IMAGE to a virtual machine, through the socket SOCKET (vhost-user-blk), \
@@ -111,6 +109,9 @@ pub(crate) struct ServeArgs {
 
     /// Take over, with everything that is connected, from the process that serves the same disks
     /// now
+    ///
+    /// NBD clients go along between two of their requests; those with TLS are disconnected, and
+    /// connect again.
     #[arg(long, conflicts_with = "incoming", help_heading = "Serving options")]
     pub(crate) upgrade: bool,
 
@@ -118,8 +119,9 @@ pub(crate) struct ServeArgs {
     /// connection and its memory, and starts another one
     ///
     /// The virtual machine sees a pause and nothing else, and every request is answered exactly
-    /// once. After 5 deaths within 10 s the disk is given up. Needs the path of a socket; not with
-    /// --upgrade, --incoming, --snapshot and --accel require.
+    /// once. NBD clients (--nbd) lose their connections and connect again: the second process holds
+    /// the listening sockets. After 5 deaths within 10 s the disk is given up. Needs the path of a
+    /// socket, or --nbd; not with --upgrade, --incoming, --snapshot and --accel require.
     #[arg(long, conflicts_with_all = ["upgrade", "incoming", "snapshot", "socket_fd",
           "socket_name"],
           help_heading = "Serving options")]
@@ -208,140 +210,8 @@ pub(crate) struct SocketArgs {
     pub(crate) second_front_end: Second,
 }
 
-/// What the guest sees, and what serves it.
-#[derive(Args, Clone, Debug)]
-pub(crate) struct DeviceArgs {
-    /// Virtqueues that are offered; the virtual machine may use fewer [default: one for each CPU
-    /// here, at most 64]
-    #[arg(long, value_name = "N",
-          value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)),
-          help_heading = "Device options")]
-    pub(crate) queues: Option<u16>,
-
-    /// Largest virtqueue that the virtual machine may ask for, descriptors
-    #[arg(long, value_name = "N",
-          value_parser = clap::value_parser!(u16).range(2..=i64::from(QUEUE_SIZE_MAX)),
-          default_value_t = QUEUE_SIZE_MAX, help_heading = "Device options")]
-    pub(crate) queue_size: u16,
-
-    /// Serial number of the disk, at most 20 characters: its name in /dev/disk/by-id of a Linux
-    /// guest
-    #[arg(long, value_name = "TEXT", value_parser = parse_serial, default_value = "",
-          hide_default_value = true,
-          help_heading = "Device options")]
-    pub(crate) serial: String,
-
-    /// Smallest piece that the guest reads and writes, bytes: 512, 4096, ...
-    #[arg(long, value_name = "SIZE", value_parser = parse_block_size, default_value = "512",
-          help_heading = "Device options")]
-    pub(crate) logical_block_size: u32,
-
-    /// Piece that the guest should read and write, bytes [default: what the storage has]
-    #[arg(long, value_name = "SIZE", value_parser = parse_block_size, help_heading = "Device \
-        options")]
-    pub(crate) physical_block_size: Option<u32>,
-
-    /// Offer packed virtqueues: on, off, or auto, which does unless the kernel could serve split
-    /// ones (--accel)
-    ///
-    /// A virtual machine that does not ask for them (packed=on) has split ones.
-    #[arg(long, value_name = "WHEN", value_parser = one_of(PACKED),
-          default_value = "auto", help_heading = "Device options")]
-    pub(crate) packed: Packed,
-
-    /// What an error of the image does besides being told to the guest: report it here, or stop
-    /// serving the disk too
-    #[arg(long, value_name = "WHAT", value_parser = one_of(ON_ERROR),
-          default_value = "report", help_heading = "Device options")]
-    pub(crate) on_error: OnError,
-
-    /// The disk comes with a virtual machine that migrates here: wait until the source has let go
-    /// of the image
-    #[arg(long, conflicts_with_all = ["read_only", "create", "snapshot", "overlay"],
-          help_heading = "Device options")]
-    pub(crate) incoming: bool,
-
-    /// Queue threads: a number, or auto (one for each virtqueue that is offered, at most as many as
-    /// there are CPUs)
-    #[arg(long, value_name = "N", default_value_t, help_heading = "Serving options")]
-    pub(crate) threads: Threads,
-
-    /// CPUs for the queue threads, such as 0-3,8 [default: all that the process may use]
-    ///
-    /// As the kernel and taskset write it: numbers and ranges; 10-14:2 is every second CPU of a
-    /// range. CPUs that are offline, not allowed here or not in this machine are left out with a
-    /// warning. Each of several threads is bound to one of them; without this option the scheduler
-    /// chooses.
-    #[arg(long, value_name = "LIST", help_heading = "Serving options")]
-    pub(crate) cpus: Option<CpuList>,
-
-    /// Serve virtqueues on the NUMA node of their memory (auto), or do not look at nodes (off)
-    #[arg(
-        long,
-        value_name = "MODE",
-        value_parser = one_of(NUMA),
-        default_value = "auto",
-        help_heading = "Serving options"
-    )]
-    pub(crate) numa: Numa,
-
-    /// Let the host kernel move the data of a plain disk: auto (where it can), off, require (or
-    /// serve nothing)
-    ///
-    /// Needs the module vhost_blk of ringdisk (docs/vhost-blk.md), a raw image or block device
-    /// without anything between (--format raw, --cache none), and a guest with split virtqueues.
-    /// The log and `ringdisk ctl TARGET stats` say why it is not done; `ringdisk ctl TARGET accel
-    /// off` ends it at any moment. Snapshots, migrations and resizes take the virtqueues back for
-    /// as long as they take.
-    #[arg(
-        long,
-        value_name = "WHEN",
-        value_enum,
-        default_value_t,
-        help_heading = "Serving options"
-    )]
-    pub(crate) accel: AccelWord,
-
-    /// How the kernel moves data: auto (what takes fewer instructions), kiocb (files and block
-    /// devices), bio (block devices)
-    #[arg(
-        long,
-        value_name = "ENGINE",
-        value_parser = one_of(ENGINE),
-        default_value = "auto",
-        help_heading = "Serving options"
-    )]
-    pub(crate) accel_engine: Engine,
-
-    /// Threads of the kernel for it, at most one for each virtqueue [default: one for each]
-    #[arg(long, value_name = "N",
-          value_parser = clap::value_parser!(u16).range(1..=i64::from(QUEUES_MAX)),
-          help_heading = "Serving options")]
-    pub(crate) accel_workers: Option<u16>,
-
-    /// Register all memory of the guest with io_uring: less CPU time for each request
-    ///
-    /// Pins all of it, so all of it is taken at once, and cannot be given back by ballooning nor be
-    /// swapped. It counts as locked memory (RLIMIT_MEMLOCK) once for each queue thread; what is
-    /// above the limit is used unpinned, with a warning. Requests whose data are one segment gain.
-    #[arg(long, help_heading = "Serving options")]
-    pub(crate) pin_guest_memory: bool,
-}
-
 /// Largest number of a descriptor that is taken for one.
 const FD_MAX: i32 = 1 << 20;
-
-/// Whether the host kernel moves the data.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(crate) enum AccelWord {
-    /// Where it can
-    #[default]
-    Auto,
-    /// Never
-    Off,
-    /// Or nothing is served
-    Require,
-}
 
 /// The words of one `--disk`, after its keys were made options.
 #[derive(Debug, Parser)]
@@ -379,44 +249,6 @@ impl SocketArgs {
             name: self.socket_name.clone(),
             mode: self.socket_mode,
             group: self.socket_group.clone(),
-        }
-    }
-}
-
-impl DeviceArgs {
-    /// As the library takes them.
-    pub(crate) fn thread_options(&self) -> ThreadOptions {
-        ThreadOptions { threads: self.threads, cpus: self.cpus.clone(), numa: self.numa }
-    }
-
-    /// Errors: words about the host kernel that contradict each other.
-    fn check_accel(&self) -> Result<(), (ErrorKind, String)> {
-        let conflict = |text: &str| Err((ErrorKind::ArgumentConflict, String::from(text)));
-        match self.accel {
-            AccelWord::Require if self.packed == Packed::On => {
-                return conflict(
-                    "--accel require and --packed on contradict each other: the kernel knows no \
-                     packed virtqueues",
-                );
-            }
-            AccelWord::Off if self.accel_workers.is_some() => {
-                return conflict("--accel off and --accel-workers contradict each other");
-            }
-            AccelWord::Off if self.accel_engine != Engine::Default => {
-                return conflict("--accel off and --accel-engine contradict each other");
-            }
-            _ => {}
-        }
-        let queues = self.queues.unwrap_or_else(queues_default);
-        match self.accel_workers {
-            Some(workers) if workers > queues => {
-                let text = format!(
-                    "--accel-workers {workers} is more than --queues {queues}: there is at most \
-                     one for each virtqueue"
-                );
-                Err((ErrorKind::ValueValidation, text))
-            }
-            _ => Ok(()),
         }
     }
 }
@@ -469,7 +301,7 @@ impl ServeArgs {
                 return Err(refuse("serve", ErrorKind::ValueValidation, text));
             }
             device.check_accel().map_err(|(kind, text)| refuse("serve", kind, text))?;
-            if device.accel == AccelWord::Require && !disk.args.source.limit.is_empty() {
+            if device.accel == Accel::Require && !disk.args.source.limit.is_empty() {
                 let text = "--accel require and --limit contradict each other: the kernel knows no \
                             limits";
                 return Err(refuse("serve", ErrorKind::ArgumentConflict, text));
@@ -477,7 +309,8 @@ impl ServeArgs {
         }
         disks.iter().try_for_each(|disk| self.check_kept(&disk.args))?;
         let wrong = |text| refuse("serve", ErrorKind::ArgumentConflict, text);
-        self.nbd.check(&disks, &self.words).map_err(wrong)?;
+        let moves = if self.upgrade { Some("--upgrade") } else { self.keep.then_some("--keep") };
+        self.nbd.check(&disks, &self.words, moves).map_err(wrong)?;
         self.check_alike(&disks)?;
         Ok(disks)
     }
@@ -496,12 +329,16 @@ impl ServeArgs {
     fn check_kept(&self, disk: &DiskArgs) -> Result<(), clap::Error> {
         let why = match disk {
             _ if !self.keep => return Ok(()),
-            _ if disk.device.accel == AccelWord::Require => {
+            _ if disk.device.accel == Accel::Require => {
                 "--accel require: the host kernel loses virtqueues with the process"
             }
             _ if disk.source.snapshot => "--snapshot: its overlay goes with the process",
             _ if disk.device.incoming => "--incoming: begin with the disk, or keep it later",
-            DiskArgs { place, .. } if place.vhost_user_blk.is_none() && place.connect.is_none() => {
+            DiskArgs { place, .. }
+                if self.nbd.nbd.is_empty()
+                    && place.vhost_user_blk.is_none()
+                    && place.connect.is_none() =>
+            {
                 "a socket that is passed: name one with --vhost-user-blk"
             }
             _ => return Ok(()),
@@ -537,16 +374,6 @@ impl ServeArgs {
         }
         Ok(())
     }
-}
-
-fn parse_serial(text: &str) -> Result<String, String> {
-    check_serial(text).map(|()| text.to_owned())
-}
-
-fn parse_block_size(text: &str) -> Result<u32, String> {
-    let bytes = parse_size(text)?;
-    let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
-    check_block_size(bytes).map(|()| bytes)
 }
 
 fn parse_mode(text: &str) -> Result<u32, String> {

@@ -90,6 +90,26 @@ pub(crate) const STAY: &Words<Stay> = &[
 pub(crate) const NUMA: &Words<Numa> =
     &[("auto", "They do, where there are several", Numa::Auto), ("off", "They do not", Numa::Off)];
 
+/// The short help of `--cpus`.
+pub(crate) const CPUS: &str =
+    "CPUs for the queue threads, such as 0-3,8 [default: all that the process may use]";
+
+/// The long help of `--cpus`.
+///
+/// * `$more`: what else there is to say of this command's; begins with a blank.
+macro_rules! cpus_long_help {
+    ($more:literal) => {
+        concat!(
+            "CPUs for the queue threads, such as 0-3,8 [default: all that the process may use]\n\n",
+            "As the kernel and taskset write it: numbers and ranges; 10-14:2 is every second CPU ",
+            "of a range. CPUs that are offline, not allowed here or not in this machine are left ",
+            "out with a warning.",
+            $more
+        )
+    };
+}
+pub(crate) use cpus_long_help;
+
 /// The words of `--second-front-end`.
 pub(crate) const SECOND: &Words<Second> = &[
     ("wait", "It waits until the first has gone", Second::Wait),

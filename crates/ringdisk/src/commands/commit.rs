@@ -1,34 +1,23 @@
 //! `ringdisk commit`: what an image holds goes into its backing file.
 
 use ringdisk_daemon::failure::Failure;
-use ringdisk_daemon::terminal;
-use ringdisk_disk::{Format, ImageOptions, jobs};
+use ringdisk_images::commit::{Request, run as commit};
 
 use crate::cli::CommitArgs;
-use crate::commands::look;
-use crate::commands::named::{Named, of_pool};
-use crate::commands::operation::Operation;
 
-/// Commits.
+/// Does it.
 ///
-/// Errors: those of opening the chain; no such base; stopped by a signal.
+/// Errors: as [`commit`].
 pub(crate) fn run(args: &CommitArgs) -> Result<(), Failure> {
-    let mut runtime = look::runtime()?;
-    let ring = runtime.ring().clone();
-    let options = ImageOptions {
+    let request = Request {
+        file: args.image.file.clone(),
+        image_opts: args.image.name.image_opts,
         format: args.format,
-        trust_base_format: args.base_format == Some(Format::Raw),
         cache: args.cache,
-        ..of_pool(&args.pool)
+        base: args.base.clone(),
+        base_format: args.base_format,
+        keep: args.drop,
+        pool: (&args.image.pool).into(),
     };
-    let disk = Named::of(args.name, &args.file)?.open(&mut runtime, options)?;
-    let commit =
-        jobs::Commit { base: args.base.clone(), base_format: args.base_format, keep: args.drop };
-    let job = Operation::start("commit", args.show)?;
-    let result = runtime.block_on(jobs::commit(&ring, &disk, &commit, job.progress()));
-    job.end(result.map_err(Failure::of_change), "the images are sound and hold what they held")?;
-    if !args.show.quiet {
-        terminal::say("Image committed.");
-    }
-    Ok(())
+    commit(&request, args.show.into())
 }

@@ -1,9 +1,10 @@
 //! `ringdisk ctl`: control of a mount, or of a disk for virtual machines, while it is served.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ringdisk_console::operation::Operation;
+use ringdisk_console::output::{json_text, without_text};
 use ringdisk_daemon::control::client::{ANSWER, Client, Timeout};
 use ringdisk_daemon::control::protocol::{
     Accel, Command, Commit, CopyOnRead, Limit, NewBacking, NewSize, Resize, Snapshot, Stop, Stream,
@@ -13,27 +14,13 @@ use ringdisk_daemon::mount_lock;
 use ringdisk_daemon::new_file::check_new_name;
 use ringdisk_daemon::size::{SizeChange, human_size_exact};
 use ringdisk_daemon::terminal::{self, shell_word, visible, visible_lines};
-use ringdisk_disk::{ImageOptions, Progress};
+use ringdisk_disk::Progress;
+use ringdisk_images::look;
+use ringdisk_observe::watch;
 use serde_json::Value;
 
 use crate::cli::{CtlArgs, CtlCommand, PREALLOCATION, ProgressArgs, word_of};
-use crate::commands::operation::Operation;
-use crate::commands::output::json_text;
-use crate::commands::{checkpoint, job, look, mirror, watch};
-
-/// Notes what a file names that a server may write for a commit from now on.
-///
-/// A file that cannot be opened is the server's to complain of.
-fn note_names(file: &Path) {
-    let Ok(mut runtime) = look::runtime() else {
-        return tracing::debug!("no ring, so '{}' gets no note of its names", file.display());
-    };
-    let ring = runtime.ring().clone();
-    let noted = runtime.block_on(ringdisk_disk::note_file(&ring, file, &ImageOptions::default()));
-    if let Err(error) = noted {
-        tracing::debug!("'{}' gets no note of its names: {error}", file.display());
-    }
-}
+use crate::commands::{backup_job, checkpoint, job_texts, mirror};
 
 /// How long a server may take to end after it was told to: it flushes the image.
 const STOP_WAIT: Duration = Duration::from_secs(60);
@@ -52,8 +39,11 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
     if let CtlCommand::Mirror(wanted) = &args.command {
         return mirror::run(args, &mut client, limit, wanted);
     }
+    if let CtlCommand::Backup(wanted) = &args.command {
+        return backup_job::run(&mut client, limit, wanted);
+    }
     match &args.command {
-        CtlCommand::Events => return watch::events(args, &mut client),
+        CtlCommand::Events => return watch::events(&args.target, &mut client),
         CtlCommand::Stats { every: Some(every), .. } => {
             return watch::repeat(&mut client, *every, limit);
         }
@@ -63,7 +53,7 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
     if let CtlCommand::Backing { file, .. } = &args.command
         && !file.as_os_str().is_empty()
     {
-        note_names(file);
+        look::note_names(file);
     }
     let show = match &args.command {
         CtlCommand::Commit { show, .. }
@@ -134,10 +124,14 @@ fn tell(command: &CtlCommand, client: &Client, value: &Value) {
         CtlCommand::Commit { job, show, .. } | CtlCommand::Stream { job, show, .. }
             if job.background =>
         {
-            job::begun(value, show.quiet);
+            job_texts::begun(value, show.quiet);
         }
-        CtlCommand::Commit { show, .. } if !show.quiet => ended("Image committed.", value),
-        CtlCommand::Stream { show, .. } if !show.quiet => ended("Image streamed.", value),
+        CtlCommand::Commit { show, .. } if !show.quiet => {
+            job_texts::ended("Image committed.", value);
+        }
+        CtlCommand::Stream { show, .. } if !show.quiet => {
+            job_texts::ended("Image streamed.", value);
+        }
         CtlCommand::Backing { show, .. } if !show.quiet => terminal::say("Backing file changed."),
         CtlCommand::Commit { .. } | CtlCommand::Stream { .. } | CtlCommand::Backing { .. } => {}
         CtlCommand::Accel { on: true } => {
@@ -164,15 +158,10 @@ fn tell(command: &CtlCommand, client: &Client, value: &Value) {
                 _ => format!("{} ({waiting} requests wait)", visible(limits)),
             });
         }
-        CtlCommand::Stop { .. } | CtlCommand::Checkpoint(_) | CtlCommand::Mirror(_) => {}
-    }
-}
-
-/// Says that a job has ended, and what it has done.
-pub(super) fn ended(said: &str, value: &Value) {
-    terminal::say(said);
-    if let Some(text) = value.get("text").and_then(Value::as_str) {
-        terminal::note(visible_lines(text));
+        CtlCommand::Stop { .. }
+        | CtlCommand::Checkpoint(_)
+        | CtlCommand::Mirror(_)
+        | CtlCommand::Backup(_) => {}
     }
 }
 
@@ -229,14 +218,6 @@ fn late(limit: Duration) -> Failure {
         .hint("it may still be writing to the image")
 }
 
-/// The text is for people only.
-pub(crate) fn without_text(mut value: Value) -> Value {
-    if let Value::Object(object) = &mut value {
-        object.remove("text");
-    }
-    value
-}
-
 /// What is said to the server; it does not know our directory.
 fn command_of(command: &CtlCommand) -> Result<Command, Failure> {
     let absolute = |path: &Option<std::path::PathBuf>| -> Result<Option<String>, Failure> {
@@ -256,7 +237,9 @@ fn command_of(command: &CtlCommand) -> Result<Command, Failure> {
     Ok(match command {
         CtlCommand::Stats { .. } => Command::Stats,
         // These are asked for elsewhere.
-        CtlCommand::Checkpoint(_) | CtlCommand::Mirror(_) => Command::CheckpointList,
+        CtlCommand::Checkpoint(_) | CtlCommand::Mirror(_) | CtlCommand::Backup(_) => {
+            Command::CheckpointList
+        }
         CtlCommand::Limit { change, .. } => Command::Limit(Limit { change: change.clone() }),
         CtlCommand::Events => Command::Events,
         CtlCommand::Stop { force } => Command::Stop(Stop { force: *force }),

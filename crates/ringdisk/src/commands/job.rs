@@ -3,21 +3,19 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use ringdisk_console::operation::Operation;
+use ringdisk_console::output::json_text;
 use ringdisk_daemon::control::client::{ANSWER, Client, Timeout};
-use ringdisk_daemon::control::jobs::words::{JobCommand, Named, NewSpeed};
-use ringdisk_daemon::control::many::{Answer, Asked};
+use ringdisk_daemon::control::jobs::words::{JobCommand, NewSpeed};
 use ringdisk_daemon::control::protocol::Command;
-use ringdisk_daemon::control::registry::Found;
-use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::job_text;
-use ringdisk_daemon::processes;
-use ringdisk_daemon::terminal::{self, shell_word, visible, visible_lines};
-use ringdisk_disk::Progress;
-use serde_json::{Value, json};
+use ringdisk_daemon::terminal::{self, visible_lines};
+use ringdisk_observe::jobs::{all, connect_for_waiting, find, flat, named};
+use serde_json::Value;
 
 use crate::cli::{JobArgs, JobWork, ProgressArgs};
-use crate::commands::operation::Operation;
-use crate::commands::output::json_text;
+use crate::commands::job_texts;
 
 const QUIET: ProgressArgs = ProgressArgs { progress: false, quiet: true };
 
@@ -37,6 +35,7 @@ pub(crate) fn run(args: &JobArgs) -> Result<(), Failure> {
         JobWork::Wait(job) => (job, JobCommand::Wait(named(job.id()))),
     };
     let mut client = match job.target() {
+        Some(target) if matches!(command, JobCommand::Wait(_)) => connect_for_waiting(target)?,
         Some(target) => Client::connect(Path::new(target), ANSWER)?,
         None => find(job.id())?,
     };
@@ -51,95 +50,15 @@ pub(crate) fn run(args: &JobArgs) -> Result<(), Failure> {
     match (&args.work, told["text"].as_str()) {
         (JobWork::Cancel(_), Some(text)) => terminal::note(visible_lines(text)),
         (JobWork::Cancel(_), None) => {}
-        (JobWork::Wait(_), _) => said_ready(&told, job.target()),
+        (JobWork::Wait(_), _) => {
+            job_texts::ready(&told, job.target());
+            if let Some(text) = told["result"]["text"].as_str() {
+                terminal::note(visible_lines(text));
+            }
+        }
         _ => terminal::say(job_text::line(&told)),
     }
     Ok(())
-}
-
-/// Waits for a job that this client has begun in the background: until it is ready, or has ended.
-///
-/// Errors: as [`run`].
-pub(crate) fn wait(client: &mut Client, id: &str, progress: &Progress) -> Result<Value, Failure> {
-    let command = Command::Job(JobCommand::Wait(named(id)));
-    client.call(&command, progress, Timeout::Work(ANSWER))
-}
-
-/// Says of a mirror that it is ready, and what comes next.
-///
-/// * `target`: the disk, if it was named.
-pub(crate) fn said_ready(told: &Value, target: Option<&str>) {
-    if told["state"] != "ready" {
-        return;
-    }
-    let id = told["id"].as_str().map(visible).unwrap_or_default();
-    let target = target.map(|target| format!("{} ", shell_word(target))).unwrap_or_default();
-    terminal::note(format_args!(
-        "the job '{id}' is ready: `ringdisk job complete {target}{id}` switches over to the copy, \
-         `ringdisk job cancel {target}{id}` leaves it"
-    ));
-}
-
-fn named(id: &str) -> Named {
-    Named { id: id.to_owned() }
-}
-
-/// Says which job was begun in the background.
-pub(crate) fn begun(value: &Value, quiet: bool) {
-    let id = value["id"].as_str().map(visible).unwrap_or_default();
-    terminal::say(&id);
-    if !quiet {
-        terminal::note(format_args!(
-            "the job goes on in the serving process; `ringdisk job wait {id}` waits for its end"
-        ));
-    }
-}
-
-/// What the servers of all disks say of their jobs.
-fn all() -> Vec<(Found, Value)> {
-    let answers = processes::ask_all(&Command::Job(JobCommand::List), ANSWER);
-    let of = |(found, asked): (Found, Asked)| match asked.answer {
-        Answer::Value(value) => Some((found, value)),
-        // Gone, silent, or of a version without jobs.
-        _ => None,
-    };
-    answers.into_iter().filter_map(of).collect()
-}
-
-/// The server of the one disk that has a job of this name.
-///
-/// Errors: none has; several have.
-fn find(id: &str) -> Result<Client, Failure> {
-    let jobs = |value: &Value| value["jobs"].as_array().cloned().unwrap_or_default();
-    let has = |(_, value): &(Found, Value)| jobs(value).iter().any(|job| job["id"] == id);
-    let mut with: Vec<(Found, Value)> = all().into_iter().filter(has).collect();
-    let is_under_way = |(_, value): &(Found, Value)| {
-        let goes_on =
-            |job: &&Value| !["concluded", "moved"].iter().any(|state| job["state"] == *state);
-        jobs(value).iter().filter(goes_on).any(|job| job["id"] == id)
-    };
-    // Of jobs that have ended one that has not is meant.
-    if with.len() > 1 && with.iter().any(is_under_way) {
-        with.retain(is_under_way);
-    }
-    let target = |value: &Value| value["target"].as_str().map(visible).unwrap_or_default();
-    match with.as_slice() {
-        [(found, value)] => Client::at(found, &target(value), ANSWER),
-        [] => {
-            let text = format!("no disk that is served here has a job '{}'", visible(id));
-            Err(Failure::new(Exit::Usage, text).hint("`ringdisk job list` lists them"))
-        }
-        several => {
-            let targets: Vec<String> = several.iter().map(|(_, value)| target(value)).collect();
-            let text =
-                format!("several disks have a job '{}': {}", visible(id), targets.join(", "));
-            Err(Failure::new(Exit::Usage, text).hint(format!(
-                "name the disk: `ringdisk job … {} {}`",
-                terminal::shell_word(&targets[0]),
-                visible(id)
-            )))
-        }
-    }
 }
 
 /// Lists them.
@@ -166,20 +85,4 @@ fn list(target: Option<&str>, as_json: bool) -> Result<(), Failure> {
         text => terminal::say(text.trim_end()),
     }
     Ok(())
-}
-
-/// One list of all jobs, each with its disk.
-fn flat(lists: &[Value]) -> Value {
-    let of = |list: &Value| {
-        let jobs = list["jobs"].as_array().cloned().unwrap_or_default();
-        let target = list["target"].clone();
-        jobs.into_iter().map(move |mut job| {
-            if let Value::Object(job) = &mut job {
-                job.insert(String::from("target"), target.clone());
-            }
-            job
-        })
-    };
-    let all: Vec<Value> = lists.iter().flat_map(of).collect();
-    json!(all)
 }

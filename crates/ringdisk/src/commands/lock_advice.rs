@@ -3,10 +3,11 @@
 //! Promises: only options that the command has are recommended. Pure.
 
 use ringdisk_daemon::failure::{Exit, Failure};
-use ringdisk_disk::jobs::BAD_TABLES;
-use ringdisk_storage::{IN_USE_FOR_WRITING, NOT_FOR_OTHERS_TO_WRITE};
+use ringdisk_disk::Cause;
+use ringdisk_images::snapshot::Work;
+use ringdisk_storage::{Cause as StorageCause, OtherUse};
 
-use crate::cli::{Command, SnapshotWork};
+use crate::cli::Command;
 
 /// Reads an image that changes meanwhile.
 const READ_ALL_THE_SAME: &str = "-U reads it nevertheless; its content may change meanwhile";
@@ -18,24 +19,31 @@ const CHANGE_IN_USE: &str = "stop the other program first; where that is ringdis
 
 /// Adds the advice, where the failure is a lock's or one of damaged tables, and has none yet.
 pub(crate) fn add(command: &Command, failure: Failure) -> Failure {
-    if failure.message().contains(BAD_TABLES) && failure.hint_text().is_none() {
+    if failure.hint_text().is_some() {
+        return failure;
+    }
+    let cause = failure.image_cause();
+    if cause == Some(&Cause::BadTables) {
         let rest = match command {
             Command::Convert(_) => "; `convert --salvage` copies the rest",
             _ => "",
         };
         return failure.hint(format!("`ringdisk check` of that image says what is damaged{rest}"));
     }
-    let is_lock = failure.exit == Exit::Locked && failure.hint_text().is_none();
-    match advice(command, failure.message()).filter(|_| is_lock) {
+    let advice = match cause {
+        Some(Cause::Storage(StorageCause::InUse { by, .. })) => advice(command, *by),
+        _ => None,
+    };
+    match advice.filter(|_| failure.exit == Exit::Locked) {
         Some(advice) => failure.hint(advice),
         None => failure,
     }
 }
 
-/// * `message`: of the failure.
-fn advice(command: &Command, message: &str) -> Option<&'static str> {
-    let is_written = message.contains(IN_USE_FOR_WRITING);
-    let is_shared = message.contains(NOT_FOR_OTHERS_TO_WRITE);
+/// * `by`: how another program uses the image.
+fn advice(command: &Command, by: OtherUse) -> Option<&'static str> {
+    let is_written = by == OtherUse::Writes;
+    let is_shared = by == OtherUse::NoOtherWriter;
     let serving = |read_only: bool| match (is_written, is_shared, read_only) {
         (true, _, true) => {
             Some("--force-share serves it nevertheless; its content may change meanwhile")
@@ -57,7 +65,7 @@ fn advice(command: &Command, message: &str) -> Option<&'static str> {
         | Command::Compare(_)
         | Command::Measure(_) => reading,
         Command::Check(args) if args.repair.is_none() => reading,
-        Command::Snapshot(args) if matches!(args.work(), SnapshotWork::List) => reading,
+        Command::Snapshot(args) if args.work() == Work::List => reading,
         Command::Check(_)
         | Command::Snapshot(_)
         | Command::Resize(_)
@@ -75,15 +83,17 @@ mod tests {
     use super::*;
     use crate::cli::Cli;
 
-    fn hint(words: &[&str], message: &str) -> Option<String> {
+    fn hint(words: &[&str], by: OtherUse) -> Option<String> {
         let all = std::iter::once("ringdisk").chain(words.iter().copied());
         let cli = Cli::try_parse_from(all).expect("parses");
-        add(&cli.command, Failure::new(Exit::Locked, message)).hint_text().map(str::to_owned)
+        let cause = Cause::Storage(StorageCause::InUse { file: String::from("a"), by });
+        let failure = Failure::new(Exit::Locked, "'a' is in use");
+        let failure = failure.because(ringdisk_daemon::failure::Cause::Image(cause));
+        add(&cli.command, failure).hint_text().map(str::to_owned)
     }
 
     #[test]
     fn no_command_recommends_an_option_that_it_lacks() {
-        let written = format!("'a' {IN_USE_FOR_WRITING} process 1");
         for (words, option) in [
             (&["mount", "a", "b"][..], "--read-only --force-share"),
             (&["mount", "-r", "a", "b"], "--force-share"),
@@ -92,7 +102,7 @@ mod tests {
             (&["convert", "a", "b"], "-U"),
             (&["snapshot", "-l", "a"], "-U"),
         ] {
-            let hint = hint(words, &written).expect("a hint");
+            let hint = hint(words, OtherUse::Writes).expect("a hint");
             assert!(hint.starts_with(option), "{words:?}: {hint}");
         }
         for words in [
@@ -101,10 +111,13 @@ mod tests {
             &["commit", "a"],
             &["snapshot", "-c", "s", "a"],
         ] {
-            let hint = hint(words, &written).expect("a hint");
+            let hint = hint(words, OtherUse::Writes).expect("a hint");
             assert!(!hint.contains("-U") && !hint.contains("--"), "{words:?}: {hint}");
             assert!(hint.contains("ringdisk ctl"), "{words:?}: {hint}");
         }
-        assert_eq!(hint(&["create", "a", "1G"], &written), None);
+        assert_eq!(hint(&["create", "a", "1G"], OtherUse::Writes), None);
+        assert_eq!(hint(&["mount", "a", "b"], OtherUse::Alone), None);
+        let serving = hint(&["mount", "a", "b"], OtherUse::NoOtherWriter);
+        assert!(serving.expect("a hint").starts_with("--read-only"));
     }
 }

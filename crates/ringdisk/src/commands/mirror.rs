@@ -1,60 +1,52 @@
-//! `ringdisk ctl TARGET mirror`: what it takes outside of the server.
+//! `ringdisk ctl TARGET mirror`: a copy of the disk that stays in step with it.
 //!
-//! Promises: the target is made and opened with the rights of the user who asks, before the server,
-//! which may be in a sandbox, is told of it; a file that is there is overwritten only where the
-//! user says so; one that was made goes again where the job does not begin.
+//! Promises: a target that was made goes again where the job does not begin.
 
-use std::fs;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use ringdisk_daemon::control::client::{ANSWER, Client, Timeout};
-use ringdisk_daemon::control::protocol::{Command, Mirror};
-use ringdisk_daemon::failure::{Exit, Failure};
-use ringdisk_daemon::new_file::{NewFiles, check_new_name};
-use ringdisk_daemon::terminal::visible;
-use ringdisk_disk::name::{FileName, is_export};
-use ringdisk_disk::{Disk, Format, ImageOptions, Progress, Source};
-use ringdisk_ring::Runtime;
-use ringdisk_storage::{NbdAddress, NbdEndpoint, NbdServer, Storage};
-use serde_json::Value;
+use ringdisk_backup::jobs::{CopyTo, MirrorRequest, mirror};
+use ringdisk_console::operation::Operation;
+use ringdisk_daemon::control::client::Client;
+use ringdisk_daemon::failure::Failure;
+use ringdisk_daemon::new_file::NewFiles;
+use ringdisk_daemon::terminal::{self, visible};
+use ringdisk_observe::jobs::wait;
 
 use crate::cli::{CtlArgs, MirrorArgs};
-use crate::commands::operation::Operation;
-use crate::commands::{ctl, job, look};
-use crate::new_image::{Described, NewImage};
-
-/// What the server is told of.
-struct Target {
-    /// Whole name, or address.
-    name: String,
-    /// `None`: it is looked at.
-    format: Option<Format>,
-    /// It is raw, and keeps no note of that.
-    protect_raw: bool,
-}
+use crate::commands::job_texts;
 
 /// Begins a mirror, and waits as the user asks.
 ///
-/// Errors: the target is none for this disk; the server's reason; those of the job.
+/// Errors: as [`mirror`]; those of the job.
 pub(crate) fn run(
     args: &CtlArgs,
     client: &mut Client,
     limit: Duration,
     wanted: &MirrorArgs,
 ) -> Result<(), Failure> {
+    let request = MirrorRequest {
+        to: CopyTo {
+            to: wanted.to.clone(),
+            format: wanted.format,
+            existing: wanted.existing,
+            terms: wanted.job.terms(),
+        },
+        sync: wanted.sync.clone(),
+        write_blocking: wanted.write_blocking,
+        complete: wanted.complete,
+    };
     let operation = Operation::start("mirror", wanted.show)?;
     let progress = Arc::clone(operation.progress());
     let fresh = NewFiles::default();
-    let begun = begin(client, limit, wanted, &fresh, &progress);
+    let begun = mirror(client, limit, &request, &fresh, &progress);
     if begun.is_ok() {
         fresh.keep();
     }
     let waits = !wanted.job.background && !wanted.complete;
     let id = begun.as_ref().ok().and_then(|value| value["id"].as_str()).map(str::to_owned);
     let result = match (begun, &id) {
-        (Ok(_), Some(id)) if waits => job::wait(client, id, &progress),
+        (Ok(_), Some(id)) if waits => wait(client, id, &progress),
         (begun, _) => begun,
     };
     let left = match (&id, wanted.complete) {
@@ -64,212 +56,15 @@ pub(crate) fn run(
     let value = operation.end(result, left)?;
     let target = args.target.display().to_string();
     match &id {
-        Some(_) if wanted.job.background => job::begun(&value, wanted.show.quiet),
+        Some(_) if wanted.job.background => job_texts::begun(&value, wanted.show.quiet),
         Some(id) => {
-            ringdisk_daemon::terminal::say(visible(id));
+            terminal::say(visible(id));
             if !wanted.show.quiet {
-                job::said_ready(&value, Some(&target));
+                job_texts::ready(&value, Some(&target));
             }
         }
-        None if !wanted.show.quiet => ctl::ended("The disk has switched over.", &value),
+        None if !wanted.show.quiet => job_texts::ended("The disk has switched over.", &value),
         None => {}
     }
     Ok(())
-}
-
-/// Has the server begin. Gives the name of the job; or, where the command waits for its end, what
-/// it has done.
-fn begin(
-    client: &mut Client,
-    limit: Duration,
-    wanted: &MirrorArgs,
-    fresh: &NewFiles,
-    progress: &Progress,
-) -> Result<Value, Failure> {
-    let stats = client.call(&Command::Stats, progress, Timeout::Answer(limit))?;
-    let target = match is_export(&wanted.to) {
-        true => {
-            let target = export(&wanted.to)?;
-            Target { name: target, format: wanted.format, protect_raw: false }
-        }
-        false => file(client, wanted, &stats, fresh)?,
-    };
-    let mut terms = wanted.job.terms().unwrap_or_default();
-    terms.background |= !wanted.complete;
-    let command = Command::Mirror(Mirror {
-        target: target.name,
-        format: target.format.map(|format| format.name().to_owned()),
-        protect_raw: target.protect_raw,
-        sync: Some(wanted.sync.clone()),
-        write_blocking: wanted.write_blocking,
-        complete: wanted.complete,
-        job: Some(terms),
-    });
-    client.call(&command, progress, Timeout::Work(limit.max(ANSWER)))
-}
-
-/// The address of an export, as the server can use it: a server in a sandbox looks up no names, and
-/// has another directory.
-///
-/// Errors: no address; no such host.
-fn export(to: &Path) -> Result<String, Failure> {
-    let name = FileName::of_user(to)?;
-    let Some(address) = &name.nbd else {
-        return Err(Failure::new(Exit::Usage, "this is no address of an NBD export"));
-    };
-    let cannot = |error: std::io::Error| {
-        let doing = format!("cannot find the server of '{}'", visible(&to.to_string_lossy()));
-        Failure::system(doing, &error, Exit::Usage)
-    };
-    let endpoints = address.server.look_up().map_err(cannot)?;
-    let server = match (endpoints.first(), &address.tls) {
-        // The name is what the certificate of the server has.
-        (_, Some(_)) => return Ok(to.to_string_lossy().into_owned()),
-        (Some(NbdEndpoint::Unix(path)), None) => NbdServer::Unix(path.clone()),
-        (Some(NbdEndpoint::Tcp(at)), None) => NbdServer::Tcp(at.ip().to_string(), at.port()),
-        (None, None) => return Err(Failure::new(Exit::Usage, "the host has no address")),
-    };
-    let address = NbdAddress::new(server, address.export.clone());
-    let address = address.map_err(|why| Failure::new(Exit::Usage, why.to_string()))?;
-    Ok(address.to_string())
-}
-
-/// Makes a file, or looks at the one that is there.
-///
-/// * `stats`: of the disk.
-///
-/// Errors: it is an image of the disk; it is there, and is not to be overwritten; the user may not
-/// write it.
-fn file(
-    client: &Client,
-    wanted: &MirrorArgs,
-    stats: &Value,
-    fresh: &NewFiles,
-) -> Result<Target, Failure> {
-    let to = &wanted.to;
-    let shown = visible(&to.to_string_lossy());
-    let chain = chain(client, stats);
-    let mut runtime = look::runtime()?;
-    let format = match fs::metadata(to) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            Some(make(&mut runtime, wanted, stats, &chain, fresh)?)
-        }
-        Err(error) => {
-            let doing = format!("cannot use '{shown}'");
-            return Err(Failure::system(doing, &error, Exit::Permission));
-        }
-        Ok(meta) => {
-            let id = Storage::identity_of(&meta);
-            let identity =
-                |path: &PathBuf| path.metadata().ok().map(|it| Storage::identity_of(&it));
-            if let Some(at) = chain.iter().position(|path| identity(path) == Some(id)) {
-                let what = match at {
-                    0 => "the image of the disk itself",
-                    _ => "an image of the chain of the disk",
-                };
-                return Err(Failure::new(Exit::Usage, format!("'{shown}' is {what}"))
-                    .hint("name another file, device or export"));
-            }
-            if meta.is_dir() {
-                let text = format!("'{shown}' is a directory");
-                return Err(Failure::new(Exit::Usage, text).hint("name a file in it"));
-            }
-            if !wanted.existing {
-                let text = format!("'{shown}' is there already, and is not overwritten");
-                return Err(Failure::new(Exit::Usage, text)
-                    .hint("give another name; or --existing, and what it holds is lost"));
-            }
-            wanted.format
-        }
-    };
-    let whole = fs::canonicalize(to)
-        .map_err(|error| Failure::system(format!("cannot find '{shown}'"), &error, Exit::Image))?;
-    let (format, protect_raw) = judge(&mut runtime, &whole, format, chain)?;
-    let text = whole.into_os_string().into_string();
-    let bad = |_| Failure::new(Exit::Usage, format!("the name '{shown}' is not UTF-8"));
-    Ok(Target { name: text.map_err(bad)?, format: Some(format), protect_raw })
-}
-
-/// The files of the disk, the one on top first.
-fn chain(client: &Client, stats: &Value) -> Vec<PathBuf> {
-    let layers = stats["layers"].as_array().map(Vec::as_slice).unwrap_or_default();
-    let names = layers.iter().filter_map(|layer| layer["filename"].as_str()).map(PathBuf::from);
-    // A server in the foreground has the names that it was given.
-    let directory = client.server().map(|pid| PathBuf::from(format!("/proc/{pid}/cwd")));
-    let directory = directory.and_then(|link| fs::read_link(link).ok()).unwrap_or_default();
-    names.filter(|name| !is_export(name)).map(|name| directory.join(name)).collect()
-}
-
-/// Makes a file as large as the disk. Gives its format.
-fn make(
-    runtime: &mut Runtime,
-    wanted: &MirrorArgs,
-    stats: &Value,
-    chain: &[PathBuf],
-    fresh: &NewFiles,
-) -> Result<Format, Failure> {
-    let usage = |text: &str| Failure::new(Exit::Usage, text);
-    check_new_name(&wanted.to)?;
-    let layers = stats["layers"].as_array().map(Vec::as_slice).unwrap_or_default();
-    let format_of = |at: usize| layers.get(at).and_then(|layer| layer["format"].as_str());
-    let format = match (wanted.format, format_of(0)) {
-        (Some(format), _) => format,
-        (None, Some(format)) => format.parse()?,
-        (None, None) => Format::Qcow2,
-    };
-    let Described::Image(mut new) = NewImage::parse(format, &[])? else {
-        return Err(usage("no such image"));
-    };
-    match (wanted.sync.as_str(), chain.get(1), format_of(1)) {
-        ("none", ..) => {
-            return Err(usage(
-                "with --sync none the target has what the disk holds already, and \
-                              there is no such file",
-            )
-            .hint("leave --sync away, and a file is made and filled"));
-        }
-        ("top", Some(_), _) if format == Format::Raw => {
-            return Err(usage("a raw image cannot have the images below the one on top below it")
-                .hint("leave --sync away, or name --format qcow2"));
-        }
-        ("top", Some(below), Some(format)) => {
-            new.set("backing_file", &below.to_string_lossy())?;
-            new.set("backing_fmt", format)?;
-        }
-        _ => {}
-    }
-    let size = stats["size"].as_u64().unwrap_or(0);
-    let ring = runtime.ring().clone();
-    runtime.block_on(new.make(&ring, &wanted.to, size, fresh))?;
-    Ok(format)
-}
-
-/// Opens a file as the server will, with the rights of the user, and notes what the server may not
-/// note: that it is raw, and which files it names. Gives its format, and whether it is a raw one
-/// that keeps no note.
-///
-/// * `below`: files that it may have below it.
-///
-/// Errors: why it cannot be opened; a raw one was not called so.
-fn judge(
-    runtime: &mut Runtime,
-    path: &Path,
-    format: Option<Format>,
-    below: Vec<PathBuf>,
-) -> Result<(Format, bool), Failure> {
-    let ring = runtime.ring().clone();
-    let options = ImageOptions {
-        format,
-        ask_for_raw: true,
-        note_names: true,
-        known_paths: below.into_iter().filter(|path| path.exists()).collect(),
-        ..ImageOptions::default()
-    };
-    let source = Source::Path(path.to_owned());
-    let disk = runtime.block_on(Disk::open(&ring, source, &options))?;
-    let found = disk.layers().first().and_then(|top| top.format());
-    let format = format.or(found).unwrap_or(Format::Raw);
-    let is_protected = format == Format::Raw && disk.protects_raw();
-    look::close(runtime, &disk, path, Ok(()))?;
-    Ok((format, is_protected))
 }

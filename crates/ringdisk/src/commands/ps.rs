@@ -10,7 +10,7 @@ use ringdisk_daemon::processes::{self, Entry};
 use ringdisk_daemon::terminal::{self, Results, ended};
 
 use crate::cli::PsArgs;
-use crate::commands::output::json;
+use ringdisk_console::output::json;
 
 /// Lists them.
 ///

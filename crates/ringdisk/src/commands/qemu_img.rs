@@ -5,15 +5,17 @@
 //! have its texts where programs look for them; the exit code of a failure is 1, except where
 //! `qemu-img` has others (`check`, `compare`). Under its own name ringdisk does none of this.
 
-mod texts;
-
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
 
 use clap::Parser;
-use clap::error::ErrorKind;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use ringdisk_console::operation::end_by_signal;
 use ringdisk_daemon::{limits, terminal};
 use ringdisk_disk::Format;
+use ringdisk_images::snapshot::Work;
+use ringdisk_qemu_nbd::VERSION;
+use ringdisk_qemu_nbd::img_texts::{self, Change};
 
 use crate::cli::{Cli, Command};
 use crate::{End, log};
@@ -23,9 +25,6 @@ const FAILED: u8 = 1;
 
 /// The name of `qemu-img`.
 const NAME: &str = "qemu-img";
-
-/// The version of `qemu-img` whose options are taken.
-const VERSION: &str = "11.1.3";
 
 /// Its commands that are here.
 const COMMANDS: [&str; 12] = [
@@ -70,7 +69,7 @@ pub(crate) fn run(program: &str, words: impl IntoIterator<Item = OsString>) -> u
         }
         _ => {}
     }
-    let refuse_words = |error: &clap::Error| match texts::of_usage(error) {
+    let refuse_words = |error: &clap::Error| match of_usage(error) {
         (text, true) => refuse(&text, &format!("{first} ")),
         (text, false) => {
             terminal::say_error(format_args!("{NAME}: {text}"));
@@ -94,12 +93,56 @@ pub(crate) fn run(program: &str, words: impl IntoIterator<Item = OsString>) -> u
         Ok(code) => code,
         Err(End::Usage(error)) => refuse_words(&error),
         Err(End::Failed(failure)) => {
-            terminal::say_error(texts::of_failure(&cli.command, &failure));
+            let text = img_texts::of_failure(&meant(&cli.command), &failure);
+            terminal::say_error(format_args!("{NAME}: {text}"));
             if let Some(signal) = failure.signal() {
-                super::operation::end_by_signal(signal);
+                end_by_signal(signal);
             }
             failure.own_code().unwrap_or(FAILED)
         }
+    }
+}
+
+/// What is wrong with the words: the first line of what clap has to say, and whether a hint at the
+/// help follows.
+fn of_usage(error: &clap::Error) -> (String, bool) {
+    let option = |kind| match error.get(kind) {
+        // With the name of its value, where it has one.
+        Some(ContextValue::String(word)) => word.split([' ', '=']).next(),
+        _ => None,
+    };
+    if error.kind() == ErrorKind::ArgumentConflict
+        && let (Some(one), Some(other)) =
+            (option(ContextKind::InvalidArg), option(ContextKind::PriorArg))
+        && let Some(known) = img_texts::of_conflict(one, other)
+    {
+        return (known.to_owned(), false);
+    }
+    let text = error.to_string();
+    let first = text.lines().next().unwrap_or_default();
+    (first.strip_prefix("error: ").unwrap_or(first).to_owned(), true)
+}
+
+/// The command as the texts of `qemu-img` know it.
+fn meant(command: &Command) -> img_texts::Command {
+    use img_texts::Command as Img;
+    match command {
+        Command::Create(args) => Img::Create(args.file.clone()),
+        Command::Convert(args) => {
+            Img::Convert(args.files.last().cloned(), args.target_format.map_or("raw", Format::name))
+        }
+        Command::Snapshot(args) => Img::Snapshot(match args.work() {
+            Work::List => None,
+            Work::Create(name) => Some((Change::Create, name)),
+            Work::Apply(name) => Some((Change::Apply, name)),
+            Work::Delete(name) => Some((Change::Delete, name)),
+        }),
+        Command::Resize(_) => Img::Resize,
+        Command::Rebase(_) => Img::Rebase,
+        Command::Commit(_) => Img::Commit,
+        Command::Bitmap(_) => Img::Bitmap,
+        Command::Check(args) => Img::Check { repairs: args.repair.is_some() },
+        _ => Img::Look,
     }
 }
 

@@ -4,25 +4,21 @@
 //! of `qemu-nbd`; errors have the texts of `qemu-nbd` where programs look for them, and the exit
 //! code is 0 or 1.
 
-mod device;
-mod list;
-mod netlink;
-mod server;
 mod words;
 
 use std::ffi::OsString;
-use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use clap::Parser;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::helper::start::Role;
 use ringdisk_daemon::{limits, terminal};
-use ringdisk_nbd::TlsSource;
+use ringdisk_nbd::{TlsSource, VerifyPeer};
+use ringdisk_nbd_device::{device, list};
+use ringdisk_qemu_nbd::nbd_texts;
 use ringdisk_qemu_nbd::{Endpoint, Invocation, Listen, Serve, help, parse, tls, version};
-use ringdisk_storage::NbdAddress;
 
-use crate::cli::{Cli, Command, NbdAccessArgs, VerifyWord};
+use crate::cli::{Cli, Command, NbdAccessArgs};
 use crate::log;
 
 /// The exit code of everything that goes wrong.
@@ -73,16 +69,17 @@ pub(crate) fn run(program: &str, words: impl IntoIterator<Item = OsString>) -> u
 /// Errors: the text for people, without the name of the program.
 fn serve(asked: &Serve) -> Result<u8, String> {
     let is_activated = is_activated()?;
-    if let Some(text) = asked.said_place.filter(|_| is_activated) {
-        return Err(String::from(text));
-    }
-    if asked.device.is_some() && asked.tls.credentials.is_some() {
-        return Err(String::from("TLS is not supported with a host device"));
-    }
+    nbd_texts::refuse_place(asked, is_activated)?;
     if let Some(device) = asked.device.as_deref().filter(|_| !Role::Device.is_ours()) {
         return device::connect(asked, device);
     }
-    let words = words::of_serve(asked, is_activated)?;
+    let listen = match &asked.device {
+        Some(device) => device::listen(device, &asked.listen),
+        None => asked.listen.clone(),
+    };
+    let listen = Some(&listen).filter(|_| !is_activated);
+    nbd_texts::refuse(asked, listen)?;
+    let words = words::of_serve(asked, listen);
     let cli = Cli::try_parse_from(words).map_err(|error| usage(&error))?;
     let Command::Serve(mut args) = cli.command else { return Err(String::from("no disk")) };
     if let Some(label) = &asked.selinux_label {
@@ -107,7 +104,7 @@ fn serve(asked: &Serve) -> Result<u8, String> {
 /// Errors: as [`tls`].
 fn of_tls(asked: &Serve, access: &mut NbdAccessArgs) -> Result<(), String> {
     let Some(meant) = tls(&asked.tls, Endpoint::Server)? else { return Ok(()) };
-    let verify = if meant.verify_peer { VerifyWord::Yes } else { VerifyWord::No };
+    let verify = if meant.verify_peer { VerifyPeer::Yes } else { VerifyPeer::No };
     access.tls_creds = Some(TlsSource::Directory(meant.directory));
     access.tls_verify_peer = Some(verify);
     access.rules = meant.allow;
@@ -128,9 +125,7 @@ fn is_activated() -> Result<bool, String> {
     match variable("LISTEN_FDS").filter(|_| is_ours) {
         None | Some(0) => Ok(false),
         Some(1) => Ok(true),
-        Some(_) => {
-            Err(String::from("qemu-nbd does not support socket activation with LISTEN_FDS > 1"))
-        }
+        Some(_) => Err(String::from(nbd_texts::SEVERAL_SOCKETS)),
     }
 }
 
@@ -145,69 +140,16 @@ fn usage(error: &clap::Error) -> String {
 ///
 /// Source: `/proc/thread-self/attr/sockcreate` (proc(5)).
 fn label_sockets(label: &str) -> Result<(), String> {
-    std::fs::write("/proc/thread-self/attr/sockcreate", label).map_err(|error| {
-        let error = ringdisk_daemon::failure::words(&error);
-        format!("Cannot set SELinux socket create context to {label}: {error}")
-    })
+    std::fs::write("/proc/thread-self/attr/sockcreate", label)
+        .map_err(|error| nbd_texts::of_label(label, &ringdisk_daemon::failure::words(&error)))
 }
 
 /// A failure in the words of `qemu-nbd`.
 fn text(asked: &Serve, failure: &Failure) -> String {
-    let file = asked.images.file.to_string_lossy();
-    let message = failure.message();
-    let opened = |why: String| format!("Failed to blk_new_open '{file}': {why}");
-    match failure.exit {
-        _ if message.starts_with("Bitmap '") => {
-            // The image is known to who started this.
-            let (text, _) = message.split_once(" in '").unwrap_or((message, ""));
-            text.to_owned()
-        }
-        _ if message.contains(": not a qcow2 image") => {
-            opened(String::from("Image is not in qcow2 format"))
-        }
-        _ if message.starts_with("cannot create PID file: ") => {
-            message.replacen("cannot create PID file: ", "Could not create ", 1)
-        }
-        _ if message.contains("Failed to load snapshot:") => {
-            String::from("Failed to load snapshot: Can't find snapshot")
-        }
-        _ if let Listen::Unix(path) = &asked.listen
-            && path.parent().is_some_and(|parent| !parent.exists()) =>
-        {
-            format!("Failed to bind socket to {}: No such file or directory", path.display())
-        }
-        _ if message.starts_with("cannot listen at") => match &asked.listen {
-            Listen::Tcp(_) if failure.exit == Exit::Locked => {
-                String::from("Failed to find an available port: Address already in use")
-            }
-            Listen::Tcp(_) if message.contains("lookup address") => {
-                let (place, why) = message.split_once(": ").unwrap_or((message, ""));
-                let place = place.trim_start_matches("cannot listen at ");
-                let why = why.rsplit(": ").next().unwrap_or(why);
-                format!("address resolution failed for {place}: {why}")
-            }
-            _ => message.to_owned(),
-        },
-        Exit::Locked if !names_socket(&asked.listen, message) => {
-            let kind = if asked.read_only { "shared \"write\"" } else { "\"write\"" };
-            let lock = format!("Failed to get {kind} lock");
-            opened(format!("{lock}\nIs another process using the image [{file}]?"))
-        }
-        Exit::Image
-            if !Path::new(&asked.images.file).exists()
-                && !NbdAddress::is_meant(asked.images.file.as_bytes()) =>
-        {
-            opened(format!("Could not open '{file}': No such file or directory"))
-        }
-        Exit::Image => opened(message.to_owned()),
-        Exit::Permission if message.contains(file.as_ref()) => {
-            opened(format!("Could not open '{file}': Permission denied"))
-        }
-        _ => message.to_owned(),
-    }
-}
-
-/// Whether a message is about the Unix socket.
-fn names_socket(listen: &Listen, message: &str) -> bool {
-    matches!(listen, Listen::Unix(path) if message.contains(path.to_string_lossy().as_ref()))
+    let directory = match &asked.listen {
+        Listen::Unix(path) => path.parent().filter(|parent| !parent.as_os_str().is_empty()),
+        Listen::Tcp(_) => None,
+    };
+    let is_nowhere = directory.is_some_and(|directory| !directory.exists());
+    nbd_texts::of_failure(asked, failure, is_nowhere)
 }

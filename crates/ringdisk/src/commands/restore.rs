@@ -1,178 +1,32 @@
 //! `ringdisk restore`: an image from a backup and all those below it.
-//!
-//! Promises: no image is overwritten unless that was asked for, and then only when the new one is
-//! whole; a backup whose chain is not whole is refused before anything is made.
 
-use std::fs;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-
-use ringdisk_daemon::failure::{Exit, Failure};
-use ringdisk_daemon::new_file::{NewFiles, check_new_name};
+use ringdisk_backup::restore::{Request, restore};
+use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::size::human_size_exact;
-use ringdisk_daemon::terminal::{self, visible};
-use ringdisk_disk::jobs::{self, ConvertOptions};
-use ringdisk_disk::{Disk, Format, ImageOptions, Progress, Source};
-use ringdisk_qcow2::{CheckHooks, CheckOptions};
-use ringdisk_ring::Runtime;
-use ringdisk_storage::{OpenOptions, Storage};
+use ringdisk_daemon::terminal;
 
-use crate::cli::{RestoreArgs, is_named_qcow2};
-use crate::commands::backup::directory::{self, is_stamp};
-use crate::commands::look;
-use crate::commands::operation::Operation;
-use crate::new_image::{Described, NewImage};
-
-/// What the name of an image that is not whole ends with.
-const PART: &str = ".part";
+use crate::cli::RestoreArgs;
 
 /// Restores.
 ///
-/// Errors: there is no such backup; its chain is not whole; the image is there; those of reading
-/// and writing; stopped by a signal.
+/// Errors: as [`restore`].
 pub(crate) fn run(args: &RestoreArgs) -> Result<(), Failure> {
-    let image = &args.image;
-    check_new_name(image)?;
-    if !args.force && fs::symlink_metadata(image).is_ok() {
-        let text = format!("'{}' is there already, and is not overwritten", image.display());
-        return Err(Failure::new(Exit::Usage, text).hint("--force replaces it"));
-    }
-    let backup = find(args)?;
-    let mut runtime = look::runtime()?;
-    let from = open(&mut runtime, args, &backup)?;
-    let fresh = NewFiles::default();
-    let job = Operation::start("restore", args.show)?;
-    let result = check_chain(&mut runtime, &from, job.progress())
-        .and_then(|()| copy(&mut runtime, args, &from, &fresh, job.progress()));
-    job.end(result, "nothing was made").inspect_err(|_| fresh.undo())?;
+    let request = Request {
+        backup: args.backup.clone(),
+        image: args.image.clone(),
+        at: args.at.clone(),
+        target_format: args.target_format,
+        force: args.force,
+        pool: (&args.pool).into(),
+    };
+    let (backup, size) = restore(&request, args.show.into())?;
     if !args.show.quiet {
-        let size = human_size_exact(from.size());
         terminal::say(format_args!(
-            "{}: a disk of {size} from {}",
-            image.display(),
+            "{}: a disk of {} from {}",
+            args.image.display(),
+            human_size_exact(size),
             backup.display()
         ));
     }
     Ok(())
-}
-
-/// The backup that is meant.
-fn find(args: &RestoreArgs) -> Result<PathBuf, Failure> {
-    if !args.backup.is_dir() {
-        if args.at.is_some() {
-            return Err(Failure::new(Exit::Usage, "--at is for a directory of backups"));
-        }
-        return Ok(args.backup.clone());
-    }
-    let shown = args.backup.display();
-    let mut all = directory::stored(&args.backup)?;
-    if let Some(at) = &args.at {
-        if !is_stamp(at) {
-            let text = format!("'{}' is no time of a backup", visible(at));
-            return Err(Failure::new(Exit::Usage, text)
-                .hint("write it as in the names of the files, such as 20261127T183000Z"));
-        }
-        // Without its milliseconds a time means that whole second.
-        let at = if at.contains('.') { at.clone() } else { at.replace('Z', ".999Z") };
-        all.retain(|stored| stored.stamp <= at);
-    }
-    all.pop().map(|stored| stored.file).ok_or_else(|| {
-        let which = if args.at.is_some() { "so old a backup" } else { "backup" };
-        Failure::new(Exit::Image, format!("there is no {which} in '{shown}'"))
-    })
-}
-
-fn open(runtime: &mut Runtime, args: &RestoreArgs, backup: &Path) -> Result<Arc<Disk>, Failure> {
-    let format = match backup.extension().is_some_and(|end| end == "qcow2") {
-        true => Some(Format::Qcow2),
-        false => None,
-    };
-    let options = ImageOptions {
-        format,
-        read_only: true,
-        allow_paths: args.pool.allow_path.clone(),
-        allow_hosts: args.pool.allow_host.clone(),
-        ..ImageOptions::default()
-    };
-    let ring = runtime.ring().clone();
-    let opened = Disk::open(&ring, Source::Path(backup.to_owned()), &options);
-    let context =
-        |error| Failure::from(error).context(format!("the backup '{}'", backup.display()));
-    runtime.block_on(opened).map_err(context)
-}
-
-/// Looks whether the metadata of all images of the chain is sound.
-///
-/// Errors: it is not.
-fn check_chain(runtime: &mut Runtime, from: &Disk, progress: &Progress) -> Result<(), Failure> {
-    let ring = runtime.ring().clone();
-    for layer in from.layers() {
-        if layer.format() != Some(Format::Qcow2) {
-            continue;
-        }
-        let options = OpenOptions { read_only: true, ..OpenOptions::default() };
-        let storage = Arc::new(Storage::open(layer.name(), &options)?);
-        let cancelled = || progress.is_cancelled();
-        let hooks = CheckHooks { progress: &|_, _| {}, cancelled: &cancelled };
-        let options = CheckOptions::default();
-        let checking = ringdisk_qcow2::check(&ring, &storage, None, &options, hooks);
-        let report = runtime.block_on(checking)?;
-        if report.corruptions > 0 || report.check_errors > 0 {
-            let text = format!("the backup '{}' is damaged", layer.name().display());
-            return Err(Failure::new(Exit::Image, text)
-                .hint("`ringdisk check` shows how; take another backup (--at)"));
-        }
-    }
-    Ok(())
-}
-
-/// Makes the image.
-fn copy(
-    runtime: &mut Runtime,
-    args: &RestoreArgs,
-    from: &Arc<Disk>,
-    fresh: &NewFiles,
-    progress: &Progress,
-) -> Result<(), Failure> {
-    let ring = runtime.ring().clone();
-    let format = args.target_format.unwrap_or(match is_named_qcow2(&args.image) {
-        true => Format::Qcow2,
-        false => Format::Raw,
-    });
-    let Described::Image(image) = NewImage::parse(format, &[])? else {
-        return Err(Failure::new(Exit::General, "the options of the image make no sense"));
-    };
-    let mut part = args.image.clone().into_os_string();
-    part.push(PART);
-    let part = PathBuf::from(part);
-    runtime.block_on(image.make(&ring, &part, from.size(), fresh))?;
-    let options = ImageOptions { format: Some(format), ..ImageOptions::default() };
-    let opened = Disk::open(&ring, Source::Path(part.clone()), &options);
-    let target = runtime.block_on(opened)?;
-    let options = ConvertOptions { target_is_zero: true, ..ConvertOptions::default() };
-    let copying = jobs::convert(&ring, std::slice::from_ref(from), &target, &options, progress);
-    let copied = runtime.block_on(copying).map_err(Failure::from);
-    look::close(runtime, &target, &part, copied)?;
-    if args.force {
-        replaceable(&args.image)?;
-    }
-    fs::rename(&part, &args.image).map_err(|error| {
-        let doing = format!("cannot give the image its name '{}'", args.image.display());
-        Failure::system(doing, &error, Exit::Mountpoint)
-    })?;
-    fresh.keep();
-    Ok(())
-}
-
-/// Errors: another process uses the image that is to be replaced.
-fn replaceable(image: &Path) -> Result<(), Failure> {
-    match fs::metadata(image) {
-        Ok(meta) if !meta.is_file() => {
-            let text = format!("'{}' is no regular file, and is not replaced", image.display());
-            Err(Failure::new(Exit::Usage, text)
-                .hint("write onto a device with `ringdisk convert -n BACKUP -O raw DEVICE`"))
-        }
-        Ok(_) => Storage::open(image, &OpenOptions::default()).map(drop).map_err(Failure::from),
-        Err(_) => Ok(()),
-    }
 }

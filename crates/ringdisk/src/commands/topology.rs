@@ -8,12 +8,11 @@ use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::terminal::{Results, ended, visible_lines};
 use ringdisk_daemon::topology;
 use ringdisk_ring::Topology;
+use ringdisk_server::mount::foresee;
 use serde_json::Value;
 
 use crate::cli::TopologyArgs;
-use crate::commands::ctl::without_text;
-use crate::commands::output::json;
-use crate::serve;
+use ringdisk_console::output::{json, without_text};
 
 /// Prints it.
 ///
@@ -24,7 +23,7 @@ pub(crate) fn run(args: &TopologyArgs) -> Result<(), Failure> {
         Some(mountpoint) => of_mount(mountpoint)?,
         None => {
             let machine = args.root.as_deref().map_or_else(Topology::read, Topology::read_under);
-            topology::to_json(&machine, &serve::foresee(&args.placement, &machine)?)
+            topology::to_json(&machine, &foresee(&(&args.placement).into(), &machine)?)
         }
     };
     let mut out = Results::lock();

@@ -62,8 +62,43 @@ fn a_checkpoint_takes_the_disk_back_and_its_end_gives_it() {
         assert!(answered(&accel(&place)) > before);
     }
     let said = daemon.process.output();
-    let words = "the data path is in this process while the checkpoint runs";
+    let words = "the data path is in this process while the state of the disk is kept";
     assert_eq!(said.matches(words).count(), 3, "{said}");
+    load.drain(&mut vm);
+    load.read_all(&mut vm);
+    daemon.stop(&[&place.socket]);
+    place.judge(&mut load);
+}
+
+#[test]
+fn a_backup_takes_the_disk_back_and_its_end_gives_it() {
+    if !there() {
+        return;
+    }
+    let (place, daemon, mut vm) = accelerated(&[]);
+    let mut load = load(15);
+    load.run(&mut vm, 300);
+    load.drain(&mut vm);
+    let [first, second] = ["first.raw", "second.raw"].map(|name| place.path(name));
+    ctl(&place.socket, &["backup", text(&first), "--format", "raw"]).ok();
+    becomes(&place, true);
+    let first = fs::read(first).expect("the copy");
+    load.judge(&first);
+    let slow = ["--format", "raw", "--background", "--name", "b", "--speed", "64k"];
+    ctl(&place.socket, &[&["backup", text(&second)], &slow[..]].concat()).ok();
+    becomes(&place, false);
+    ctl(&place.socket, &["accel", "on"]).ends(2).says("a checkpoint is running");
+    let job = |work: &str, words: &[&str]| {
+        let words = [&["job", work, text(&place.socket)], words].concat();
+        crate::common::tools::ringdisk(Path::new("/"), &words)
+    };
+    meanwhile(&mut vm, &mut load, || {
+        job("limit", &["b", "0"]).ok();
+        job("wait", &["b"]).ok();
+    });
+    becomes(&place, true);
+    assert!(first == fs::read(second).expect("the copy"), "the state of the instant");
+    load.run(&mut vm, 300);
     load.drain(&mut vm);
     load.read_all(&mut vm);
     daemon.stop(&[&place.socket]);

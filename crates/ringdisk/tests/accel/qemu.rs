@@ -9,7 +9,7 @@ use crate::common::accel::{
     REQUIRED, accel, answered, assert_by_kernel, becomes, by_threads, counted, has_module,
 };
 use crate::common::disks::disk;
-use crate::common::peer::{named, peer, runs};
+use crate::common::peer::{ODD_REQUESTS, named, peer, qemu_io, runs};
 use crate::common::serving::{Place, SIZE, ctl};
 
 /// Tools that were found.
@@ -23,32 +23,6 @@ fn tools() -> Option<Tools> {
         return None;
     }
     Some(Tools { img: peer("qemu-img")?, io: peer("qemu-io")? })
-}
-
-/// Requests of odd size, flushes, zeroes, discards, several at once.
-const COMMANDS: [&str; 13] = [
-    "write -P 0x11 512 1536",
-    "write -z 64k 128k",
-    "write -z -u 1M 256k",
-    "discard 2M 512k",
-    "flush",
-    "read -P 0x11 512 1536",
-    "read -P 0 64k 128k",
-    "read -P 0 1M 256k",
-    "aio_write -P 0x22 3M 1M",
-    "aio_write -P 0x33 4M 1M",
-    "aio_flush",
-    "read -P 0x22 3M 1M",
-    "read -P 0x33 4M 1M",
-];
-
-/// Commands of qemu-io, which all succeed.
-fn commands(io: &[String], disk: &str, commands: &[&str]) {
-    let mut words = vec!["--image-opts"];
-    commands.iter().for_each(|command| words.extend(["-c", command]));
-    words.push(disk);
-    let out = runs(io, &words);
-    assert!(!out.contains("failed") && !out.contains("rror"), "{out}");
 }
 
 /// All tools on one disk. Gives what is shown of the kernel at the end.
@@ -69,7 +43,7 @@ fn real_clients(tools: &Tools, place: &Place) -> Value {
     assert!(images::piece(&back, 0, size) == images::pattern(1, 0, size), "read back");
     assert!(counted(&accel(place), "read-bytes") >= 2 * SIZE);
 
-    commands(io, &disk, &COMMANDS);
+    qemu_io(io, &disk, &ODD_REQUESTS);
     let words = ["bench", "-c", "4000", "-d", "32", "-s", "4096", "-t", "none"];
     runs(img, &[&words[..], &["--image-opts", &disk]].concat());
     let words = ["bench", "-w", "-c", "1000", "-d", "16", "-s", "512", "-S", "512", "-o", "5M"];

@@ -224,7 +224,7 @@ fn a_device_is_the_kernels_alone_or_not_at_all() {
     };
     // As a mounted file system has it.
     let held = claim().expect("the device");
-    assert_by_threads(place, place.start(&PLAIN), "somebody else has it exclusively");
+    assert_by_threads(place, place.start(&PLAIN), "another process has it exclusively");
     drop(held);
     let (daemon, mut vm) = accelerated_at(place, &[]);
     assert_eq!(claim().expect_err("it is taken").raw_os_error(), Some(16));

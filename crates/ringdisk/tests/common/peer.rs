@@ -34,3 +34,29 @@ pub(crate) fn runs(program: &[String], words: &[&str]) -> String {
 pub(crate) fn named(place: &Place) -> String {
     format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", text(&place.socket))
 }
+
+/// Requests of odd size, flushes, zeroes, discards, several at once.
+pub(crate) const ODD_REQUESTS: [&str; 13] = [
+    "write -P 0x11 512 1536",
+    "write -z 64k 128k",
+    "write -z -u 1M 256k",
+    "discard 2M 512k",
+    "flush",
+    "read -P 0x11 512 1536",
+    "read -P 0 64k 128k",
+    "read -P 0 1M 256k",
+    "aio_write -P 0x22 3M 1M",
+    "aio_write -P 0x33 4M 1M",
+    "aio_flush",
+    "read -P 0x22 3M 1M",
+    "read -P 0x33 4M 1M",
+];
+
+/// Commands of qemu-io, which all succeed.
+pub(crate) fn qemu_io(io: &[String], disk: &str, commands: &[&str]) {
+    let mut words = vec!["--image-opts"];
+    commands.iter().for_each(|command| words.extend(["-c", command]));
+    words.push(disk);
+    let out = runs(io, &words);
+    assert!(!out.contains("failed") && !out.contains("rror"), "{out}");
+}

@@ -164,7 +164,7 @@ fn survive(format: &'static str, packed: bool, inflight: bool, seed: u64) {
 }
 
 #[test]
-fn limits_that_a_command_has_set_outlive_the_server() {
+fn limits_and_copy_on_read_that_a_command_has_set_outlive_the_server() {
     let directory = scratch();
     let pidfile = directory.path().join("pid");
     let server = Server::start("qcow2", &["--limit", "iops=1000", "--pidfile", text(&pidfile)]);
@@ -177,11 +177,15 @@ fn limits_that_a_command_has_set_outlive_the_server() {
     for wanted in ["iops=2000", "none"] {
         assert!(limits().starts_with("iops="), "{}", limits());
         server.ctl(&["limit", wanted]);
+        let copy_on_read = if wanted == "none" { "off" } else { "on" };
+        server.ctl(&["copy-on-read", copy_on_read]);
         let old = server.server();
         server.kill();
         let is_next = until(LIMIT, || (server.server() != old).then_some(()));
         assert!(is_next.is_some(), "{}", server.holder.output());
         assert_eq!(limits().trim(), wanted);
+        let stats = server.ctl(&["stats"]).stdout;
+        assert_eq!(stats.contains("copy-on-read"), copy_on_read == "on", "{stats}");
     }
     server.stop();
 }
@@ -325,18 +329,31 @@ fn several_kept_disks_go_on_together_and_what_was_put_on_top_stays_there() {
 }
 
 #[test]
-fn without_the_process_that_keeps_it_a_disk_ends_cleanly() {
+fn without_the_process_that_keeps_it_a_disk_goes_on_and_ends_cleanly_at_a_stop() {
     let mut server = Server::start("raw", &[]);
     let mut vm = Vm::started(FrontEnd::connect(&server.socket), options(false, false, 9));
     assert_eq!(vm.status(0, Request::write(0, vec![7; 4096])), 0);
     let serving = server.server();
     server.holder.signal(Signal::KILL);
     server.holder.wait(LIMIT).expect("it was killed");
+    assert_eq!(vm.status(0, Request::write(8, vec![8; 4096])), 0, "{}", server.holder.output());
+    // What the next front end lends is kept by nobody.
+    drop(vm);
+    let mut vm = Vm::started(FrontEnd::connect(&server.socket), options(false, false, 9));
+    assert_eq!(vm.status(0, Request::write(16, vec![9; 4096])), 0, "{}", server.holder.output());
+    let serving = i32::try_from(serving).ok().and_then(Pid::from_raw).expect("a pid");
+    kill_process(serving, Signal::TERM).expect("it goes on");
     vm.front.expect_end();
     let gone = || (!Path::new(&format!("/proc/{serving}")).exists()).then_some(());
     assert!(until(LIMIT, gone).is_some(), "it goes on");
-    assert!(!server.socket.exists(), "its socket is left");
-    assert_eq!(std::fs::read(&server.image).expect("the image")[..4096], [7; 4096]);
+    let image = std::fs::read(&server.image).expect("the image");
+    assert_eq!([image[0], image[4096], image[8192]], [7, 8, 9]);
+    // Its socket, which nobody could remove, is in nobody's way.
+    server.holder = Server::process(&server.image, "raw", &server.socket, &[]);
+    let mut vm = Vm::started(FrontEnd::connect(&server.socket), options(false, false, 9));
+    assert_eq!(vm.status(0, Request::flush()), 0, "{}", server.holder.output());
+    drop(vm);
+    server.stop();
 }
 
 #[test]

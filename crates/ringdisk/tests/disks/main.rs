@@ -13,6 +13,8 @@ mod limits;
 mod migrate;
 mod mirrors;
 mod nbd;
+mod nbd_crowd;
+mod nbd_moves;
 mod nbd_tls;
 mod other_host;
 mod qemu_nbd;

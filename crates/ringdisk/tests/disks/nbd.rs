@@ -61,6 +61,43 @@ fn libnbd_sees_what_is_served_and_copies_it_both_ways() {
 }
 
 #[test]
+fn a_free_port_is_found_and_said() {
+    let place = Place::new("raw");
+    let words = [text(&place.image), "-f", "raw", "--nbd", "localhost:0", "--nbd", "0"];
+    let daemon = Daemon::of(&mut serve_command(&words));
+    let output = daemon.process.output();
+    let places = output.split("is served over NBD at ").nth(1).expect("two places");
+    let places: Vec<&str> = places.lines().next().unwrap().split(", at ").collect();
+    assert_eq!(places.len(), 2, "{output}");
+    for place in &places {
+        assert!(!place.ends_with(":0"), "{output}");
+        assert_eq!(ok_words(&["nbdinfo", "--size", &format!("nbd://{place}")]).trim(), "8388608");
+    }
+    ctl(Path::new(places[0]), &["stop"]).ok();
+    daemon.ends(0);
+}
+
+#[test]
+fn an_address_that_is_given_twice_is_refused_by_its_name() {
+    let place = Place::new("raw");
+    let (image, socket) = (text(&place.image), text(&place.socket));
+    let words = ["serve", image, "-f", "raw", "--nbd", socket, "--nbd", socket];
+    let refused = ringdisk(Path::new("/"), &words);
+    refused.ends(2).says(&format!("--nbd {socket} is given twice"));
+    assert!(!place.socket.exists());
+}
+
+#[test]
+fn what_the_server_says_is_shown_as_it_says_it() {
+    let place = Place::new("raw");
+    let daemon = served(&place, &[]);
+    let refused = ringdisk(Path::new("/"), &["info", &uri(&place.socket, "it's")]);
+    let said = "the server has no such export: export 'it's' not present";
+    refused.says(said);
+    daemon.stop(&[&place.socket]);
+}
+
+#[test]
 fn nbdsh_finds_structured_replies_contexts_and_errors() {
     let place = Place::new("qcow2");
     let daemon = served(&place, &[]);
@@ -114,9 +151,38 @@ fn qemu_img_reads_maps_and_converts_it() {
     qemu_img(root, &["compare", "-f", "raw", "-F", "qcow2", &uri, text(&copy)]).ok();
     let back = ["convert", "-n", "-f", "qcow2", "-O", "raw", text(&copy), &uri];
     qemu_img(root, &back).ok();
+    // 2,000 writes and reads at depth 8: of zeroes where there are zeroes.
+    for words in [&["-w", "--pattern=0", "-o", "4M"][..], &[]] {
+        let common = ["bench", "-f", "raw", "-d", "8", "-c", "2000", "-s", "512"];
+        qemu_img(root, &[&common[..], words, &[&uri]].concat()).ok();
+    }
     daemon.stop(&[&place.socket]);
     qemu_img(root, &["check", text(&place.image)]).ok();
     qemu_img(root, &["compare", text(&place.image), text(&copy)]).ok();
+}
+
+#[test]
+fn a_socket_that_a_killed_server_left_is_replaced_and_others_are_not_touched() {
+    let place = Place::new("raw");
+    let start = || {
+        let words = [text(&place.image), "-f", "raw", "--nbd", text(&place.socket)];
+        run(serve_command(&words).arg("--read-only"))
+    };
+    let daemon = served(&place, &["--read-only"]);
+    let finished = start();
+    assert_eq!(finished.code(), Some(5), "{}", finished.stderr);
+    assert!(finished.stderr.contains("another process listens"), "{}", finished.stderr);
+    daemon.kill();
+    let daemon = served(&place, &["--read-only"]);
+    let output = daemon.process.output();
+    assert!(output.contains("was left by a process that is gone; it is replaced"), "{output}");
+    assert_eq!(ok_words(&["nbdinfo", "--size", &uri(&place.socket, "")]).trim(), "8388608");
+    daemon.stop(&[&place.socket]);
+    fs::write(&place.socket, "a file of somebody").unwrap();
+    let finished = start();
+    assert_eq!(finished.code(), Some(4), "{}", finished.stderr);
+    assert!(finished.stderr.contains("is no socket"), "{}", finished.stderr);
+    assert_eq!(fs::read_to_string(&place.socket).unwrap(), "a file of somebody");
 }
 
 #[test]
@@ -262,8 +328,7 @@ fn what_does_not_go_with_nbd_is_refused_in_words() {
     let image = text(&place.image);
     let disks = ["--disk", &format!("image={image}"), "--disk", &format!("image={image}")];
     for (words, code, text) in [
-        (&[image, "--nbd", "/tmp/x/s", "--keep"][..], 2, "cannot be used with"),
-        (&[image, "--nbd", "/tmp/x/s", "--upgrade"], 2, "cannot be used with"),
+        (&[image, "--nbd", "/tmp/x/s", "--incoming"][..], 2, "cannot be used with"),
         (&[image, "--nbd", "/tmp/x/s", "--queues", "2"], 2, "add --vhost-user-blk"),
         (&[image, "--nbd", "/tmp/x/s", "--accel", "off"], 2, "--accel is for virtual"),
         (&[image, "--nbd", "/tmp/x/s", "--share-rw"], 2, "NBD clients write anyway"),

@@ -132,6 +132,12 @@ fn what_is_wrong_has_the_texts_of_qemu_nbd() {
             &["-f", "qcow2", "-b", "nohost.invalid", "-p", "7", image],
             "address resolution failed for nohost.invalid:7: ",
         ),
+        (
+            &["-k", socket, "--image-opts", "driver=compress,file.filename=a"],
+            "Failed to blk_new_open 'driver=compress,file.filename=a': the driver 'compress' is \
+             not supported; supported: raw, qcow2 over file, host_device, nbd; what is written is \
+             stored as it is: `convert -c` compresses it afterwards\n",
+        ),
         (&["-e", "x", image], "Invalid shared device number 'x'\n"),
         (&["-L", "-k", socket], "Failed to connect to '"),
     ] {
@@ -169,8 +175,11 @@ fn certificates_and_names_are_objects_as_callers_write_them() {
         // A plain client hears why.
         let said = error(&["-L", "-k", socket]);
         assert!(said.contains("Option 0x3 not permitted before TLS"), "{said}");
-        ok_words(&["kill", fs::read_to_string(&pid).expect("a pid").trim()]);
-        assert!(until(SOON, || (!place.socket.exists()).then_some(())).is_some());
+        let number = fs::read_to_string(&pid).expect("a pid").trim().to_owned();
+        ok_words(&["kill", &number]);
+        // Its lock on the image goes with the process, after its socket.
+        let process = Path::new("/proc").join(number);
+        assert!(until(SOON, || (!process.exists()).then_some(())).is_some());
     }
 }
 

@@ -9,7 +9,7 @@ use ringdisk_testkit::images;
 use ringdisk_testkit::mount::text;
 use ringdisk_testkit::process::{LIMIT, pause, until};
 
-use crate::common::peer::{named, peer, runs};
+use crate::common::peer::{ODD_REQUESTS, named, peer, qemu_io, runs};
 use crate::common::serving::{Place, SIZE, ctl, meanwhile, stats};
 use crate::common::tools::{child_of, qemu_img};
 
@@ -29,27 +29,7 @@ fn real_clients(format: &'static str) {
     let back = place.path("back");
     runs(&img, &["convert", "--image-opts", &disk, "-O", "raw", text(&back)]);
     images::assert_same(Path::new(source), &back, "read back");
-    // Requests of odd size, flushes, zeroes, discards.
-    let commands = [
-        "write -P 0x11 512 1536",
-        "write -z 64k 128k",
-        "write -z -u 1M 256k",
-        "discard 2M 512k",
-        "flush",
-        "read -P 0x11 512 1536",
-        "read -P 0 64k 128k",
-        "read -P 0 1M 256k",
-        "aio_write -P 0x22 3M 1M",
-        "aio_write -P 0x33 4M 1M",
-        "aio_flush",
-        "read -P 0x22 3M 1M",
-        "read -P 0x33 4M 1M",
-    ];
-    let mut words = vec!["--image-opts"];
-    commands.iter().for_each(|command| words.extend(["-c", command]));
-    words.push(&disk);
-    let out = runs(&io, &words);
-    assert!(!out.contains("failed") && !out.contains("rror"), "{out}");
+    qemu_io(&io, &disk, &ODD_REQUESTS);
     // Load of many requests at once, while the disk changes below.
     let overlay = place.path("overlay.qcow2");
     std::thread::scope(|scope| {

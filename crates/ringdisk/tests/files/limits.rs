@@ -119,7 +119,7 @@ fn limits_that_mean_nothing_are_refused_before_anything_is_served() {
         ("iops=x", "a limit is a number"),
         ("ipos=5", "unknown limit 'ipos'"),
         ("iops=5,iops-read=5", "cannot be limited at the same time"),
-        ("iops-max=5", "needs iops-total"),
+        ("iops-max=5", "needs iops:"),
         ("group=", "a group has a name"),
         ("iops", "is no limit"),
     ] {

@@ -1,6 +1,8 @@
 //! Served files: bytes, sizes, errors, ends and crashes, over whichever transport
 //! `RINGDISK_TEST_TRANSPORT` names. `./test uring` runs all of them over io_uring.
 
+mod at_once;
+mod backups;
 mod broken;
 mod bytes;
 mod coherence;

@@ -27,7 +27,7 @@ fn assert_stays(disk: &Mounted) {
 }
 
 /// A server that others wrote, of a new export, at a Unix socket.
-struct Server {
+pub(super) struct Server {
     process: Process,
     uri: String,
     image: PathBuf,
@@ -55,8 +55,16 @@ impl Server {
         Server { process, uri: format!("nbd+unix:///?socket={}", text(&socket)), image }
     }
 
-    fn qemu(directory: &Path) -> Server {
+    pub(super) fn qemu(directory: &Path) -> Server {
         Server::at(directory, &["qemu-nbd"])
+    }
+
+    pub(super) fn uri(&self) -> &str {
+        &self.uri
+    }
+
+    pub(super) fn image(&self) -> &Path {
+        &self.image
     }
 
     fn signal(&self, signal: Signal) {

@@ -10,6 +10,7 @@ use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::{FileSystem, text};
 use ringdisk_testkit::process::{Process, ok_words, until};
 use serde_json::Value;
+use tempfile::TempDir;
 
 use super::jobs::{
     LIMIT, WRITTEN, assert_pattern, assert_written, beside_a_writer, ctl, here, job, layers,
@@ -184,16 +185,26 @@ fn targets_that_are_none_are_refused_and_leave_nothing() {
     assert_pattern(&images::reference(&path("copy"), "qcow2"), 2, 0, WRITTEN);
 }
 
+/// A file system that is too small for a copy, and a target on it.
+pub(super) fn on_a_small_file_system(directory: &TempDir) -> (FileSystem, PathBuf) {
+    let small = directory.path().join("small");
+    fs::create_dir(&small).expect("a directory");
+    (FileSystem::tmpfs(&small, 8 * MIB), small.join("copy.qcow2"))
+}
+
+/// Makes the file system of such a target larger.
+pub(super) fn has_room_now(copy: &Path) {
+    let place = copy.parent().expect("a directory");
+    ok_words(&["mount", "-o", "remount,size=64M", text(place)]);
+}
+
 #[test]
 fn a_full_target_lets_the_job_rest_and_no_client() {
     if !needs_root() {
         return;
     }
     let (disk, directory, ..) = sample();
-    let small = directory.path().join("small");
-    fs::create_dir(&small).expect("a directory");
-    let file_system = FileSystem::tmpfs(&small, 8 * MIB);
-    let copy = small.join("copy.qcow2");
+    let (file_system, copy) = on_a_small_file_system(&directory);
     // A script that waits for the end hears of it.
     ctl(&disk, &["mirror", "--complete", text(&copy)]).ends(12).says("No space left");
     assert!(!copy.exists());
@@ -201,7 +212,7 @@ fn a_full_target_lets_the_job_rest_and_no_client() {
     let why = until_state(&disk, "full", "paused")["why"].to_string();
     assert!(why.contains("No space left"), "{why}");
     write(&disk, 5, 48 * MIB, MIB);
-    ok_words(&["mount", "-o", "remount,size=64M", text(&small)]);
+    has_room_now(&copy);
     job(&disk, "resume", &["full"]).ok();
     job(&disk, "complete", &["full"]).ok();
     job(&disk, "wait", &["full"]).ok();

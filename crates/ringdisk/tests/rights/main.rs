@@ -4,6 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod mount;
+mod one_helper;
 mod overlays;
 mod probe;
 mod run_as;

@@ -224,6 +224,7 @@ fn who_takes_over_has_the_same_reach() {
     });
     assert!(is_gone(helper[0]));
     assert_confined(new.process.pid(), true);
+    assert_eq!(children(new.process.pid()).len(), 1, "its helper process");
     let told = fs::read_to_string(&pidfile).expect("the pid file");
     assert_eq!(told.trim(), new.process.pid().to_string());
     meanwhile(&mut vm, &mut load, || {

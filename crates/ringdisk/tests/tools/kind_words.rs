@@ -13,7 +13,7 @@ use ringdisk_testkit::mount::{Mounted, for_user, scratch, text, unmount};
 use ringdisk_testkit::process::{command, run, until};
 use rustix::process::Signal;
 
-use crate::common::tools::ringdisk;
+use crate::common::tools::{Ran, ringdisk};
 use crate::common::{program, serve};
 
 const NOBODY: u32 = 65534;
@@ -71,7 +71,8 @@ fn a_mount_whose_server_was_killed_is_dead_and_umount_clears_it() {
     let ended = until(LIMIT, || disk.process().ended().map(|_| ()));
     assert_eq!(ended, Some(()));
     // Its sockets may live a moment longer: its rings have them.
-    let asked = || Some(ringdisk(d, &["ctl", text(&path), "stats"])).filter(|ran| ran.code == 4);
+    let is_told = |ran: &Ran| ran.code == 4 && ran.err.contains("started");
+    let asked = || Some(ringdisk(d, &["ctl", text(&path), "stats"])).filter(is_told);
     let ran = until(LIMIT, asked).expect("it is told that the server is dead");
     for words in ["is dead", "started 20", "`ringdisk umount "] {
         assert!(ran.err.contains(words), "{words}: {}", ran.err);

@@ -14,6 +14,7 @@ mod kind_words;
 mod mount;
 mod names;
 mod nbd;
+mod nbd_bitmap;
 mod nbd_tls;
 mod nbdkit;
 mod package;

@@ -1,5 +1,5 @@
 //! The examples of the README, run literally: by root, and by a user who is not root; and the
-//! commands of docs/backup.md and of the jobs in docs/operations.md.
+//! commands of docs/backup.md, and of a day and of the jobs in docs/operations.md.
 //!
 //! Promises: every indented block of the page runs, in the order of the page, in one scratch
 //! directory in which `vm.qcow2` is a disk with one partition. What a block says above it in a
@@ -205,14 +205,31 @@ fn the_commands_of_the_page_on_backups_run_in_its_order() {
     if !possible() || !programs.iter().all(|name| needs(name, has(name))) {
         return;
     }
-    let session = Session::new(0, &["whole", "part1", "disk", "a", "b"]);
+    let session = Session::new(0, &["whole", "part1", "disk", "a", "b", "vda"]);
     let (_, blocks) = page("docs/backup.md");
     assert!(blocks.len() >= 8, "the commands are gone: {blocks:?}");
     // One shell, since a block uses what the ones before it have set.
     let lines: Vec<String> = blocks.iter().map(|block| block.lines.join("\n")).collect();
     session.runs(&lines.join("\n"));
-    let left = ["disk", "a", "b"].map(|name| session.is_mounted(name));
-    assert_eq!(left, [false; 3], "a command leaves something mounted");
+    let left = ["disk", "a", "b", "vda"].map(|name| session.is_mounted(name));
+    assert_eq!(left, [false; 4], "a command leaves something mounted");
+}
+
+#[test]
+fn the_commands_of_a_day_run_in_their_order() {
+    if !possible() {
+        return;
+    }
+    let session = Session::new(0, &["whole", "part1", "disk"]);
+    let (_, blocks) = page("docs/operations.md");
+    let mut days = blocks.iter().filter(|block| block.heading == "A day with ringdisk");
+    let day = days.next().expect("the commands of the day");
+    session.runs(&day.lines.join("\n"));
+    assert!(!session.is_mounted("disk"), "it is mounted still");
+    for name in ["tuesday.qcow2", "moved.qcow2", "backup.qcow2", "metrics.txt"] {
+        let meta = std::fs::metadata(session.directory.path().join(name)).expect(name);
+        assert!(meta.len() > 0, "{name}");
+    }
 }
 
 #[test]

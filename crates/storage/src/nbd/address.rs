@@ -10,7 +10,7 @@ use std::fmt;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
 
-use ringdisk_nbd_protocol::numbers::NAME_BYTES_MAX;
+use ringdisk_nbd_protocol::numbers::{NAME_BYTES_MAX, context};
 
 use crate::endpoint::NbdEndpoint;
 
@@ -75,6 +75,9 @@ pub struct NbdAddress {
     pub export: Vec<u8>,
     /// TLS is used; a server without it is refused. `None`: nothing is encrypted.
     pub tls: Option<NbdTls>,
+    /// The context `qemu:dirty-bitmap:NAME` that is looked at in place of holes
+    /// ([`NbdAddress::with_dirty_bitmap`]).
+    pub dirty_bitmap: Option<String>,
 }
 
 /// The reason why a name is no address of an NBD export.
@@ -132,7 +135,7 @@ impl NbdAddress {
             None => (rest, ""),
         };
         let export = decoded(path.strip_prefix('/').unwrap_or(path))?;
-        let Query { socket, certificates, mut hostname } = Query::parse(query)?;
+        let Query { socket, certificates, mut hostname, dirty_bitmap } = Query::parse(query)?;
         let (transport, is_encrypted) = match scheme.strip_prefix("nbds") {
             Some(rest) => (rest, true),
             None => (scheme.strip_prefix("nbd").unwrap_or(scheme), false),
@@ -161,7 +164,33 @@ impl NbdAddress {
             }
             _ => return bad(format!("the transport of `{scheme}:` is not supported")),
         };
-        Ok(NbdAddress { tls, ..NbdAddress::new(server, export)? })
+        let address = NbdAddress { tls, ..NbdAddress::new(server, export)? };
+        match dirty_bitmap {
+            Some(bitmap) => address.with_dirty_bitmap(&bitmap),
+            None => Ok(address),
+        }
+    }
+
+    /// As QEMU's `x-dirty-bitmap`: the export is only read, and what a map of it shows is a bitmap
+    /// of the server ([`crate::Storage::dirty`]).
+    ///
+    /// * `name`: the name of the context, `qemu:dirty-bitmap:NAME`; `base:allocation` is what there
+    ///   is without.
+    ///
+    /// Errors: another context; a name that is too long or has a zero byte.
+    pub fn with_dirty_bitmap(mut self, name: &str) -> Result<NbdAddress, BadAddress> {
+        if name == context::ALLOCATION {
+            return Ok(self);
+        }
+        let bitmap = name.strip_prefix(context::DIRTY_BITMAP_PREFIX).unwrap_or_default();
+        if bitmap.is_empty() || name.len() > NAME_BYTES_MAX || name.contains('\0') {
+            return bad(format!(
+                "`x-dirty-bitmap` is '{}', and has to be `qemu:dirty-bitmap:NAME`",
+                name.escape_debug()
+            ));
+        }
+        self.dirty_bitmap = Some(name.to_owned());
+        Ok(self)
     }
 
     /// * `export`: at most 4096 bytes, without zero bytes.
@@ -174,7 +203,7 @@ impl NbdAddress {
         if export.contains(&0) {
             return bad("the export's name contains a zero byte");
         }
-        Ok(NbdAddress { server, export, tls: None })
+        Ok(NbdAddress { server, export, tls: None, dirty_bitmap: None })
     }
 
     /// The export of a server on a Unix socket.
@@ -201,12 +230,17 @@ impl fmt::Display for NbdAddress {
             NbdServer::Tcp(host, NBD_PORT) => write!(f, "{scheme}://{host}/{export}")?,
             server => write!(f, "{scheme}://{server}/{export}")?,
         }
-        let Some(NbdTls { certificates, hostname }) = &self.tls else { return Ok(()) };
-        let sign = if self.server.host().is_some() { '?' } else { '&' };
-        let directory = encoded(certificates.as_os_str().as_bytes());
-        write!(f, "{sign}tls-certificates={directory}")?;
-        match hostname {
-            Some(name) => write!(f, "&tls-hostname={}", encoded(name.as_bytes())),
+        let mut sign = if self.server.host().is_some() { '?' } else { '&' };
+        if let Some(NbdTls { certificates, hostname }) = &self.tls {
+            let directory = encoded(certificates.as_os_str().as_bytes());
+            write!(f, "{sign}tls-certificates={directory}")?;
+            sign = '&';
+            if let Some(name) = hostname {
+                write!(f, "&tls-hostname={}", encoded(name.as_bytes()))?;
+            }
+        }
+        match &self.dirty_bitmap {
+            Some(name) => write!(f, "{sign}{DIRTY_BITMAP}={}", encoded(name.as_bytes())),
             None => Ok(()),
         }
     }
@@ -278,9 +312,13 @@ const NO_CERTIFICATES: &str = "TLS needs the authority of the server's certifica
      `?tls-certificates=DIR` (or `&tls-certificates=DIR`), where DIR has ca-cert.pem, and \
      client-cert.pem with client-key.pem if the server wants a certificate";
 
+/// The key that names a bitmap, also in a `json:` name, where it is QEMU's.
+const DIRTY_BITMAP: &str = "x-dirty-bitmap";
+
 /// What a URI has behind its question mark.
 #[derive(Default)]
 struct Query {
+    dirty_bitmap: Option<String>,
     socket: Option<Vec<u8>>,
     certificates: Option<PathBuf>,
     hostname: Option<String>,
@@ -301,6 +339,11 @@ impl Query {
                     let name = String::from_utf8(value).ok();
                     let name = name.ok_or(BadAddress(String::from("`tls-hostname` is no name")))?;
                     all.hostname = Some(name);
+                }
+                DIRTY_BITMAP if all.dirty_bitmap.is_none() => {
+                    let name = String::from_utf8(value).ok();
+                    let name = name.ok_or(BadAddress(format!("`{DIRTY_BITMAP}` is not UTF-8")))?;
+                    all.dirty_bitmap = Some(name);
                 }
                 "tls-psk-file" | "tls-username" => {
                     return bad(format!(
@@ -361,11 +404,16 @@ mod tests {
             server: NbdServer::Tcp(host.to_owned(), port),
             export: export.to_vec(),
             tls: None,
+            dirty_bitmap: None,
         };
         let unix = |path: &str, export: &[u8]| NbdAddress {
             server: NbdServer::Unix(path.into()),
             export: export.to_vec(),
             tls: None,
+            dirty_bitmap: None,
+        };
+        let dirty = |address: NbdAddress| {
+            address.with_dirty_bitmap("qemu:dirty-bitmap:b 0").expect("a bitmap")
         };
         let with = |address: NbdAddress, hostname: Option<&str>| NbdAddress {
             tls: Some(NbdTls {
@@ -396,6 +444,26 @@ mod tests {
                 "nbds+unix:///x?socket=/a&tls-certificates=/p%20q&tls-hostname=name",
             ),
             (
+                "nbd://host/x?x-dirty-bitmap=qemu:dirty-bitmap:b%200",
+                dirty(tcp("host", 10809, b"x")),
+                "nbd://host/x?x-dirty-bitmap=qemu:dirty-bitmap:b%200",
+            ),
+            (
+                "nbd+unix:///?x-dirty-bitmap=qemu:dirty-bitmap:b%200&socket=/a",
+                dirty(unix("/a", b"")),
+                "nbd+unix:///?socket=/a&x-dirty-bitmap=qemu:dirty-bitmap:b%200",
+            ),
+            (
+                "nbds://h/?x-dirty-bitmap=qemu:dirty-bitmap:b%200&tls-certificates=/p%20q",
+                dirty(with(tcp("h", 10809, b""), None)),
+                "nbds://h/?tls-certificates=/p%20q&x-dirty-bitmap=qemu:dirty-bitmap:b%200",
+            ),
+            (
+                "nbd://host/x?x-dirty-bitmap=base:allocation",
+                tcp("host", 10809, b"x"),
+                "nbd://host/x",
+            ),
+            (
                 "nbds+tcp://[::1]/?tls-hostname=n&tls-certificates=/p%20q",
                 with(tcp("::1", 10809, b""), Some("n")),
                 "nbds://[::1]/?tls-certificates=/p%20q&tls-hostname=n",
@@ -417,6 +485,10 @@ mod tests {
             ("nbd://host/x?tls-certificates=/a", "belongs to `nbds://`"),
             ("nbd://host/x?tls-hostname=a", "belongs to `nbds://`"),
             ("nbds+vsock:///x?tls-certificates=/a", "transport"),
+            ("nbd://host/?x-dirty-bitmap=b0", "has to be `qemu:dirty-bitmap:NAME`"),
+            ("nbd://host/?x-dirty-bitmap=qemu:dirty-bitmap:", "has to be"),
+            ("nbd://host/?x-dirty-bitmap=qemu:allocation-depth", "has to be"),
+            ("nbd://host/?x-dirty-bitmap=a&x-dirty-bitmap=a", "twice"),
             ("nbd+vsock:///x", "transport"),
             ("nbd://", "host is missing"),
             ("nbd:///x", "host is missing"),

@@ -49,11 +49,18 @@ pub(super) struct Agreed {
     pub(super) preferred: u32,
     /// Longest payload, bytes: a multiple of `block`.
     pub(super) payload_max: u32,
-    /// Number of the context `base:allocation`, if there is one.
+    /// Number of the context `base:allocation`, if there is one and no bitmap was asked for.
     pub(super) allocation: Option<u32>,
+    /// Number of the context of the bitmap that was asked for.
+    pub(super) bitmap: Option<u32>,
 }
 
 impl Agreed {
+    /// Number of the one context that block status is about.
+    pub(super) fn context(&self) -> Option<u32> {
+        self.bitmap.or(self.allocation)
+    }
+
     /// Whether the export has all of these [`export_flags`].
     pub(super) fn has(&self, flags: u16) -> bool {
         self.flags & flags == flags
@@ -69,6 +76,8 @@ pub(super) enum Refusal {
     Malformed(&'static str),
     /// The server does not have the export; with its words.
     Unknown(String),
+    /// The server does not have the bitmap, whose context this is.
+    NoBitmap(String),
     /// The server does not let this client in; with its words.
     Refused(String),
     /// The connection cannot be encrypted, or either side does not trust the other.
@@ -107,10 +116,26 @@ impl std::fmt::Display for Refusal {
             Refusal::Broken(errno) => errno.fmt(f),
             Refusal::Malformed(why) => write!(f, "the server breaks the protocol: {why}"),
             Refusal::Unknown(words) => write!(f, "the server has no such export: {words}"),
+            Refusal::NoBitmap(name) => {
+                let name = name.escape_debug();
+                write!(f, "the server does not offer '{name}' of this export")
+            }
             Refusal::Refused(words) => write!(f, "the server refuses: {words}"),
             Refusal::Tls(why) => f.write_str(why),
         }
     }
+}
+
+/// The words of a server for a terminal: what cannot be printed is escaped, quotes are not.
+fn printable(words: &str) -> String {
+    let mut out = String::new();
+    for c in words.chars() {
+        match c {
+            '\'' | '"' => out.push(c),
+            _ => out.extend(c.escape_debug()),
+        }
+    }
+    out
 }
 
 /// An error reply to an option.
@@ -134,12 +159,14 @@ impl Denied {
 
 /// Agrees with the server on an export.
 ///
+/// * `bitmap`: the context that block status is to be about, in place of `base:allocation`.
 /// * `tls`: the connection is encrypted before anything else is said.
 ///
 /// Errors: [`Refusal`].
 pub(super) fn agree(
     timed: &mut Timed,
     export: &[u8],
+    bitmap: Option<&str>,
     tls: Option<&ClientTls>,
 ) -> Result<Agreed, Refusal> {
     let mut greeting = [0; GREETING_BYTES];
@@ -163,9 +190,9 @@ pub(super) fn agree(
     }
     let timed = &*timed;
     let style = style(timed)?;
-    let mut allocation = None;
+    let mut number = None;
     if style != Style::Simple {
-        allocation = set_allocation(timed, export)?;
+        number = set_context(timed, export, bitmap.unwrap_or(context::ALLOCATION))?;
     }
     let mut data = Vec::new();
     InfoRequest { name: export, wanted: vec![info::BLOCK_SIZE] }.push(&mut data);
@@ -191,7 +218,13 @@ pub(super) fn agree(
         }
         (Err(denied), _) => return Err(denied.into_refusal()),
     };
-    checked(style, export, sizes, allocation)
+    // After the export: one that is not there is told first.
+    let agreed = checked(style, export, sizes)?;
+    match bitmap {
+        None => Ok(Agreed { allocation: number, ..agreed }),
+        Some(name) if number.is_none() => Err(Refusal::NoBitmap(name.to_owned())),
+        Some(_) => Ok(Agreed { bitmap: number, ..agreed }),
+    }
 }
 
 /// Agrees on the style of replies: the newest that the server has.
@@ -210,16 +243,16 @@ fn style(timed: &Timed) -> Result<Style, Refusal> {
     Ok(Style::Simple)
 }
 
-/// Chooses the context `base:allocation`. Gives its number; `None`: the server has none.
-fn set_allocation(timed: &Timed, export: &[u8]) -> Result<Option<u32>, Refusal> {
+/// Chooses a context. Gives its number; `None`: the server has none.
+fn set_context(timed: &Timed, export: &[u8], name: &str) -> Result<Option<u32>, Refusal> {
     let mut data = Vec::new();
-    let queries = vec![context::ALLOCATION.as_bytes()];
+    let queries = vec![name.as_bytes()];
     MetaRequest { export, queries }.push(&mut data);
     let mut id = None;
     let set = ask(timed, option::SET_META_CONTEXT, &data, |kind, data| {
         if kind == option_reply::META_CONTEXT {
             let context = MetaContext::parse(data)?;
-            if context.name != context::ALLOCATION.as_bytes() || id.is_some() {
+            if context.name != name.as_bytes() || id.is_some() {
                 return Err(Malformed("a context that was not asked for"));
             }
             id = Some(context.id);
@@ -260,7 +293,7 @@ fn ask(
             let text = String::from_utf8_lossy(&data);
             let words = match text.trim() {
                 "" => format!("error {}", head.kind & !option_reply::ERROR_BIT),
-                words => words.escape_debug().to_string(),
+                words => printable(words),
             };
             return Ok(Err(Denied { kind: head.kind, words }));
         }
@@ -288,12 +321,7 @@ fn by_name(timed: &Timed, export: &[u8], has_zeroes: bool) -> Result<ExportInfo,
     Ok(ExportInfo::parse(&reply)?)
 }
 
-fn checked(
-    style: Style,
-    export: ExportInfo,
-    sizes: Option<BlockSizes>,
-    allocation: Option<u32>,
-) -> Result<Agreed, Refusal> {
+fn checked(style: Style, export: ExportInfo, sizes: Option<BlockSizes>) -> Result<Agreed, Refusal> {
     if export.flags & export_flags::HAS_FLAGS == 0 {
         return Err(Refusal::Malformed("the flags of the export are missing"));
     }
@@ -320,7 +348,8 @@ fn checked(
         block: minimum,
         preferred: if is_block(preferred) { preferred.max(minimum) } else { minimum.max(4096) },
         payload_max: payload_max.max(minimum),
-        allocation,
+        allocation: None,
+        bitmap: None,
     })
 }
 
@@ -331,7 +360,7 @@ mod tests {
     fn agree_on(size: u64, flags: u16, sizes: Option<(u32, u32, u32)>) -> Result<Agreed, Refusal> {
         let sizes =
             sizes.map(|(minimum, preferred, maximum)| BlockSizes { minimum, preferred, maximum });
-        checked(Style::Structured, ExportInfo { size, flags }, sizes, None)
+        checked(Style::Structured, ExportInfo { size, flags }, sizes)
     }
 
     #[test]

@@ -314,7 +314,7 @@ impl Driver {
         let number = |at: usize| {
             bytes.get(at..at + 4).and_then(|it| it.try_into().ok()).map(u32::from_be_bytes)
         };
-        if number(0) != link.agreed.allocation {
+        if number(0) != link.agreed.context() {
             return violation("block status of a context that was not chosen");
         }
         if is_extended && number(4).is_none_or(|said| said as usize != count) {

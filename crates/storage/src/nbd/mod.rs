@@ -51,11 +51,11 @@ pub use address::{BadAddress, NBD_PORT, NbdAddress, NbdServer, NbdTls};
 use handshake::Refusal;
 use shared::{CONNECT_LIMIT, Shared, open_link};
 
+use crate::block_locks::BlockLocks;
 use crate::endpoint::NbdEndpoint;
-use crate::error::{Error, ErrorKind};
+use crate::error::{Error, ErrorKind, words};
 use crate::file::end_of;
-use crate::gate::Gate;
-use crate::kinds::Limits;
+use crate::kinds::{Limits, Zeroing};
 use crate::opener::Opener;
 
 /// Time that requests wait for a lost connection, where the user does not say.
@@ -110,7 +110,7 @@ pub(crate) struct Nbd {
     no_flush: bool,
     pub(crate) limits: Limits,
     /// For blocks of more than a byte.
-    gate: Option<Gate>,
+    gate: Option<BlockLocks>,
     status: status::Cache,
 }
 
@@ -119,13 +119,14 @@ pub(crate) struct Nbd {
 /// Errors: kind `NotFound`: no such host, socket or export; `ReadOnly`; `Io` for anything else.
 pub(crate) fn open(address: &NbdAddress, options: &NbdOptions) -> Result<Nbd, Error> {
     let name = address.to_string();
+    check_bitmap(address, options.read_only)?;
     let endpoints = connect::endpoints(&address.server).map_err(|error| {
-        let context = format!("cannot open '{name}': no address of its host: {error}");
-        Error::new(ErrorKind::NotFound, context)
+        let why = format!("no address of its host: {error}");
+        Error::not_opened(ErrorKind::NotFound, &name, &why)
     })?;
     let opener = options.opener.as_ref();
     let tls = address.tls.as_ref().map(|tls| certificates(address, tls)).transpose()?;
-    let first = open_link(&endpoints, opener, &address.export, tls.as_ref(), CONNECT_LIMIT)
+    let first = open_link(&endpoints, opener, address, tls.as_ref(), CONNECT_LIMIT)
         .map_err(|why| refused(&name, &address.server, &why))?;
     let agreed = first.1.clone();
     if agreed.has(export_flags::READ_ONLY) && !options.read_only {
@@ -143,8 +144,23 @@ fn certificates(address: &NbdAddress, tls: &NbdTls) -> Result<ClientTls, Error> 
     let host = tls.hostname.as_deref().or(address.server.host()).unwrap_or("localhost");
     let source = Source::Directory(tls.certificates.clone());
     ClientTls::open(&source, host).map_err(|error| {
-        Error::new(ErrorKind::InvalidInput, format!("cannot open '{address}': {error}"))
+        let name = address.to_string();
+        Error::not_opened(ErrorKind::InvalidInput, &name, &error.to_string())
     })
+}
+
+/// Refuses to write what is opened to look at a bitmap.
+///
+/// Errors: kind `ReadOnly`.
+fn check_bitmap(address: &NbdAddress, read_only: bool) -> Result<(), Error> {
+    if read_only || address.dirty_bitmap.is_none() {
+        return Ok(());
+    }
+    let context = format!(
+        "cannot open '{address}' for writing: with `x-dirty-bitmap` it shows a bitmap in place of \
+         holes; open it read-only, or leave the bitmap out"
+    );
+    Err(Error::new(ErrorKind::ReadOnly, context))
 }
 
 fn read_only(name: &str) -> Error {
@@ -153,19 +169,24 @@ fn read_only(name: &str) -> Error {
 }
 
 fn refused(name: &str, server: &NbdServer, why: &Refusal) -> Error {
-    let context = match why {
-        Refusal::Broken(Errno::CONNREFUSED | Errno::NOENT) => format!(
-            "cannot open '{name}': no server listens at {server}; start it, or correct the name"
-        ),
-        why => format!("cannot open '{name}': {why}"),
+    let text = match why {
+        Refusal::Broken(Errno::CONNREFUSED | Errno::NOENT) => {
+            format!("no server listens at {server}; start it, or correct the name")
+        }
+        Refusal::Broken(errno) if !matches!(*errno, Errno::TIMEDOUT | Errno::CONNRESET) => {
+            words(*errno)
+        }
+        why => why.to_string(),
     };
-    match why {
-        Refusal::Broken(Errno::CONNREFUSED) => Error::new(ErrorKind::NotFound, context),
-        Refusal::Broken(errno) => Error::explained(context, *errno),
-        Refusal::Unknown(_) => Error::new(ErrorKind::NotFound, context),
-        Refusal::Refused(_) | Refusal::Tls(_) => Error::new(ErrorKind::PermissionDenied, context),
-        Refusal::Malformed(_) => Error::new(ErrorKind::Io, context),
-    }
+    let kind = match why {
+        Refusal::Broken(Errno::CONNREFUSED) | Refusal::Unknown(_) | Refusal::NoBitmap(_) => {
+            ErrorKind::NotFound
+        }
+        Refusal::Broken(errno) => return Error::not_opened_since(name, &text, *errno),
+        Refusal::Refused(_) | Refusal::Tls(_) => ErrorKind::PermissionDenied,
+        Refusal::Malformed(_) => ErrorKind::Io,
+    };
+    Error::not_opened(kind, name, &text)
 }
 
 impl Nbd {
@@ -178,7 +199,7 @@ impl Nbd {
             optimal_transfer: agreed.preferred,
             discard_align: agreed.block,
         };
-        let gate = (agreed.block > 1).then(Gate::new);
+        let gate = (agreed.block > 1).then(BlockLocks::new);
         let status = status::Cache::default();
         Nbd { shared, closer, read_only, no_flush, limits, gate, status }
     }
@@ -191,6 +212,7 @@ impl Nbd {
         if self.has(export_flags::READ_ONLY) && !options.read_only {
             return Err(read_only(self.name()));
         }
+        check_bitmap(self.address(), options.read_only)?;
         let (shared, closer) = (Arc::clone(&self.shared), Arc::clone(&self.closer));
         Ok(Nbd::new(shared, closer, options.read_only, options.no_flush))
     }
@@ -216,7 +238,9 @@ impl Nbd {
     pub(crate) fn identity(&self) -> u64 {
         use std::hash::{DefaultHasher, Hash, Hasher};
         let mut hasher = DefaultHasher::new();
-        self.shared.address.hash(&mut hasher);
+        // However it is reached, and whatever of it is looked at.
+        let address = &self.shared.address;
+        (&address.server, &address.export).hash(&mut hasher);
         hasher.finish()
     }
 
@@ -353,8 +377,7 @@ impl Nbd {
         ring: &Ring,
         offset: u64,
         len: u64,
-        may_unmap: bool,
-        fallback: bool,
+        Zeroing { may_unmap, fallback }: Zeroing,
     ) -> Result<(), Errno> {
         self.check_writable()?;
         let end = end_of(offset, len)?;

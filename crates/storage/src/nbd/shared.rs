@@ -94,13 +94,14 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub(super) fn open_link(
     endpoints: &[NbdEndpoint],
     opener: Option<&Arc<dyn Opener>>,
-    export: &[u8],
+    address: &NbdAddress,
     tls: Option<&ClientTls>,
     limit: Duration,
 ) -> Result<(Timed, Agreed), Refusal> {
     let deadline = Instant::now() + limit;
     let mut timed = Timed::connect(endpoints, opener, deadline)?;
-    let agreed = agree(&mut timed, export, tls)?;
+    let bitmap = address.dirty_bitmap.as_deref();
+    let agreed = agree(&mut timed, &address.export, bitmap, tls)?;
     Ok((timed, agreed))
 }
 
@@ -184,7 +185,7 @@ impl Shared {
     /// Returns whether there is one.
     pub(super) fn open(&self, driver: u64) -> Option<Arc<Link>> {
         let (opener, tls) = (self.opener.as_ref(), self.tls.as_ref());
-        let opened = open_link(&self.endpoints, opener, &self.address.export, tls, CONNECT_LIMIT)
+        let opened = open_link(&self.endpoints, opener, &self.address, tls, CONNECT_LIMIT)
             .and_then(|(timed, agreed)| self.check_same(&agreed).map(|()| (timed, agreed)));
         let mut links = locked(&self.links);
         links.is_opening = false;

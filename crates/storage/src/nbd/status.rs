@@ -1,4 +1,4 @@
-//! What is a hole, as the server says.
+//! What is a hole, or marked in a bitmap, as the server says.
 //!
 //! Promises: a hole reads as zeroes. One reply of an export that is opened for reading serves the
 //! questions that follow it, for a second; of one that is written each question is asked anew.
@@ -60,13 +60,15 @@ impl Known {
 }
 
 /// The runs of a reply, which begins at `start` and counts up to `end`.
-fn runs(start: u64, end: u64, extents: &[Extent]) -> Vec<Run> {
+///
+/// * `hole`: the flag of what counts as a hole.
+fn runs(start: u64, end: u64, hole: u64, extents: &[Extent]) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::with_capacity(extents.len());
     let mut at = start;
     for extent in extents {
         at = at.saturating_add(extent.len).min(end);
-        let is_zero = extent.flags & extent_flags::ZERO != 0;
-        let kind = if is_zero { Allocation::Hole } else { Allocation::Data };
+        let is_hole = extent.flags & hole != 0;
+        let kind = if is_hole { Allocation::Hole } else { Allocation::Data };
         match runs.last_mut() {
             Some(last) if last.kind == kind => last.end = at,
             _ => runs.push(Run { end: at, kind }),
@@ -90,6 +92,40 @@ impl Nbd {
         if self.shared.agreed.allocation.is_none() {
             return Ok((Allocation::Data, len));
         }
+        self.known(ring, offset, len, extent_flags::ZERO).await
+    }
+
+    /// Whether it shows a bitmap.
+    pub(crate) fn shows_bitmap(&self) -> bool {
+        self.shared.agreed.bitmap.is_some()
+    }
+
+    /// As [`crate::Storage::dirty`].
+    pub(crate) async fn dirty(
+        &self,
+        ring: &Ring,
+        offset: u64,
+        len: u64,
+    ) -> Result<(bool, u64), Errno> {
+        let len = self.clipped(offset, len);
+        if len == 0 || !self.shows_bitmap() {
+            return Ok((false, len));
+        }
+        let (kind, run) = self.known(ring, offset, len, extent_flags::DIRTY).await?;
+        Ok((kind == Allocation::Hole, run))
+    }
+
+    /// What the server says, of the one context that was chosen.
+    ///
+    /// * `len`: not 0, and inside the export.
+    /// * `hole`: the flag of what counts as a hole.
+    async fn known(
+        &self,
+        ring: &Ring,
+        offset: u64,
+        len: u64,
+        hole: u64,
+    ) -> Result<(Allocation, u64), Errno> {
         if let Some((kind, run)) = self.status.find(offset) {
             return Ok((kind, run.min(len)));
         }
@@ -110,7 +146,7 @@ impl Nbd {
         };
         // A server may say more than it was asked about, at the end: that is not believed.
         let driver = driver::of(&self.shared, ring);
-        let runs = driver.status(request, |extents| runs(start, end, extents)).await?;
+        let runs = driver.status(request, |extents| runs(start, end, hole, extents)).await?;
         let known = Known { start, runs, since: Instant::now() };
         let (kind, run) = known.find(offset).unwrap_or((Allocation::Data, len));
         if self.read_only {
@@ -129,7 +165,7 @@ mod tests {
         let extent = |len, flags| Extent { len, flags };
         let extents =
             [extent(10, 0), extent(10, 1), extent(10, 3), extent(10, 2), extent(u64::MAX, 0)];
-        let known = Known { start: 100, runs: runs(100, 150, &extents), since: Instant::now() };
+        let known = Known { start: 100, runs: runs(100, 150, 2, &extents), since: Instant::now() };
         for (offset, found) in [
             (99, None),
             (100, Some((Allocation::Data, 20))),

@@ -155,7 +155,7 @@ fn without_commands_for_them_zeroes_are_written_and_discards_refused() {
         assert_eq!(storage.discard(&ring, 0, 4096).await, unsupported);
         assert_eq!(storage.flush(&ring).await, Ok(()));
         assert_eq!(storage.allocation(&ring, 0, 100).await, Ok((Allocation::Data, 100)));
-        assert!(!storage.topology().can_discard);
+        assert!(!storage.device_limits().can_discard);
     });
     let disk = server.disk.lock().unwrap();
     assert!(disk[100..70_100].iter().all(|byte| *byte == 0) && disk[99] == 9 && disk[70_100] == 9);

@@ -4,7 +4,7 @@ use std::io::Read;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use ringdisk_storage::{Error, ErrorKind, Lock, OpenOptions, Storage};
+use ringdisk_storage::{Cause, Error, ErrorKind, Lock, OpenOptions, OtherUse, Storage};
 use ringdisk_testkit::limits::needs;
 use ringdisk_testkit::mount::scratch;
 use ringdisk_testkit::process::{command, has, run};
@@ -33,6 +33,10 @@ fn refusal(path: &Path, options: &OpenOptions) -> Error {
     error
 }
 
+fn in_use(path: &Path, by: OtherUse) -> Cause {
+    Cause::InUse { file: path.display().to_string(), by }
+}
+
 #[test]
 fn two_writers_of_ours_refuse_each_other() {
     let directory = scratch();
@@ -42,6 +46,7 @@ fn two_writers_of_ours_refuse_each_other() {
     assert!(error.to_string().contains("is in use for writing by"), "{error}");
     let own = format!("this process ({})", std::process::id());
     assert!(error.to_string().contains(&own), "{error}");
+    assert_eq!(error.cause(), Some(&in_use(&path, OtherUse::Writes)));
     drop(first);
     drop(open(&path, &writer()));
 }
@@ -54,6 +59,7 @@ fn readers_share_and_keep_writers_out() {
     let _second = open(&path, &reader());
     let error = refusal(&path, &writer());
     assert!(error.to_string().contains("does not let others write"), "{error}");
+    assert_eq!(error.cause(), Some(&in_use(&path, OtherUse::NoOtherWriter)));
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 
-use ringdisk_storage::{Error, ErrorKind, Kind, Lock, OpenOptions, Storage};
+use ringdisk_storage::{Cause, Error, ErrorKind, Kind, Lock, OpenOptions, Storage};
 use ringdisk_testkit::mount::scratch;
 use rustix::fs::OFlags;
 
@@ -68,6 +68,14 @@ fn what_is_no_image_is_refused_in_words() {
             assert!(error.to_string().contains(words), "{error}");
         }
     }
+    let cause = |path: &Path| refusal(path, &READ_ONLY).cause().cloned();
+    let absent = cause(&path("absent"));
+    assert!(matches!(absent, Some(Cause::NotOpened { is_missing: true, .. })), "{absent:?}");
+    let link = cause(&path("link"));
+    assert!(matches!(link, Some(Cause::NotOpened { is_missing: false, .. })), "{link:?}");
+    let is_directory = Cause::IsDirectory { file: directory.path().display().to_string() };
+    assert_eq!(cause(directory.path()), Some(is_directory));
+    assert_eq!(cause(&path("pipe")), None);
 }
 
 #[test]

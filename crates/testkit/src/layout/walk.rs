@@ -221,7 +221,7 @@ impl Layout {
 
     fn compare_refcounts(&mut self, size: u64) {
         if self.header.dirty() {
-            // Whoever opens it for writing counts anew.
+            // The next process that opens it for writing counts anew.
             return;
         }
         for (cluster, (class, count)) in self.references.clone() {

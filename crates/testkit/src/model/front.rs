@@ -53,7 +53,7 @@ pub struct FrontEnd {
 }
 
 impl FrontEnd {
-    /// Connects to a socket as soon as somebody listens there.
+    /// Connects to a socket as soon as a process listens there.
     #[must_use]
     pub fn connect(path: &Path) -> FrontEnd {
         let stream = until(TIMEOUT, || UnixStream::connect(path).ok());

@@ -1,6 +1,7 @@
 //! The words of the project: those that docs/glossary.md says are not used.
 //!
-//! Promises: no name and no sentence of the repository has one of them.
+//! Promises: no name and no sentence of the repository has one of them, and comments of sources
+//! name the actor.
 
 use crate::tree::{files, relative, root};
 
@@ -69,4 +70,28 @@ fn the_words_of_the_glossary_are_not_used() {
         }
     }
     assert!(wrong.is_empty(), "{GLOSSARY} has better words: {wrong:#?}");
+}
+
+/// Words of comments that leave the actor out.
+const NO_ACTORS: [&str; 3] = ["whoever", "somebody", "anybody"];
+
+#[test]
+fn comments_of_sources_name_the_actor() {
+    let mut wrong = Vec::new();
+    for path in files(&root()) {
+        let name = relative(&path);
+        let is_source = name.starts_with("crates/") && name.contains("/src/");
+        if !is_source || !name.ends_with(".rs") || name.contains("/tests") {
+            continue;
+        }
+        let content = std::fs::read_to_string(&path).expect("a source");
+        for (number, line) in content.lines().enumerate() {
+            let comment = line.trim_start();
+            let words = words(comment);
+            if comment.starts_with("//") && words.iter().any(|word| NO_ACTORS.contains(&&**word)) {
+                wrong.push(format!("{name}:{}: {comment}", number + 1));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "which thread, process or user? {wrong:#?}");
 }

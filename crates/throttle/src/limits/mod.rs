@@ -59,8 +59,7 @@ impl fmt::Display for LimitsError {
 impl std::error::Error for LimitsError {}
 
 /// The names of the six rates.
-const NAMES: [&str; 6] =
-    ["iops-total", "iops-read", "iops-write", "bps-total", "bps-read", "bps-write"];
+const NAMES: [&str; 6] = ["iops", "iops-read", "iops-write", "bps", "bps-read", "bps-write"];
 
 impl Limits {
     /// Whether no limit is set.
@@ -221,7 +220,6 @@ impl fmt::Display for Limits {
             Ok(())
         };
         for (rate, name) in self.rates().iter().zip(NAMES) {
-            let name = name.strip_suffix("-total").unwrap_or(name);
             put(format_args!("{name}"), rate.average)?;
             put(format_args!("{name}-max"), rate.burst)?;
             put(format_args!("{name}-max-length"), rate.burst_seconds)?;

@@ -12,7 +12,7 @@ use ringdisk_guest::{Layout, Log, Memory, Region};
 use super::accel::Accel;
 use super::ring_nodes::RingNodes;
 use super::state::{self, StateTransfer};
-use super::vrings::Ring;
+use super::vring::Ring;
 use crate::BackChannel;
 use crate::blk::config::{Config, SPACE_BYTES, WRITEBACK_AT};
 use crate::blk::features::{LOG_ALL, RING_PACKED};
@@ -434,7 +434,7 @@ impl Backend for Control {
     }
 
     fn get_config(&mut self, offset: u32, bytes: &mut [u8]) -> Result<(), Refusal> {
-        let space = self.config.space(self.disk.size(), self.device.write_cache());
+        let space = self.config.space(self.disk.size().0, self.device.write_cache());
         let start = usize::try_from(offset).unwrap_or(SPACE_BYTES).min(SPACE_BYTES);
         let len = bytes.len().min(SPACE_BYTES - start);
         bytes[..len].copy_from_slice(&space[start..start + len]);

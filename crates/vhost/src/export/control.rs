@@ -2,30 +2,25 @@
 
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ringdisk_export::{Beside, HaltReason};
+use ringdisk_export::HaltReason;
 use rustix::event::epoll;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt::socket_peercred;
 
 use super::accel::{KERNEL_POLL_INTERVAL, Occasion};
-use super::backend::Control;
-use super::hand_over::{self, FrontEnd, Outcome};
-use super::kept::Left;
+use super::hand_over::{self, Outcome};
+use super::host::{End, Host, Left, MESSAGE_TIMEOUT};
 use super::options::Second;
-use super::record::{Pending, Record};
+use super::record::Pending;
 use super::sockets::FrontEndSource;
 use crate::closing::{Held, is_full};
 use crate::device::Complaint;
 use crate::protocol::Header;
-use crate::session::{Answer, Session, SessionConfig};
-use crate::signals::Signals;
+use crate::session::{Answer, Session};
 use crate::{Connection, Error, ErrorKind, Received};
 
-/// From the first byte of a message to its last, and for a reply to be taken.
-pub(super) const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
 /// First pause between two attempts to connect to a front end; each one is longer than the one
 /// before, up to the last.
 const CONNECT_FIRST: Duration = Duration::from_millis(100);
@@ -36,42 +31,6 @@ const CLAIM: Duration = Duration::from_secs(10);
 /// paused for its migration does not mind a second more, nor does a front end that comes behind a
 /// silent one; an idle disk is to cost nothing that could be measured.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// How a connection ended.
-pub(super) enum End {
-    /// The front end has gone; another one may come.
-    Gone,
-    /// The export was asked to stop.
-    Stopped,
-    /// An I/O error, and nothing is answered any more.
-    GaveUp,
-    /// Another process goes on.
-    HandedOver,
-    /// A queue thread ended by a defect of ours.
-    Panicked,
-    /// What has to be known after a kill is not kept.
-    NotKept(Error),
-}
-
-/// What the control thread needs.
-#[derive(Debug)]
-pub(super) struct Host {
-    pub(super) control: Control,
-    pub(super) source: FrontEndSource,
-    pub(super) session: SessionConfig,
-    pub(super) second: Second,
-    pub(super) signals: Arc<Signals>,
-    pub(super) name: String,
-    /// A front end that another process has handed over, whose virtqueues do not run yet.
-    pub(super) front_end: Option<FrontEnd>,
-    /// Second front ends are to be sent away, and do not wake us at the moment ([`Host::watch`]).
-    pub(super) is_deaf: bool,
-    /// Where the state goes, if another process goes on when this one is killed.
-    pub(super) record: Option<Record>,
-    /// What a process that was killed left half done.
-    pub(super) left: Left,
-    /// A second export of the disk.
-    pub(super) beside: Option<Arc<dyn Beside>>,
-}
 
 /// Why the waiting for a front end ended.
 enum Next {

@@ -12,13 +12,14 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::control::{End, Host, MESSAGE_TIMEOUT};
+use super::host::{End, Host, Left, MESSAGE_TIMEOUT};
 use super::record::{Moment, Pending, Record};
 use super::reply_pipe::ReplyPipe;
+use ringdisk_export::keep::Keeper;
+
 use crate::closing::Held;
 use crate::connection::unconsumed;
 use crate::hand_over_state::{Role, Unpacked};
-use crate::keep::Keeper;
 use crate::protocol::{Header, Reply, Request};
 use crate::session::Session;
 use crate::signals;
@@ -26,31 +27,6 @@ use crate::{Connection, Error, ErrorKind};
 
 /// A front end that has got the reply to `GET_INFLIGHT_FD` goes on within this time.
 const ANSWERS: Duration = Duration::from_millis(500);
-
-/// What a process that was killed left half done.
-#[derive(Debug, Default)]
-pub(super) enum Left {
-    /// Nothing.
-    #[default]
-    Nothing,
-    /// A message is to be carried out again.
-    Message(Pending),
-    /// A reply that is perhaps not sent.
-    Reply(Option<Reply>),
-}
-
-impl Left {
-    /// What the state of that process says.
-    pub(super) fn of(state: &mut Unpacked) -> Left {
-        let fds = state.all(Role::Pending);
-        let reply_fds = state.all(Role::ReplyDescriptor);
-        let Some(kept) = &mut state.words.kept else { return Left::Nothing };
-        match (kept.pending.take(), kept.reply.take()) {
-            (Some(words), _) => Left::Message(Pending { words, fds }),
-            (None, reply) => Left::Reply(reply.map(|bytes| Reply::again(bytes, reply_fds))),
-        }
-    }
-}
 
 /// A record for this export.
 ///

@@ -6,6 +6,7 @@ mod accel;
 mod backend;
 mod control;
 pub(crate) mod hand_over;
+mod host;
 mod kept;
 mod options;
 mod ownership;
@@ -16,6 +17,7 @@ mod ring_nodes;
 mod sockets;
 mod start;
 mod state;
+mod vring;
 mod vrings;
 
 use std::sync::Arc;
@@ -24,6 +26,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use ringdisk_disk::{Disk, ImageOptions, SizeWatch};
+use ringdisk_export::keep::KeptState;
 use ringdisk_export::stats::{QueueView, Stats};
 use ringdisk_export::{ControlThread, HaltReason, ask_hand_over};
 pub use ringdisk_export::{HandOverState, HandedOver};
@@ -31,7 +34,7 @@ use ringdisk_ring::Ring;
 
 use crate::device::Device;
 use crate::hand_over_state::{Role, Unpacked};
-use crate::keep::KeptState;
+use crate::keep;
 use crate::signals::{Signals, Switch};
 use crate::{Error, ErrorKind};
 
@@ -43,7 +46,7 @@ pub use options::{
 
 use accel::KernelStatus;
 pub use accel::{AccelOptions, Acceleration, Engine, QueueCounters, QueueInKernel, State};
-use control::Host;
+use host::Host;
 use ring_nodes::Views;
 
 /// A thread that switches acceleration waits so long for the control thread's answer. The switch
@@ -205,7 +208,7 @@ impl Export {
         mut options: ExportOptions,
     ) -> Result<Prepared, Error> {
         let parked = state.numbers();
-        let mut state = state.open()?;
+        let mut state = keep::open(state)?;
         if let Some(listener) = state.one(Role::Listener) {
             options.listen = Listen::Listener(listener);
         }
@@ -277,9 +280,8 @@ impl Export {
         self.device.broken_reason()
     }
 
-    /// Makes a queue thread panic.
-    #[doc(hidden)]
-    pub fn panic_for_test(&self) {
+    /// Makes a queue thread panic, for [`crate::testing`].
+    pub(crate) fn panic_on_a_queue(&self) {
         let view = ring_nodes::locked(&self.views)[0].clone();
         view.remote.run(|_| panic!("asked to panic"));
     }

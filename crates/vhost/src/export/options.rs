@@ -9,11 +9,11 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use ringdisk_export::keep::Keeper;
 use ringdisk_export::{Beside, CommonOptions, THREADS_MAX, Threads};
 
 use super::accel::AccelOptions;
 use crate::device::OnError;
-use crate::keep::Keeper;
 use crate::{Error, ErrorKind};
 
 /// Most virtqueues of a disk.

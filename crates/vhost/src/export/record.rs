@@ -12,10 +12,11 @@ use std::time::Duration;
 use super::backend::Control;
 use super::reply_pipe::ReplyPipe;
 use super::sockets::FrontEndSource;
+use ringdisk_export::keep::Keeper;
+
 use crate::hand_over_state::{
     Descriptors, InflightWords, KeptWords, Packing, PendingWords, Ran, Role, Words,
 };
-use crate::keep::Keeper;
 use crate::protocol::{HEADER_BYTES, Header, Reply, Request};
 use crate::session::Session;
 use crate::{Connection, Error, ErrorKind};

@@ -12,9 +12,9 @@ use ringdisk_ring::Topology;
 
 use super::accel::Accel;
 use super::backend::Control;
-use super::control::Host;
 use super::hand_over::FrontEnd;
-use super::kept::{self, DiesWithPanic, Left};
+use super::host::{Host, Left};
+use super::kept::{self, DiesWithPanic};
 use super::options::{ExportOptions, Packed};
 use super::ring_nodes::{RingNodes, Views};
 use super::sockets::FrontEndSource;
@@ -183,8 +183,8 @@ fn config(disk: &Disk, options: &ExportOptions) -> Config {
         min_transfer: limits.min_io,
         optimal_transfer: limits.opt_io,
         discard_align: limits.discard_align,
-        discard_max: limits.discard_max,
-        zeroes_max: limits.zeroes_max,
+        discard_max: limits.discard_max.0,
+        zeroes_max: limits.zeroes_max.0,
         queues: options.queues,
         may_unmap: limits.zeroes_may_unmap,
     }

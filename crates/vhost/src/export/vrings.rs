@@ -9,19 +9,8 @@ use ringdisk_ring::{Errno, pin_to_cpus};
 
 use super::backend::Control;
 use crate::device::Complaint;
-use crate::session::{Refusal, VringSetup};
+use crate::session::Refusal;
 use crate::worker::{RingStart, areas, layout};
-
-/// What the front end gave for a virtqueue.
-#[derive(Debug, Default)]
-pub(super) struct Ring {
-    pub(super) call: Option<OwnedFd>,
-    pub(super) error: Option<OwnedFd>,
-    /// What it was started with, while it runs or is suspended.
-    pub(super) setup: Option<VringSetup>,
-    /// It waits for its memory to come back, and goes on here.
-    pub(super) suspended_at: Option<u32>,
-}
 
 impl Control {
     /// Holds all virtqueues still, puts another memory in place, and lets them go on.

@@ -3,6 +3,7 @@
 //! Queue threads. The bytes of a request are copied once and then used; its data go between guest
 //! memory and the storage without a copy, unless the storage wants another alignment.
 
+use ringdisk_disk::Bytes;
 use ringdisk_guest::losses;
 use ringdisk_ring::{Errno, IoBuf};
 
@@ -59,7 +60,7 @@ pub(super) async fn serve(worker: &Worker, vring: &Vring, slot: &Slot) -> u32 {
 
 /// Where data of `len` bytes lie.
 fn place(worker: &Worker, header: Header, len: u64) -> Option<u64> {
-    header.place(len, worker.device.logical_block, worker.disk.size())
+    header.place(len, worker.device.logical_block, worker.disk.size().0)
 }
 
 /// What a driver asks for that the device cannot do; it knew that it cannot.
@@ -144,7 +145,7 @@ async fn ranges(worker: &Worker, slot: &Slot, header: Header, sent: u64) -> Stat
         if !slot.read(at(index), &mut bytes) {
             return refuse(worker, header, NO_MEMORY);
         }
-        let range = match Range::parse(&bytes, kind, block, capacity) {
+        let range = match Range::parse(&bytes, kind, block, capacity.0) {
             Ok(range) => range,
             Err(Status::IoError) => return refuse(worker, header, NOT_THERE),
             Err(status) => return status,
@@ -155,7 +156,7 @@ async fn ranges(worker: &Worker, slot: &Slot, header: Header, sent: u64) -> Stat
                 attempt(worker, "a discard", offset, len, || discard(worker, offset, len)).await
             }
             _ => {
-                let zero = || worker.disk.write_zeroes(&worker.ring, offset, len, may_unmap);
+                let zero = || worker.disk.write_zeroes(&worker.ring, offset, Bytes(len), may_unmap);
                 attempt(worker, "zeroing", offset, len, zero).await
             }
         };
@@ -171,7 +172,7 @@ async fn ranges(worker: &Worker, slot: &Slot, header: Header, sent: u64) -> Stat
 
 /// Gives space back; it is a hint, so where the storage cannot nothing happens.
 async fn discard(worker: &Worker, offset: u64, len: u64) -> Result<(), Errno> {
-    match worker.disk.discard(&worker.ring, offset, len).await {
+    match worker.disk.discard(&worker.ring, offset, Bytes(len)).await {
         Err(Errno::OPNOTSUPP) => Ok(()),
         result => result,
     }

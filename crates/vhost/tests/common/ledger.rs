@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use ringdisk_disk::{Disk, ImageOptions};
+use ringdisk_disk::{Bytes, Disk, ImageOptions};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_storage::{
     Allocation, CustomStorage, Kind, Limits, LocalFuture, Preallocation, Storage,
@@ -96,7 +96,7 @@ impl Ledger {
         let Range { start, end } = self.0.window;
         let options = ImageOptions {
             window_offset: start,
-            window_size: Some(end - start),
+            window_size: Some(Bytes(end - start)),
             ..ImageOptions::default()
         };
         let storage = Arc::new(Storage::custom(Box::new(self.clone())));

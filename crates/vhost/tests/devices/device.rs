@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use ringdisk_disk::Format;
+use ringdisk_disk::{Bytes, Format};
 use ringdisk_ring::{Config, Runtime};
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::needs_root;
@@ -240,7 +240,7 @@ fn a_running_driver_is_told_of_another_size() {
     assert_eq!(vm.status(0, Request::write(2048, vec![1; 512])), IO_ERROR);
     let mut runtime = Runtime::new(Config::default()).expect("io_uring");
     let ring = runtime.ring().clone();
-    runtime.block_on(disk.resize(&ring, 2 * MIB)).expect("resize");
+    runtime.block_on(disk.resize(&ring, Bytes(2 * MIB))).expect("resize");
     let mut message = [0; 12];
     ours.read_exact(&mut message).expect("a message");
     // CONFIG_CHANGE_MSG, version 1, no payload.

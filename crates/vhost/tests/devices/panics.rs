@@ -7,10 +7,10 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 use std::time::Duration;
 
-use ringdisk_disk::{Disk, NullOptions};
+use ringdisk_disk::{Bytes, Disk, NullOptions};
+use ringdisk_export::keep::Keeper;
 use ringdisk_testkit::model::{Request, Vm, VmOptions, bits};
 use ringdisk_vhost::HaltReason;
-use ringdisk_vhost::keep::Keeper;
 
 use crate::common::{MIB, Served, serve};
 
@@ -37,7 +37,8 @@ impl Keeper for Nothing {
 }
 
 fn served(is_kept: bool) -> Served {
-    let disk = Disk::null(&NullOptions { size: MIB, read_zeroes: true, latency: Duration::ZERO });
+    let disk =
+        Disk::null(&NullOptions { size: Bytes(MIB), read_zeroes: true, latency: Duration::ZERO });
     serve(disk, |options| {
         options.queues = 1;
         if is_kept {
@@ -58,7 +59,7 @@ fn the_export_ends_with_the_reason() {
     for is_connected in [false, true] {
         let served = served(false);
         let _vm = is_connected.then(|| machine(&served));
-        served.export.panic_for_test();
+        ringdisk_vhost::testing::panic(&served.export);
         assert_eq!(served.export.wait().expect_err("a defect"), HaltReason::Panicked);
     }
 }
@@ -70,7 +71,7 @@ fn the_process_ends_where_another_one_goes_on() {
         let _vm = (word == "connected").then(|| machine(&served));
         // Nobody else does: this process does not come to its end.
         std::fs::remove_dir_all(served.directory.path()).expect("removed");
-        served.export.panic_for_test();
+        ringdisk_vhost::testing::panic(&served.export);
         let _ = served.export.wait();
         return;
     }

@@ -1,5 +1,5 @@
-//! The data path of a disk that the host kernel serves, while a checkpoint runs: it is in this
-//! process, since the kernel copies nothing away before it overwrites.
+//! The data path of a disk that the host kernel serves, while a checkpoint or a backup runs: it is
+//! in this process, since the kernel copies nothing away before it overwrites.
 //!
 //! Promises: the kernel serves the disk again after the checkpoint, unless the queue threads have
 //! to by then: acceleration was switched off meanwhile, or the disk has got limits.
@@ -16,7 +16,7 @@ use crate::control::disk::Serving;
 use crate::failure::{Exit, Failure};
 
 /// The kernel serves the disk again when this is dropped.
-pub(super) struct Accel {
+pub(in crate::control) struct Accel {
     serving: Arc<dyn Serving>,
     disk: Weak<Disk>,
     is_off: Arc<AtomicBool>,
@@ -53,7 +53,9 @@ impl Accel {
         };
         match switched {
             Ok(_) => {
-                tracing::info!("the data path is in this process while the checkpoint runs");
+                tracing::info!(
+                    "the data path is in this process while the state of the disk is kept"
+                );
                 Ok(Some(back))
             }
             Err(why) => Err(Failure::new(Exit::Unsupported, why)

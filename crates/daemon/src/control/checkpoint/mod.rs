@@ -15,4 +15,5 @@ mod running;
 mod steps;
 pub mod words;
 
+pub(super) use accel::Accel;
 pub(super) use running::Checkpoints;

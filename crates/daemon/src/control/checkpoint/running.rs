@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ringdisk_disk::{
-    Checkpoint, CheckpointEnd, CheckpointOptions, CheckpointState, Disk, NewBitmap, Prepared,
-    Progress,
+    Bytes, Checkpoint, CheckpointEnd, CheckpointOptions, CheckpointState, Disk, NewBitmap,
+    Prepared, Progress,
 };
 use ringdisk_nbd::{CommonOptions, DirtyBitmap, NamedDisk, NbdOptions, RingExport};
 use ringdisk_qcow2::Bitmap;
@@ -121,7 +121,7 @@ impl Checkpoints {
             ));
         }
         let mut name = self.take(&begin.name)?;
-        let accel = Accel::take_back(ring, &disk, serving, &self.is_accel_off).await?;
+        let accel = self.take_accel_back(ring, &disk, serving).await?;
         let (checkpoint, paused) = freeze(ring, &disk, &begin, fleece, &steps).await?;
         let export = match serve(ring, &begin, &checkpoint, listeners, &steps).await {
             Ok(export) => export,
@@ -142,10 +142,23 @@ impl Checkpoints {
             place.running = Some(Arc::clone(&running));
         }
         ring.spawn(attend(ring.clone(), Arc::clone(self), running, export, lease));
-        Ok(json!({ "size": size, "paused-us": paused.as_micros() }))
+        Ok(json!({ "size": size.0, "paused-us": paused.as_micros() }))
     }
 
-    /// Somebody switches acceleration on or off: that is what the end of a checkpoint leaves.
+    /// Brings the data path of a disk that the host kernel serves back to this process, as long as
+    /// what this gives is there.
+    ///
+    /// Errors: it stays in the kernel.
+    pub(crate) async fn take_accel_back(
+        &self,
+        ring: &Ring,
+        disk: &Arc<Disk>,
+        serving: &Arc<dyn Serving>,
+    ) -> Result<Option<Accel>, Failure> {
+        Accel::take_back(ring, disk, serving, &self.is_accel_off).await
+    }
+
+    /// A command switches acceleration on or off: that is what the end of a checkpoint leaves.
     pub(crate) fn accel_is_wanted(&self, on: bool) {
         self.is_accel_off.store(!on, Ordering::Relaxed);
     }
@@ -224,11 +237,11 @@ impl Checkpoints {
                 export: begin.export.clone(),
                 uri: begin.uri.clone(),
                 socket: begin.socket.clone(),
-                size: checkpoint.disk().size(),
+                size: checkpoint.disk().size().0,
                 bitmap: begin.bitmap.clone(),
                 since: begin.since.clone(),
-                fleeced: checkpoint.fleeced_bytes(),
-                fleece_max: checkpoint.fleece_max(),
+                fleeced: checkpoint.fleeced_bytes().0,
+                fleece_max: checkpoint.fleece_max().0,
                 failed: failed(&checkpoint.state()),
                 targets: begin.targets.clone(),
             })
@@ -248,7 +261,7 @@ impl Checkpoints {
         let rest = dirty.ranges.get(wanted.first..).unwrap_or_default();
         let some = rest.get(..RANGES_MAX).unwrap_or(rest);
         Ok(json!({
-            "granularity": dirty.granularity_bytes,
+            "granularity": dirty.granularity_bytes.0,
             "ranges": some,
             "more": rest.len() > some.len(),
         }))
@@ -305,7 +318,7 @@ async fn freeze(
     let options = CheckpointOptions {
         bitmap: bitmap.map(|name| NewBitmap { name, granularity_bytes: None }),
         since: begin.since.clone(),
-        ..CheckpointOptions::new(fleece, begin.fleece_max)
+        ..CheckpointOptions::new(fleece, Bytes(begin.fleece_max))
     };
     let prepared = disk.prepare_checkpoint(ring, options).await?;
     let frozen = freeze_in_step(ring, disk, &prepared, steps).await;
@@ -451,12 +464,12 @@ fn image(disk: &Disk) -> Value {
         let records = image.bitmap_records(&bitmap.name);
         json!({
             "name": bitmap.name,
-            "granularity": bitmap.granularity_bytes,
+            "granularity": bitmap.granularity_bytes.0,
             "records": records,
             "inconsistent": bitmap.in_use && !records,
         })
     };
-    let bitmaps: Vec<Value> = image.info().bitmaps.iter().map(bitmap).collect();
+    let bitmaps: Vec<Value> = image.bitmaps().iter().map(bitmap).collect();
     json!({ "has-bitmaps": true, "bitmaps": bitmaps })
 }
 

@@ -10,6 +10,7 @@ fn of(stream: UnixStream, is_trusted: bool) -> Client {
         tells_end: false,
         is_trusted,
         mountpoint: None,
+        losses: 0,
         shown: String::from("disk"),
     }
 }

@@ -150,7 +150,7 @@ impl DiskControl {
             "pid": std::process::id(),
             "image": image_name(&disk, report.name),
             "format": top_format(&disk),
-            "size": disk.size(),
+            "size": disk.size().0,
             "read-only": disk.is_read_only(),
             "kind": kind,
             "where": place,
@@ -177,7 +177,7 @@ impl DiskControl {
                 image: layer.name().to_string_lossy().into_owned(),
                 loads: counters.loads,
                 evictions: counters.evictions,
-                capacity_bytes: counters.capacity_bytes,
+                capacity_bytes: counters.capacity_bytes.0,
             })
         });
         let facts = DiskFacts {
@@ -185,7 +185,7 @@ impl DiskControl {
             target,
             kind,
             format: top_format(&disk),
-            size: disk.size(),
+            size: disk.size().0,
             is_healthy: self.state(&disk).0 == "serving",
             since: self.since.duration_since(UNIX_EPOCH).unwrap_or_default(),
             clients: (kind != "mount").then(|| self.clients().len()),
@@ -248,8 +248,8 @@ fn job_facts(job: &Job) -> JobFacts {
         id: job.id().to_owned(),
         kind: job.kind().word(),
         state: job.state().word(),
-        done: job.progress().done(),
-        total: job.progress().total(),
+        done: job.progress().done().0,
+        total: job.progress().total().0,
         rate: job.rate(),
         speed: job.progress().speed(),
     }

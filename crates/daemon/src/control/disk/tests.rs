@@ -1,12 +1,14 @@
 use std::cell::Cell;
 use std::rc::Rc;
 
-use ringdisk_disk::NullOptions;
+use ringdisk_disk::{Bytes, NullOptions};
 use ringdisk_export::stats::QueueView;
 use ringdisk_ring::{Config, Runtime};
 use serde_json::Map;
 
 use super::*;
+use crate::control::protocol::Request;
+use crate::control::server::Commands;
 use crate::stats::Report;
 
 /// Nobody asks it.
@@ -31,7 +33,7 @@ impl Serving for Nothing {
 fn commands_that_change_the_disk_wait_until_the_process_is_confined() {
     let mut runtime = Runtime::new(Config::default()).expect("a ring");
     let ring = runtime.ring().clone();
-    let disk = Disk::null(&NullOptions { size: 1 << 20, ..NullOptions::default() });
+    let disk = Disk::null(&NullOptions { size: Bytes(1 << 20), ..NullOptions::default() });
     let control = Rc::new(DiskControl::new(disk, Nothing, |_| ()).confined_later(true));
     for execute in ["snapshot", "backing", "commit", "stream", "resize"] {
         let (is_over, told) = (Rc::new(Cell::new(false)), Rc::clone(&control));
@@ -73,7 +75,7 @@ fn commands_that_change_the_disk_wait_until_the_process_is_confined() {
 fn the_word_of_a_user_waits_until_the_process_is_confined() {
     let mut runtime = Runtime::new(Config::default()).expect("a ring");
     let ring = runtime.ring().clone();
-    let disk = Disk::null(&NullOptions { size: 1 << 20, ..NullOptions::default() });
+    let disk = Disk::null(&NullOptions { size: Bytes(1 << 20), ..NullOptions::default() });
     let control = Rc::new(DiskControl::new(disk, Nothing, |_| ()).confined_later(true));
     let (kept, word) = std::os::unix::net::UnixStream::pair().expect("sockets");
     kept.set_nonblocking(true).expect("a socket");

@@ -18,15 +18,16 @@ use ringdisk_disk::{
 use ringdisk_ring::Ring;
 use serde_json::json;
 
+use super::backup::LOST;
 use super::begin::{Asked, UserWord, all_shown};
-use super::handed::{HandedJob, JobWords, Role, WorkWords, chain_of};
-use super::job::NewJob;
+use super::handed::{EndedWords, HandedJob, JobWords, Role, Stands, WorkWords, chain_of};
 use super::words::Terms;
 use super::{commit, mirror, stream};
-use crate::confine;
+use crate::confine::{self, NamedTarget};
 use crate::control::disk::DiskControl;
 use crate::control::protocol::Mirror;
 use crate::failure::{Exit, Failure};
+use crate::terminal::{shell_word, visible};
 
 /// How long the target of a mirror may stay locked by the process before.
 const TARGET_FREE: Duration = Duration::from_secs(60);
@@ -38,6 +39,7 @@ impl DiskControl {
     pub(in crate::control) async fn go_on_with_jobs(&self, ring: &Ring) {
         let jobs = self.take_handed_jobs();
         if jobs.is_empty() || self.entered(ring, &Progress::new()).await.is_err() {
+            self.jobs().have_come();
             return;
         }
         for job in jobs {
@@ -45,35 +47,43 @@ impl DiskControl {
             let mut file = None;
             if let Err(failure) = Box::pin(self.go_on(ring, job, &mut file)).await {
                 self.note_lost(&words, &failure);
-                if let (Some(file), Ok(disk)) = (file, self.disk()) {
-                    self.held().let_go(file, &disk);
-                }
                 if words.left.is_some()
                     && let Ok(disk) = self.disk()
                 {
                     disk.forget_changes(ring).await;
                 }
             }
+            if let (Some(file), Ok(disk)) = (file, self.disk()) {
+                file.let_go(&disk);
+            }
         }
         // Those that do not go on are kept no longer.
         self.jobs().keep_changes();
+        self.jobs().have_come();
     }
 
-    /// * `file`: gets device and inode number of the target that the helper process holds for it.
+    /// * `file`: gets the target that the helper process holds for it.
     ///
     /// Errors: it cannot go on.
     async fn go_on(
         &self,
         ring: &Ring,
         mut job: HandedJob,
-        file: &mut Option<(u64, u64)>,
+        file: &mut Option<NamedTarget>,
     ) -> Result<(), Failure> {
         let disk = self.disk()?;
         let word = UserWord { given: one(&mut job, Role::Word), kept: one(&mut job, Role::Kept) };
         if let Some(given) = &word.given {
-            *file = confine::pass_on(given);
+            *file = confine::pass_on(given).map(|file| self.held().named(file));
         }
-        let words = job.words.clone();
+        let mut words = job.words.clone();
+        if let WorkWords::Ended(ended) = &words.work {
+            self.list_ended(&words, ended);
+            return Ok(());
+        }
+        if let WorkWords::Backup(_) = words.work {
+            return Err(Failure::new(Exit::General, LOST));
+        }
         if words.was_killed {
             tracing::info!("job {} begins again: the process that ran it was killed", words.id);
         }
@@ -87,12 +97,19 @@ impl DiskControl {
         if words.paused {
             progress.pause();
         }
-        let asked = match &words.work {
-            _ if chain_of(&disk) != words.chain => {
-                // Nothing but the last step of the job changes the chain.
+        let chain = chain_of(&disk);
+        match words.stands(&chain) {
+            Stands::GoesOn => words.chain_is(&chain),
+            Stands::Done => {
                 self.note_done(&words);
                 return Ok(());
             }
+            Stands::Displaced => {
+                let text = "the disk has switched over to the target of a mirror meanwhile";
+                return Err(Failure::new(Exit::General, text));
+            }
+        }
+        let mut asked = match &words.work {
             WorkWords::Mirror(wanted) => {
                 let mut wanted = (**wanted).clone();
                 wanted.job = Some(terms);
@@ -105,7 +122,11 @@ impl DiskControl {
             WorkWords::Stream { base } => {
                 stream::asked(&disk.layers(), StreamOptions { base: *base }, terms)?
             }
+            WorkWords::Backup(_) | WorkWords::Ended(_) => {
+                return Err(Failure::new(Exit::General, LOST));
+            }
         };
+        asked.before = Some(words.token.clone());
         self.run_job(ring, asked, word, &progress).await.map(drop)
     }
 
@@ -177,23 +198,28 @@ impl DiskControl {
         self.note_ended(words, &Ok(json!({ "text": text })));
     }
 
+    /// A job that has ended in the process before, which has told of it.
+    fn list_ended(&self, words: &JobWords, ended: &EndedWords) {
+        match self.jobs().begin(words.listed(visible(&ended.what))) {
+            Ok(job) => job.conclude(&ended.result()),
+            Err(failure) => tracing::debug!("job {}: {}", words.id, failure.message()),
+        }
+    }
+
     fn note_ended(&self, words: &JobWords, result: &Result<serde_json::Value, Failure>) {
         let Ok(disk) = self.disk() else { return };
         let what = match &words.work {
-            WorkWords::Mirror(wanted) => {
-                crate::terminal::shell_word(&crate::terminal::visible(&wanted.target))
+            WorkWords::Mirror(_) | WorkWords::Backup(_) => {
+                let target = match &words.work {
+                    WorkWords::Mirror(wanted) => &wanted.target,
+                    WorkWords::Backup(wanted) => &wanted.target,
+                    _ => "",
+                };
+                shell_word(&visible(target))
             }
             _ => all_shown(&disk.layers()).join(" "),
         };
-        let new = NewJob {
-            name: Some(words.id.clone()),
-            kind: words.kind(),
-            what,
-            holds: Vec::new(),
-            progress: Arc::default(),
-            mirror: None,
-        };
-        match self.jobs().begin(new) {
+        match self.jobs().begin(words.listed(what)) {
             Ok(job) => super::run::conclude(&job, disk.events(), result),
             Err(failure) => tracing::warn!("job {}: {}", words.id, failure.message()),
         }

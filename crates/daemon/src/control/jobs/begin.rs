@@ -15,9 +15,10 @@ use ringdisk_ring::Ring;
 use ringdisk_storage::Storage;
 use serde_json::{Value, json};
 
+use super::claims::Claims;
 use super::handed::{HandedJob, Role, chain_of};
 use super::job::{Job, Kind, NewJob};
-use super::run::{Steps, run};
+use super::run::{Early, Steps, run};
 use super::words::Terms;
 use super::work::Work;
 use crate::confine::HeldForDisk;
@@ -36,8 +37,12 @@ pub(super) struct Asked {
     pub(super) what: String,
     /// The images that nothing else may change meanwhile.
     pub(super) holds: Vec<String>,
+    /// What it works on.
+    pub(super) claims: Claims,
     /// How it is run.
     pub(super) terms: Terms,
+    /// As of [`NewJob::before`].
+    pub(super) before: Option<String>,
     /// Of a mirror.
     pub(super) mirror: Option<Arc<MirrorControl>>,
     /// The job itself.
@@ -69,14 +74,18 @@ impl DiskControl {
         progress: &Arc<Progress>,
     ) -> Result<Value, Failure> {
         let disk = self.disk()?;
-        let Asked { kind, what, holds, terms, mirror, work } = asked;
+        let Asked { kind, what, holds, claims, terms, before, mirror, work } = asked;
         set(kind, progress, &terms)?;
         let (name, for_job) = (terms.name, Arc::clone(progress));
-        let job = self.begin_job(NewJob { name, kind, what, holds, progress: for_job, mirror })?;
+        let progress = for_job;
+        let new = NewJob { name, before, kind, what, holds, claims, progress, mirror };
+        let job = self.begin_job(new)?;
+        work.is_begun();
         self.settle();
         let jobs = Arc::clone(self.jobs());
         if terms.background {
-            jobs.keep(&job, job.words(work.words(), chain_of(&disk)), &word);
+            let (words, chain) = work.words(&disk);
+            jobs.keep(&job, job.words(words, chain), &word);
         }
         let (held, advice, ring) = (self.held(), self.advice(), ring.clone());
         let steps =
@@ -84,9 +93,11 @@ impl DiskControl {
         let id = job.id().to_owned();
         let own = ring.clone();
         let run = async move {
-            let events = Arc::clone(steps.disk.events());
+            let disk = Arc::clone(&steps.disk);
             // What keeps the word goes at its end.
-            run(&job, &events, &own, steps).await
+            let result = run(&job, disk.events(), &own, steps).await;
+            jobs.chain_is(&chain_of(&disk));
+            result
         };
         let run: Pin<Box<dyn Future<Output = Result<Value, Failure>>>> = Box::pin(run);
         if !terms.background {
@@ -95,7 +106,6 @@ impl DiskControl {
         ring.spawn(async move {
             // Those who wait for the job get the result.
             let _ = run.await;
-            jobs.keep_changes();
         });
         Ok(json!({ "id": id }))
     }
@@ -113,21 +123,24 @@ struct Running {
 }
 
 impl Steps for Running {
-    async fn run(&mut self) -> Result<Value, Failure> {
-        let result = self.work.run(&self.disk, &self.ring, self.job.progress()).await;
-        if result.is_err() && self.job.progress().is_suspended() {
+    async fn run(&mut self) -> Result<Value, Early> {
+        let progress = self.job.progress();
+        let result = self.work.run(&self.disk, &self.ring, progress).await;
+        if result.as_ref().is_err_and(|error| progress.was_suspended(error)) {
             // What is held for it is needed yet.
-            return Err(Failure::new(Exit::General, "the job was suspended"));
+            return Err(Early::Suspended);
         }
         self.held.settle(&self.disk);
-        let text = result.map_err(|error| self.advice.explain(Failure::from(error), None))?;
+        let explained = |error| Early::Failed(self.advice.explain(Failure::from(error), None));
+        let text = result.map_err(explained)?;
         let mut value = chain(&self.disk);
         value["text"] = json!(text);
         Ok(value)
     }
 
     async fn describe(&mut self) -> Result<HandedJob, String> {
-        let mut words = self.job.words(self.work.words(), chain_of(&self.disk));
+        let (words, chain) = self.work.words(&self.disk);
+        let mut words = self.job.words(words, chain);
         let mut descriptors = Vec::new();
         for (role, of) in [(Role::Word, &self.word.given), (Role::Kept, &self.word.kept)] {
             let Some(descriptor) = of else { continue };
@@ -158,7 +171,7 @@ pub(super) fn own(terms: &Terms, client: &Arc<Progress>) -> Arc<Progress> {
 /// Errors: no such word; one that has no meaning here.
 fn set(kind: Kind, progress: &Progress, terms: &Terms) -> Result<(), Failure> {
     let on_error = terms.on_error().map_err(|why| Failure::new(Exit::Usage, why))?;
-    if on_error == OnError::Ignore && kind != Kind::Mirror {
+    if on_error == OnError::Ignore && !matches!(kind, Kind::Mirror | Kind::Backup) {
         let kind = kind.word();
         return Err(Failure::new(
             Exit::Usage,

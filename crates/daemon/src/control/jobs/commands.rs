@@ -1,7 +1,8 @@
 //! What clients of the control socket ask of the jobs of a disk.
 //!
 //! Promises: nothing but `job-wait` waits for a job. While another process takes the disk over,
-//! commands wait for a moment, as that may be given up.
+//! commands wait for a moment, as that may be given up; and in that process, where the job is only
+//! about to be begun, `job-wait` as long as that takes.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -25,6 +26,16 @@ const HAND_OVER: Duration = Duration::from_secs(2);
 const HAND_OVER_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 impl Jobs {
+    /// Waits for a moment until the jobs of the process before have been begun.
+    ///
+    /// * `progress`: of the client that asks.
+    pub(in crate::control) async fn wait_for_coming(&self, ring: &Ring, progress: &Progress) {
+        let end = Instant::now() + HAND_OVER;
+        while self.are_coming() && !progress.is_cancelled() && Instant::now() < end {
+            ring.sleep(HAND_OVER_POLL_INTERVAL).await;
+        }
+    }
+
     /// Does what is asked for.
     ///
     /// * `target`: where the disk is served, for people.
@@ -39,9 +50,17 @@ impl Jobs {
         progress: &Arc<Progress>,
     ) -> Result<Value, Failure> {
         let Some(id) = command.id() else {
-            let jobs: Value = self.all().iter().map(|job| job.to_json()).collect();
+            let jobs: Value = self.listed().iter().map(|job| job.to_json()).collect();
             return Ok(json!({ "target": target, "jobs": jobs }));
         };
+        let waits = matches!(command, JobCommand::Wait(_));
+        let end = Instant::now() + HAND_OVER;
+        while self.is_coming(id) && !progress.is_cancelled() && (waits || Instant::now() < end) {
+            ring.sleep(HAND_OVER_POLL_INTERVAL).await;
+        }
+        if self.is_coming(id) {
+            self.check_came()?;
+        }
         let job = self.find(id)?;
         if let JobCommand::Wait(_) = command {
             return wait(ring, &job, progress).await;

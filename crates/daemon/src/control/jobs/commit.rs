@@ -10,9 +10,11 @@ use ringdisk_ring::Ring;
 use serde_json::Value;
 
 use super::begin::{Asked, UserWord, all_shown, find, own, shown};
+use super::claims::{Claims, Span};
+use super::handed::ids_of;
 use super::job::Kind;
 use super::words::Terms;
-use super::work::Work;
+use super::work::{CommitWork, Work};
 use crate::control::disk::DiskControl;
 use crate::control::protocol::Commit;
 use crate::failure::{Exit, Failure};
@@ -54,8 +56,11 @@ pub(super) fn asked(
     let mut holds = all_shown(merged);
     let what = format!("{} into {}", holds.join(" "), shown(base));
     holds.push(shown(base));
-    let work = Work::Commit(options, committed(merged, base));
-    Ok(Asked { kind: Kind::Commit, what, holds, terms, mirror: None, work })
+    let (chain, text) = (ids_of(layers), committed(merged, base));
+    let work = Work::Commit(CommitWork { options, chain, text });
+    let span = if top == 0 { Span::Whole } else { Span::Below };
+    let claims = Claims { span, writes: holds.clone(), needs: holds.clone() };
+    Ok(Asked { kind: Kind::Commit, what, holds, claims, terms, before: None, mirror: None, work })
 }
 
 /// Which images are merged.

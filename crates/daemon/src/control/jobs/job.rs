@@ -4,6 +4,7 @@
 //! job ends once, and its result stays.
 
 use std::future::poll_fn;
+use std::hash::{BuildHasher, RandomState};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -11,7 +12,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use ringdisk_disk::{MirrorControl, Pause, Progress};
 use serde_json::{Value, json};
 
-use super::handed::{HandedJob, Id, JobWords, WorkWords};
+use super::claims::Claims;
+use super::handed::{EndedWords, HandedJob, Id, JobWords, WorkWords};
 use super::words::ON_ERROR;
 use crate::failure::{Exit, Failure};
 
@@ -27,15 +29,24 @@ pub enum Kind {
     Stream,
     /// Copies the disk to a target.
     Mirror,
+    /// Copies the state of one instant to a target.
+    Backup,
 }
 
 impl Kind {
+    /// Of its word; that of a newer program counts as a commit.
+    pub(super) fn of(word: &str) -> Kind {
+        let known = [Kind::Commit, Kind::Stream, Kind::Mirror, Kind::Backup];
+        known.into_iter().find(|kind| kind.word() == word).unwrap_or(Kind::Commit)
+    }
+
     /// The word for programs and names.
     pub fn word(self) -> &'static str {
         match self {
             Kind::Commit => "commit",
             Kind::Stream => "stream",
             Kind::Mirror => "mirror",
+            Kind::Backup => "backup",
         }
     }
 }
@@ -88,12 +99,17 @@ impl State {
 pub struct NewJob {
     /// A name that the user gave; `None`: one is made.
     pub name: Option<String>,
+    /// The token that it has in the process before, which has begun it, empty where that knew none;
+    /// `None`: it is begun here.
+    pub before: Option<String>,
     /// What it does.
     pub kind: Kind,
     /// What it does with what, for people: `'a' into 'b'`.
     pub what: String,
     /// The images that nothing else may change meanwhile, by their names.
     pub holds: Vec<String>,
+    /// What it works on.
+    pub claims: Claims,
     /// What it counts in, and is controlled by.
     pub progress: Arc<Progress>,
     /// Of a mirror.
@@ -104,9 +120,11 @@ pub struct NewJob {
 #[derive(Debug)]
 pub struct Job {
     id: String,
+    token: String,
     kind: Kind,
     what: String,
     holds: Vec<String>,
+    claims: Claims,
     progress: Arc<Progress>,
     mirror: Option<Arc<MirrorControl>>,
     since: SystemTime,
@@ -138,17 +156,20 @@ struct Ended {
 
 impl Job {
     pub(super) fn new(id: String, new: NewJob) -> Job {
-        let mark = (Instant::now(), new.progress.done());
+        let mark = (Instant::now(), new.progress.done().0);
         let (still, verdict, moved_to) = (None, None, None);
         let (result, marks, waiting) = (None, [mark; 2], Vec::new());
         let inner = Inner { result, still, verdict, moved_to, marks, waiting };
-        let NewJob { kind, what, holds, progress, mirror, .. } = new;
+        let NewJob { before, kind, what, holds, claims, progress, mirror, .. } = new;
+        let token = before.filter(|token| !token.is_empty()).unwrap_or_else(new_token);
         let since = SystemTime::now();
         Job {
             id,
+            token,
             kind,
             what,
             holds,
+            claims,
             progress,
             mirror,
             since,
@@ -160,6 +181,11 @@ impl Job {
     /// Its name.
     pub fn id(&self) -> &str {
         &self.id
+    }
+
+    /// What no other job has, and this one keeps in the next process: names are used again.
+    pub fn token(&self) -> &str {
+        &self.token
     }
 
     /// What it does.
@@ -185,6 +211,11 @@ impl Job {
     /// The images that nothing else may change meanwhile.
     pub fn holds(&self) -> &[String] {
         &self.holds
+    }
+
+    /// What it works on.
+    pub(super) fn claims(&self) -> &Claims {
+        &self.claims
     }
 
     /// What it is controlled by.
@@ -223,7 +254,7 @@ impl Job {
         if self.progress.is_cancelled() {
             return State::Aborting;
         }
-        match (self.progress.paused(), self.progress.total()) {
+        match (self.progress.paused(), self.progress.total().0) {
             (Some(_), _) => State::Paused,
             (None, _) if self.mirror.as_ref().is_some_and(|it| it.is_ready()) => State::Ready,
             (None, 0) => State::Created,
@@ -301,11 +332,33 @@ impl Job {
         let on_error = self.progress.on_error();
         let on_error = ON_ERROR.iter().find(|(_, known)| *known == on_error);
         let mut words = JobWords::new(&self.id, work, chain);
+        words.token.clone_from(&self.token);
         words.speed = self.progress.speed();
         words.on_error = on_error.map_or_else(String::new, |(word, _)| (*word).to_owned());
         words.paused = self.progress.paused() == Some(Pause::Asked);
         words.pivot = self.mirror.as_ref().and_then(|mirror| mirror.wanted());
         words
+    }
+
+    /// How it ended, for another process; `None`: it has not, or elsewhere.
+    pub(super) fn ended_words(&self) -> Option<JobWords> {
+        let inner = self.inner();
+        let ended = inner.result.as_ref().filter(|_| inner.moved_to.is_none())?;
+        let mut words = EndedWords {
+            kind: self.kind.word().to_owned(),
+            what: self.what.clone(),
+            ..EndedWords::default()
+        };
+        match &ended.result {
+            Ok(value) => words.value = value.clone(),
+            Err((exit, why, hint)) => {
+                (words.exit, words.why, words.hint) = (*exit, Some(why.clone()), hint.clone());
+            }
+        }
+        drop(inner);
+        let mut words = JobWords::new(&self.id, WorkWords::Ended(Box::new(words)), Vec::new());
+        words.token.clone_from(&self.token);
+        Some(words)
     }
 
     /// It has stopped for a hand-over.
@@ -336,7 +389,12 @@ impl Job {
     ///
     /// * `process`: its pid; 0: the system does not tell.
     pub(super) fn move_to(&self, process: i32) {
-        let told = json!({ "id": self.id, "state": State::Moved.word(), "process": process });
+        let told = json!({
+            "id": self.id,
+            "token": self.token,
+            "state": State::Moved.word(),
+            "process": process,
+        });
         {
             let mut inner = self.inner();
             (inner.still, inner.verdict) = (None, Some(Verdict::Moved));
@@ -357,7 +415,7 @@ impl Job {
 
     /// Forgets the rate: the job was paused, resumed or limited.
     pub(super) fn mark(&self) {
-        self.inner().marks = [(Instant::now(), self.progress.done()); 2];
+        self.inner().marks = [(Instant::now(), self.progress.done().0); 2];
     }
 
     /// Bytes per second.
@@ -365,7 +423,7 @@ impl Job {
         if self.state() != State::Running {
             return 0.0;
         }
-        let (now, done) = (Instant::now(), self.progress.done());
+        let (now, done) = (Instant::now(), self.progress.done().0);
         let mut inner = self.inner();
         let [(from, was), last] = inner.marks;
         if now.saturating_duration_since(last.0) >= RATE_WINDOW {
@@ -383,7 +441,7 @@ impl Job {
     #[allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     pub fn to_json(&self) -> Value {
         let (state, rate, why) = (self.state(), self.rate(), self.why());
-        let (done, total) = (self.progress.done(), self.progress.total());
+        let (done, total) = (self.progress.done().0, self.progress.total().0);
         let left = total.saturating_sub(done) as f64;
         let estimate = (rate >= 1.0 && total > 0).then(|| (left / rate).round() as u64);
         let on_error = self.progress.on_error();
@@ -392,6 +450,7 @@ impl Job {
         let exit = ended.as_ref().map(|ended| ended.result.as_ref().map_or_else(|it| it.0, |_| 0));
         json!({
             "id": self.id,
+            "token": self.token,
             "kind": self.kind.word(),
             "what": self.what,
             "state": state.word(),
@@ -408,6 +467,11 @@ impl Job {
             "exit": exit,
         })
     }
+}
+
+/// A token: 64 random bits, from where hash tables have theirs.
+fn new_token() -> String {
+    format!("{:016x}", RandomState::new().hash_one(SystemTime::now()))
 }
 
 /// Seconds since 1970.

@@ -11,7 +11,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::begin::UserWord;
-use super::handed::{JobWords, Role};
+use super::handed::{Id, JobWords, Role};
 use super::job::Job;
 use super::list::Jobs;
 
@@ -88,6 +88,19 @@ impl Jobs {
         let new = (Arc::clone(job), KeptJob { words, numbers });
         kept.jobs.lock().unwrap_or_else(PoisonError::into_inner).push(new);
         kept.write();
+    }
+
+    /// A job has ended, and may have changed the chain: those that go on are of the new one, unless
+    /// they have just changed it, too, and with it the image on top. A process that is killed
+    /// before this has kept the chain of before: [`JobWords::stands`] knows that.
+    pub(super) fn chain_is(&self, chain: &[Id]) {
+        if let Some(kept) = self.kept() {
+            let mut jobs = kept.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+            let goes_on = jobs.iter_mut().filter(|(job, _)| !job.has_ended());
+            let same = goes_on.filter(|(_, kept)| kept.words.chain.first() == chain.first());
+            same.for_each(|(_, kept)| kept.words.chain_is(chain));
+        }
+        self.keep_changes();
     }
 
     /// A job was changed, or has ended: what is kept of it is, too.

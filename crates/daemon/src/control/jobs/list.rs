@@ -1,7 +1,7 @@
 //! The jobs of one disk.
 //!
-//! Promises: names are unique among the jobs that are listed; a job that changes an image is not
-//! begun while another one holds that image. Any thread; takes a lock for a moment.
+//! Promises: names are unique among the jobs that are listed; a job is not begun while another one
+//! has to do with an image that either writes ([`Claims`]). Any thread; takes a lock for a moment.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use ringdisk_disk::Progress;
 
+use super::claims::{BELOW_MAX, Claims, Span};
 use super::handed::HandedJob;
 use super::job::{Job, NewJob, State};
 use super::keeper::{JobKeeper, KeptJobs};
@@ -38,6 +39,8 @@ struct List {
     is_over: bool,
     /// The disk is being handed over: none is begun or changed.
     is_moving: bool,
+    /// Those of the process before that are about to be begun, as far as they are known.
+    coming: Vec<Arc<Job>>,
 }
 
 /// The jobs of a disk that is being handed over; they go on here when this is dropped.
@@ -54,7 +57,8 @@ impl Moving<'_> {
         self.jobs.iter().map(|job| Arc::clone(job.progress())).collect()
     }
 
-    /// Has all stop, and waits for that. Gives those that have not ended. Blocks.
+    /// Has all stop, and waits for that. Gives those that have not ended, and how the others have.
+    /// Blocks.
     ///
     /// Errors: one does not stop in time, or cannot be handed over.
     pub fn stand_still(&self) -> Result<Vec<HandedJob>, String> {
@@ -77,6 +81,8 @@ impl Moving<'_> {
                 std::thread::sleep(STANDING_POLL_INTERVAL);
             }
         }
+        let ended = self.all.all().into_iter().filter_map(|job| job.ended_words());
+        handed.extend(ended.map(|words| HandedJob { words, descriptors: Vec::new() }));
         Ok(handed)
     }
 
@@ -116,7 +122,8 @@ impl Jobs {
 
     /// Puts a new job into the list.
     ///
-    /// Errors: its name is taken or none; another job holds one of its images; the disk ends.
+    /// Errors: its name is taken or none; another job holds one of its images; the disk ends; jobs
+    /// of the process before come first.
     pub fn begin(&self, mut new: NewJob) -> Result<Arc<Job>, Failure> {
         let mut list = self.list();
         if list.is_over {
@@ -125,8 +132,11 @@ impl Jobs {
         if list.is_moving {
             return Err(moving());
         }
-        if let Some(job) = list.holder(&new.holds) {
-            return Err(held_by(&job, &new.holds));
+        if new.before.is_none() {
+            list.check_came()?;
+        }
+        if let Some((job, image)) = list.clash(&new.claims) {
+            return Err(held_by(&job, Some(&image)));
         }
         let is_taken = |list: &List, name: &str| list.jobs.iter().any(|job| job.id() == name);
         let id = match new.name.take() {
@@ -150,6 +160,14 @@ impl Jobs {
         list.jobs.push_back(Arc::clone(&job));
         list.forget();
         Ok(job)
+    }
+
+    /// All of them, and those of the process before that are about to be begun, as they will be.
+    pub(super) fn listed(&self) -> Vec<Arc<Job>> {
+        let list = self.list();
+        let is_here = |id: &str| list.jobs.iter().any(|job| job.id() == id);
+        let coming = list.coming.iter().filter(|job| !is_here(job.id()));
+        list.jobs.iter().chain(coming).cloned().collect()
     }
 
     /// All of them, the oldest first.
@@ -177,24 +195,51 @@ impl Jobs {
         })
     }
 
-    /// Whether a change of these images may be made now.
+    /// Whether a job with these claims may begin now.
     ///
-    /// Errors: a job holds one of them, or other images of the chain: the disk makes one change of
-    /// its chain at a time.
-    pub fn check_free(&self, images: &[String]) -> Result<(), Failure> {
+    /// Errors: it may not run beside one that is running ([`Claims`]).
+    pub fn check_beside(&self, claims: &Claims) -> Result<(), Failure> {
         let list = self.list();
-        match list.holder(images).or_else(|| list.running().next().cloned()) {
-            Some(job) => Err(held_by(&job, images)),
-            None => Ok(()),
+        if let Some((job, image)) = list.clash(claims) {
+            return Err(held_by(&job, Some(&image)));
         }
+        let below = list.running().filter(|job| job.claims().span == Span::Below).count();
+        let is_full = claims.span == Span::Below && below >= BELOW_MAX;
+        let in_the_way = list.running().find(|job| {
+            let span = job.claims().span;
+            !claims.is_beside(span) || is_full && span == Span::Below
+        });
+        in_the_way.map_or(Ok(()), |job| Err(held_by(job, None)))
     }
 
-    /// The disk is about to be handed over, and its jobs with it. Blocks for a moment.
-    pub fn begin_move(&self) -> Moving<'_> {
-        let jobs: Vec<_> = {
+    /// Whether a command may change the disk now: a backup is not in its way.
+    ///
+    /// Errors: another job is running, or about to go on.
+    pub fn check_free(&self) -> Result<(), Failure> {
+        let list = self.list();
+        list.check_came()?;
+        let in_the_way = list.running().find(|job| job.claims().span != Span::Instant);
+        in_the_way.map_or(Ok(()), |job| Err(held_by(job, None)))
+    }
+
+    /// The disk is about to be handed over, and its jobs with it. Blocks for a moment: those of the
+    /// process before have to go on here first.
+    ///
+    /// Errors: they do not in time.
+    pub fn begin_move(&self) -> Result<Moving<'_>, Failure> {
+        let end = Instant::now() + STANDING;
+        let jobs: Vec<_> = loop {
             let mut list = self.list();
-            list.is_moving = true;
-            list.running().cloned().collect()
+            match list.check_came() {
+                Err(failure) if !list.is_over && Instant::now() >= end => return Err(failure),
+                Err(_) if !list.is_over => {}
+                _ => {
+                    list.is_moving = true;
+                    break list.running().cloned().collect();
+                }
+            }
+            drop(list);
+            std::thread::sleep(STANDING_POLL_INTERVAL);
         };
         // They may have to go on first after a hand-over that was given up.
         let end = Instant::now() + STANDING;
@@ -204,7 +249,36 @@ impl Jobs {
             }
             job.await_verdict();
         }
-        Moving { all: self, jobs, has_moved: false }
+        Ok(Moving { all: self, jobs, has_moved: false })
+    }
+
+    /// Those of the process before are about to be begun.
+    pub(in crate::control) fn are_to_come(&self, jobs: &[HandedJob]) {
+        let coming = jobs.iter().map(|job| Arc::new(job.to_come())).collect();
+        self.list().coming = coming;
+    }
+
+    /// All of them have been begun, or do not go on.
+    pub(in crate::control) fn have_come(&self) {
+        self.list().coming.clear();
+    }
+
+    /// Whether those of the process before are about to be begun.
+    pub(super) fn are_coming(&self) -> bool {
+        let list = self.list();
+        !list.is_over && !list.coming.is_empty()
+    }
+
+    /// Whether one of this name is about to be begun.
+    pub(super) fn is_coming(&self, id: &str) -> bool {
+        let list = self.list();
+        let is_here = || list.jobs.iter().any(|job| job.id() == id);
+        !list.is_over && list.coming.iter().any(|job| job.id() == id) && !is_here()
+    }
+
+    /// Errors: those of the process before are about to be begun.
+    pub(in crate::control) fn check_came(&self) -> Result<(), Failure> {
+        self.list().check_came()
     }
 
     /// Errors: the disk is being handed over, or was.
@@ -227,14 +301,25 @@ impl Jobs {
 }
 
 impl List {
+    /// Errors: those of the process before are about to be begun.
+    fn check_came(&self) -> Result<(), Failure> {
+        if self.coming.is_empty() {
+            return Ok(());
+        }
+        let text = "jobs of the process before are about to go on";
+        Err(Failure::new(Exit::Locked, text).hint("try it again in a moment"))
+    }
+
     fn running(&self) -> impl Iterator<Item = &Arc<Job>> {
         self.jobs.iter().filter(|job| !job.has_ended())
     }
 
-    /// The job that holds one of these images.
-    fn holder(&self, images: &[String]) -> Option<Arc<Job>> {
-        let holds = |job: &&Arc<Job>| job.holds().iter().any(|held| images.contains(held));
-        self.running().find(holds).cloned()
+    /// A job that has an image to do with which these claims have, too, and the image.
+    fn clash(&self, claims: &Claims) -> Option<(Arc<Job>, String)> {
+        self.running().find_map(|job| {
+            let image = claims.clash(job.claims())?;
+            Some((Arc::clone(job), image.to_owned()))
+        })
     }
 
     /// Drops the oldest of those that have ended, down to [`KEPT_MAX`].
@@ -257,12 +342,29 @@ fn moving() -> Failure {
 
 /// A job is in the way.
 ///
-/// * `images`: what was to be changed.
-fn held_by(job: &Job, images: &[String]) -> Failure {
+/// * `image`: over which both meet.
+fn held_by(job: &Job, image: Option<&str>) -> Failure {
     let (id, kind) = (job.id(), job.kind().word());
-    let why = match job.holds().iter().find(|held| images.contains(held)) {
-        Some(image) => format!("holds the image {image}"),
-        None => String::from("is changing the chain of the disk"),
+    let why = match (image, job.claims().span) {
+        (Some(image), ..) => format!("holds the image {image}"),
+        (None, Span::Instant) => {
+            String::from("keeps a point in time of the disk, which has one at a time")
+        }
+        (None, Span::Content) => String::from(
+            "copies the disk; beside it only a backup, or commits of images below the one on top, \
+             may run",
+        ),
+        (None, Span::Below) => String::from(
+            "is changing the chain of the disk; beside it only a backup, a mirror, a stream down \
+             to an image above, or one more commit of other images below the one on top may run",
+        ),
+        (None, Span::Upper) => String::from(
+            "is changing the chain of the disk; beside it only a backup, or commits of images \
+             below its base, may run",
+        ),
+        (None, Span::Whole) => {
+            String::from("is changing the chain of the disk; beside it only a backup may run")
+        }
     };
     let hint = match job.state() {
         State::Ready => format!(

@@ -15,9 +15,10 @@ use ringdisk_storage::Storage;
 use serde_json::Value;
 
 use super::begin::{Asked, UserWord, all_shown, own, shown};
+use super::claims::{Claims, Span};
 use super::job::Kind;
-use super::work::{MirrorWork, Work, open};
-use crate::confine::{self, HeldForDisk};
+use super::work::{MirrorWork, Work, open, place_of};
+use crate::confine::{self, HeldForDisk, NamedTarget};
 use crate::control::disk::DiskControl;
 use crate::control::protocol::Mirror;
 use crate::failure::{Exit, Failure};
@@ -26,8 +27,8 @@ use crate::terminal::visible;
 impl DiskControl {
     /// Mirrors; in the background the answer comes at once.
     ///
-    /// * `word`: of the user; with device and inode number of the target, where the helper process
-    ///   holds it since the user has named it.
+    /// * `word`: of the user; with the target, where the helper process holds it since the user has
+    ///   named it.
     /// * `progress`: of the client that asks.
     ///
     /// Errors: the target cannot be opened, or is none for this disk; another change is under way;
@@ -36,12 +37,12 @@ impl DiskControl {
         &self,
         ring: &Ring,
         wanted: &Mirror,
-        (word, file): (UserWord, Option<(u64, u64)>),
+        (word, file): (UserWord, Option<NamedTarget>),
         progress: &Arc<Progress>,
     ) -> Result<Value, Failure> {
         let result = self.mirror_held(ring, wanted, word, progress).await;
-        if let (Err(_), Some(file), Ok(disk)) = (&result, file, self.disk()) {
-            self.held().let_go(file, &disk);
+        if let (Some(file), Ok(disk)) = (file, self.disk()) {
+            file.let_go(&disk);
         }
         result
     }
@@ -64,7 +65,7 @@ impl DiskControl {
         let layers = disk.layers();
         let path = Path::new(&wanted.target);
         check_is_other(&layers, path)?;
-        self.check_no_change()?;
+        self.check_beside(&Claims { span: Span::Content, ..Claims::default() })?;
         let target = self.open_target(ring, &disk, wanted).await?;
         let control = Arc::new(MirrorControl::new());
         if wanted.complete {
@@ -86,7 +87,7 @@ impl DiskControl {
         wanted: &Mirror,
     ) -> Result<Arc<Disk>, Failure> {
         let explain = |failure| self.advice().explain(failure, Some(&wanted.target));
-        let opened = open(disk, ring, wanted).await;
+        let opened = open(disk, ring, place_of(wanted)).await;
         let target = opened.map_err(|error| {
             explain(Failure::from(error).context("the target of the mirror cannot be opened"))
         })?;
@@ -107,13 +108,16 @@ pub(super) fn asked(
     let layers = disk.layers();
     let what = format!("{} to {}", shown(&layers[0]), shown(&target.layers()[0]));
     let old = all_shown(&layers);
-    let mut holds = old.clone();
-    holds.extend(all_shown(&target.layers()));
+    let needs = all_shown(&target.layers());
+    let holds: Vec<String> = old.iter().chain(&needs).cloned().collect();
+    let writes = needs.iter().take(1).cloned().collect();
+    let claims = Claims { span: Span::Content, writes, needs };
     let terms = wanted.job.take().unwrap_or_default();
     let mirror = Some(Arc::clone(&control));
     let target = Some(target);
     let work = MirrorWork { wanted, options, target, control, held, old };
-    Asked { kind: Kind::Mirror, what, holds, terms, mirror, work: Work::Mirror(Box::new(work)) }
+    let work = Work::Mirror(Box::new(work));
+    Asked { kind: Kind::Mirror, what, holds, claims, terms, before: None, mirror, work }
 }
 
 /// Whether a target that another process has handed over is one that a user has named: the helper
@@ -146,7 +150,7 @@ pub(super) fn options(wanted: &Mirror) -> Result<MirrorOptions, Failure> {
 }
 
 /// Errors: the target is an image of the disk.
-fn check_is_other(layers: &[Arc<Layer>], path: &Path) -> Result<(), Failure> {
+pub(super) fn check_is_other(layers: &[Arc<Layer>], path: &Path) -> Result<(), Failure> {
     let id = match is_export(path) {
         true => None,
         false => path.metadata().ok().map(|meta| Storage::identity_of(&meta)),
@@ -167,7 +171,10 @@ fn check_is_other(layers: &[Arc<Layer>], path: &Path) -> Result<(), Failure> {
             Exit::Usage,
             format!("{} is an image of the chain of the disk", shown(&layers[at])),
         )
-        .hint("`ringdisk ctl DISK commit` writes into images of the chain; a mirror does not")),
+        .hint(
+            "`ringdisk ctl DISK commit` writes into images of the chain; a mirror and a backup do \
+             not",
+        )),
     }
 }
 

@@ -8,11 +8,15 @@
 //!
 //! Control thread; nothing here is on the path of a request of a client of the disk.
 //!
+//! Several jobs run at once where their images do not overlap ([`Claims`]).
+//!
 //! [`handed`] is what a successor gets of a job, which it begins in [`again`]; [`job`] is one of
 //! them, [`list`] all of a disk, [`words`] what is said of them on the control socket.
 
 mod again;
+mod backup;
 mod begin;
+mod claims;
 mod commands;
 mod commit;
 pub mod handed;
@@ -27,6 +31,7 @@ mod work;
 
 pub use begin::UserWord;
 pub(in crate::control) use begin::chain;
+pub use claims::{Claims, Span};
 pub use handed::{HandedJob, JobWords};
 pub use job::{Job, Kind, NewJob, State};
 pub use list::{Jobs, KEPT_MAX, Moving};

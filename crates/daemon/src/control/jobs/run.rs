@@ -21,12 +21,21 @@ use crate::failure::Failure;
 /// How often a job that stands still looks whether it is to go on.
 const VERDICT_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
+/// Why a job has ended early.
+#[derive(Debug)]
+pub(super) enum Early {
+    /// It was suspended: it goes on in another process, or begins again here.
+    Suspended,
+    /// It failed, or was cancelled.
+    Failed(Failure),
+}
+
 /// What a job does, as [`run`] has it done.
 pub(super) trait Steps {
     /// Does it.
     ///
     /// Errors: why it has ended early.
-    async fn run(&mut self) -> Result<Value, Failure>;
+    async fn run(&mut self) -> Result<Value, Early>;
 
     /// What another process needs to go on, after it was suspended.
     ///
@@ -55,9 +64,11 @@ pub(super) async fn run(
             let work = pin!(steps.run());
             watch(job, events, &mut told, work).await
         };
-        let stops = job.progress().is_suspended() && !job.progress().is_cancelled();
-        if result.is_ok() || !stops {
-            break result;
+        match result {
+            Ok(value) => break Ok(value),
+            // Also where a hand-over has begun meanwhile: the next process hears how it ended.
+            Err(Early::Failed(failure)) => break Err(failure),
+            Err(Early::Suspended) => {}
         }
         job.stand_still(steps.describe().await);
         if verdict(job, ring).await == Verdict::Moved {

@@ -11,6 +11,7 @@ use ringdisk_ring::Ring;
 use serde_json::Value;
 
 use super::begin::{Asked, UserWord, all_shown, find, own, shown};
+use super::claims::{Claims, Span};
 use super::job::Kind;
 use super::words::Terms;
 use super::work::Work;
@@ -57,7 +58,9 @@ pub(super) fn asked(
     let text = streamed(top, dropped, layers.get(end).map(|base| &**base));
     let holds = all_shown(&layers[..(end + 1).min(layers.len())]);
     let work = Work::Stream(options, text);
-    Ok(Asked { kind: Kind::Stream, what, holds, terms, mirror: None, work })
+    let span = if end < layers.len() { Span::Upper } else { Span::Whole };
+    let claims = Claims { span, writes: vec![shown(top)], needs: holds.clone() };
+    Ok(Asked { kind: Kind::Stream, what, holds, claims, terms, before: None, mirror: None, work })
 }
 
 /// The place of the image that becomes the backing file; `None`: none does.

@@ -3,13 +3,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ringdisk_disk::{Events, OnError, Progress};
+use ringdisk_disk::{Bytes, Events, OnError, Progress};
 use ringdisk_ring::{Config, Errno, Ring, Runtime};
 use serde_json::{Map, Value, json};
 
 use super::handed::WorkWords;
 use super::job::NewJob;
-use super::run::{Steps, run};
+use super::run::{Early, Steps, run};
 use super::words::{JobCommand, Named, NewSpeed, Terms, check_name};
 use super::*;
 use crate::failure::{Exit, Failure};
@@ -18,8 +18,13 @@ use crate::job_text as text;
 fn new(name: Option<&str>, holds: &[&str]) -> NewJob {
     NewJob {
         name: name.map(str::to_owned),
+        before: None,
         kind: Kind::Commit,
         what: String::from("a into b"),
+        claims: Claims {
+            writes: holds.iter().map(|&name| name.to_owned()).collect(),
+            ..Claims::default()
+        },
         holds: holds.iter().map(|&name| name.to_owned()).collect(),
         progress: Arc::new(Progress::new()),
         mirror: None,
@@ -69,9 +74,9 @@ fn two_jobs_on_one_image_are_refused_in_the_name_of_the_first() {
     assert_eq!(refused.exit, Exit::Locked);
     let text = refused.message();
     assert!(text.contains("'commit-1'") && text.contains("holds the image b"), "{text}");
-    assert!(jobs.check_free(&[]).is_err(), "the chain is being changed");
+    assert!(jobs.check_free().is_err(), "the chain is being changed");
     first.conclude(&done());
-    jobs.check_free(&[]).expect("it has ended");
+    jobs.check_free().expect("it has ended");
     jobs.begin(new(None, &["b", "c"])).expect("b is free");
 }
 
@@ -95,8 +100,8 @@ fn the_last_jobs_that_ended_stay_and_running_ones_always() {
 struct Once<W>(Option<W>);
 
 impl<W: Future<Output = Result<Value, Failure>>> Steps for Once<W> {
-    async fn run(&mut self) -> Result<Value, Failure> {
-        self.0.take().expect("once").await
+    async fn run(&mut self) -> Result<Value, Early> {
+        self.0.take().expect("once").await.map_err(Early::Failed)
     }
 
     async fn describe(&mut self) -> Result<HandedJob, String> {
@@ -112,12 +117,14 @@ impl<W: Future<Output = Result<Value, Failure>>> Steps for Once<W> {
 struct Copies(Arc<Job>, Ring);
 
 impl Steps for Copies {
-    async fn run(&mut self) -> Result<Value, Failure> {
-        self.0.progress().set_total(10);
-        while self.0.progress().pace(&self.1, 0).await.is_ok() {
+    async fn run(&mut self) -> Result<Value, Early> {
+        self.0.progress().set_total(Bytes(10));
+        while self.0.progress().pace(&self.1, Bytes::ZERO).await.is_ok() {
             self.1.sleep(Duration::from_millis(1)).await;
         }
-        Err(Failure::new(Exit::General, "stopped"))
+        let stops = self.0.progress().is_suspended() && !self.0.progress().is_cancelled();
+        let stopped = Early::Failed(Failure::new(Exit::General, "stopped"));
+        Err(if stops { Early::Suspended } else { stopped })
     }
 
     async fn describe(&mut self) -> Result<HandedJob, String> {
@@ -142,7 +149,7 @@ fn a_job_stands_still_for_a_hand_over_and_goes_on_where_that_ends() {
         let all = Arc::clone(&jobs);
         let hands_over = std::thread::spawn(move || {
             for _ in 0..2 {
-                let moving = all.begin_move();
+                let moving = all.begin_move().expect("nothing is to come");
                 assert_eq!(moving.progresses().len(), 1);
                 assert!(all.begin(new(None, &["b"])).is_err(), "none is begun meanwhile");
                 let handed = moving.stand_still().expect("it stands still");
@@ -150,7 +157,7 @@ fn a_job_stands_still_for_a_hand_over_and_goes_on_where_that_ends() {
                 assert_eq!((handed.len(), words.id.as_str()), (1, "commit-1"));
                 assert_eq!((words.speed, words.paused), (7 << 20, is_paused));
             }
-            let moving = all.begin_move();
+            let moving = all.begin_move().expect("nothing is to come");
             moving.stand_still().expect("it stands still");
             moving.have_moved(77);
         });
@@ -166,12 +173,35 @@ fn a_job_stands_still_for_a_hand_over_and_goes_on_where_that_ends() {
     }
 }
 
+/// It is not handed over as one that was stopped: the next process hears how it has ended.
+#[test]
+fn a_job_that_fails_while_a_hand_over_begins_has_failed() {
+    let (jobs, events) = (Jobs::default(), Events::default());
+    let job = jobs.begin(new(None, &["a"])).expect("a job");
+    let moving = jobs.begin_move().expect("nothing is to come");
+    let suspended = Arc::clone(job.progress());
+    let told = on_ring(async |ring| {
+        let fails = async move {
+            suspended.suspend();
+            Err(Failure::new(Exit::General, "its target has failed"))
+        };
+        run(&job, &events, &ring, Once(Some(fails))).await
+    });
+    let failure = told.expect_err("it has failed");
+    let told = failure.message();
+    assert!(told.contains("its target has failed"), "{told}");
+    let handed = moving.stand_still().expect("nothing is in the way");
+    assert_eq!((job.state(), handed.len()), (State::Concluded, 1));
+    let WorkWords::Ended(ended) = &handed[0].words.work else { panic!("{handed:?}") };
+    assert!(ended.why.as_ref().is_some_and(|why| why.contains("has failed")), "{handed:?}");
+}
+
 #[test]
 fn a_command_waits_for_the_end_of_a_hand_over_that_is_given_up() {
     let jobs = Arc::new(Jobs::default());
     let job = jobs.begin(new(None, &["a"])).expect("a job");
     on_ring(async |ring| {
-        let moving = jobs.begin_move();
+        let moving = jobs.begin_move().expect("nothing is to come");
         let (all, inner, answer) = (Arc::clone(&jobs), ring.clone(), Rc::new(Cell::new(None)));
         let slot = Rc::clone(&answer);
         let command = JobCommand::Cancel(Named { id: job.id().to_owned() });
@@ -204,12 +234,12 @@ fn each_state_of_a_job_is_an_event() {
         let own = ring.clone();
         let other = Arc::clone(&progress);
         let work = async move {
-            other.set_total(100);
-            other.pace(&own, 50).await.expect("it goes on");
-            other.add_done(50);
+            other.set_total(Bytes(100));
+            other.pace(&own, Bytes(50)).await.expect("it goes on");
+            other.add_done(Bytes(50));
             other.failed(&own, Errno::NOSPC).await.expect("resumed after the error");
-            other.add_done(10);
-            while other.pace(&own, 0).await.is_ok() {
+            other.add_done(Bytes(10));
+            while other.pace(&own, Bytes::ZERO).await.is_ok() {
                 own.sleep(Duration::from_millis(1)).await;
             }
             Err(Failure::new(Exit::General, "cancelled"))
@@ -223,7 +253,7 @@ fn each_state_of_a_job_is_an_event() {
             }
             assert!(watched.why().is_some_and(|why| why.contains("No space")), "{watched:?}");
             watched.progress().resume();
-            while watched.progress().done() < 60 {
+            while watched.progress().done() < Bytes(60) {
                 inner.sleep(Duration::from_millis(1)).await;
             }
             watched.progress().cancel();
@@ -252,7 +282,7 @@ fn each_state_of_a_job_is_an_event() {
 fn commands_act_on_the_job_that_they_name_and_a_wait_ends_with_it() {
     let (jobs, events) = (Rc::new(Jobs::default()), Arc::new(Events::default()));
     let job = jobs.begin(new(None, &["a"])).expect("a job");
-    job.progress().set_total(10);
+    job.progress().set_total(Bytes(10));
     let named = || Named { id: String::from("commit-1") };
     on_ring(async |ring| {
         let client = Arc::new(Progress::new());
@@ -337,4 +367,97 @@ fn a_line_shows_the_way_and_controls_no_terminal() {
     assert_eq!(text::lists(&[json!({ "target": "/a", "jobs": [] })]), "");
     let text = text::lists(&[json!({ "target": "/a", "jobs": [failed] })]);
     assert_eq!(text, "/a\n  x  failed: no space  \n");
+}
+
+/// A job of the process before, as it comes.
+fn handed(id: &str, token: &str) -> HandedJob {
+    let mut words = JobWords::new(id, WorkWords::Stream { base: None }, vec![None]);
+    (words.token, words.speed, words.paused) = (token.to_owned(), 7 << 20, true);
+    HandedJob { words, descriptors: Vec::new() }
+}
+
+#[test]
+fn new_jobs_and_commands_come_after_those_of_the_process_before() {
+    let jobs = Jobs::default();
+    jobs.are_to_come(&[handed("commit-1", "0a"), handed("mine", "")]);
+    let refused = jobs.begin(new(None, &["a"])).expect_err("it would take a name");
+    assert_eq!(refused.exit, Exit::Locked);
+    assert_eq!(jobs.check_free().expect_err("the chain is about to be changed").exit, Exit::Locked);
+    assert!(jobs.check_came().is_err() && jobs.is_coming("mine") && !jobs.is_coming("other"));
+    let listed = jobs.listed();
+    assert_eq!((listed[0].id(), listed[0].token(), listed.len()), ("commit-1", "0a", 2));
+    assert_eq!(listed[0].to_json()["speed"], 7 << 20);
+    assert!(jobs.all().is_empty());
+    let before = |token: &str| Some(token.to_owned());
+    let first = NewJob { before: before("0a"), ..new(Some("commit-1"), &["a"]) };
+    let first = jobs.begin(first).expect("it goes on");
+    assert_eq!((first.token(), jobs.listed().len()), ("0a", 2));
+    assert!(jobs.is_coming("mine") && !jobs.is_coming("commit-1"));
+    let second = NewJob { before: before(""), ..new(Some("mine"), &["b"]) };
+    let second = jobs.begin(second).expect("it goes on");
+    assert_eq!(second.token().len(), 16, "the process before knew none");
+    jobs.have_come();
+    assert!(!jobs.are_coming());
+    let third = jobs.begin(new(None, &["c"])).expect("a new one");
+    assert_eq!(third.id(), "commit-2");
+    assert_ne!(third.token(), second.token());
+    assert_eq!(third.words(WorkWords::Stream { base: None }, Vec::new()).token, third.token());
+}
+
+/// A second hand-over that begins before the jobs of the first one have.
+#[test]
+fn jobs_that_are_still_coming_are_handed_over_once_they_are_there() {
+    let jobs = Jobs::default();
+    jobs.are_to_come(&[handed("mine", "0a")]);
+    let words = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(100));
+            let come = NewJob { before: Some(String::from("0a")), ..new(Some("mine"), &["a"]) };
+            let job = jobs.begin(come).expect("it goes on");
+            jobs.have_come();
+            while !job.progress().is_suspended() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            job.stand_still(Ok(handed("mine", "0a")));
+        });
+        let moving = jobs.begin_move().expect("it waits for them");
+        let handed = moving.stand_still().expect("they stand still");
+        moving.have_moved(1);
+        handed
+    });
+    assert_eq!(words.iter().map(HandedJob::id).collect::<Vec<_>>(), ["mine"]);
+    // Not for ever.
+    let jobs = Jobs::default();
+    jobs.are_to_come(&[handed("mine", "0a")]);
+    let failure = jobs.begin_move().expect_err("they do not come");
+    assert_eq!(failure.exit, Exit::Locked);
+    assert!(jobs.check_stays().is_ok(), "the disk stays");
+}
+
+#[test]
+fn a_wait_lasts_until_the_job_has_come() {
+    let jobs = Arc::new(Jobs::default());
+    jobs.are_to_come(&[handed("mine", "0a")]);
+    on_ring(async |ring| {
+        let (all, inner, answer) = (Arc::clone(&jobs), ring.clone(), Rc::new(Cell::new(None)));
+        let slot = Rc::clone(&answer);
+        let command = JobCommand::Wait(Named { id: String::from("mine") });
+        ring.spawn(async move {
+            let told = all.execute(&inner, &command, "", &Arc::default()).await;
+            slot.set(Some(told));
+        });
+        ring.sleep(Duration::from_millis(20)).await;
+        assert!(answer.take().is_none(), "it waits");
+        let come = NewJob { before: Some(String::from("0a")), ..new(Some("mine"), &["a"]) };
+        let job = jobs.begin(come).expect("it goes on");
+        jobs.have_come();
+        job.conclude(&done());
+        loop {
+            if let Some(told) = answer.take() {
+                assert_eq!(told.expect("its end")["token"], "0a");
+                break;
+            }
+            ring.sleep(Duration::from_millis(1)).await;
+        }
+    });
 }

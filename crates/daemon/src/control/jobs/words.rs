@@ -6,7 +6,7 @@ use ringdisk_disk::OnError;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use crate::control::protocol::Refusal;
+use crate::control::refusal::Refusal;
 
 /// Longest name of a job, bytes.
 pub const NAME_BYTES_MAX: usize = 64;

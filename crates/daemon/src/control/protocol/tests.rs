@@ -1,5 +1,6 @@
 use super::*;
 use crate::control::checkpoint::words::Bitmaps;
+use crate::failure::{Exit, Failure};
 
 fn read(line: &str) -> Result<Command, Refusal> {
     Request::read(line.as_bytes()).and_then(|request| Command::read(&request))

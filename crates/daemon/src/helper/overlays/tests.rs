@@ -392,25 +392,37 @@ fn a_file_that_a_note_names_keeps_its_name() {
     refused(&world.order(REMOVE, base, b""), Errno::BUSY);
 }
 
+/// A directory of images, and another one with the target of a copy.
+fn images_and_a_copy() -> tempfile::TempDir {
+    let directory = tempfile::tempdir().expect("a directory");
+    for name in ["images", "other"] {
+        std::fs::create_dir(directory.path().join(name)).expect("mkdir");
+    }
+    std::fs::write(directory.path().join("other/copy"), "bytes").expect("write");
+    directory
+}
+
 #[test]
 fn the_target_of_a_mirror_is_opened_and_never_removed_and_its_directory_goes_with_it() {
-    let directory = tempfile::tempdir().expect("a directory");
+    let directory = images_and_a_copy();
     let path = |name: &str| directory.path().join(name);
-    for name in ["images", "other"] {
-        std::fs::create_dir(path(name)).expect("mkdir");
-    }
-    std::fs::write(path("other/copy"), "bytes").expect("write");
     let of = |name: &str| named(path(name)).expect("it is there").1;
     let (id, beside) = (of("other/copy"), of("other"));
     let told = named(path("images")).expect("it is there");
     let mut overlays = Overlays::hold(&[told], &[], None, "", &[]);
     assert_eq!(overlays.again(id, OFlags::RDWR).map(drop), Err(Errno::ACCESS));
     // The name leads to another file than the user has seen.
-    assert_eq!(overlays.adopt(&path("other/copy"), of("images"), Format::Qcow2), Err(Errno::NOENT));
-    assert_eq!(overlays.adopt(&path("other/gone"), id, Format::Qcow2), Err(Errno::NOENT));
+    assert_eq!(
+        overlays.adopt(&path("other/copy"), of("images"), Format::Qcow2, Purpose::Top),
+        Err(Errno::NOENT)
+    );
+    assert_eq!(
+        overlays.adopt(&path("other/gone"), id, Format::Qcow2, Purpose::Top),
+        Err(Errno::NOENT)
+    );
     assert_eq!(overlays.make(beside, b"over").map(drop), Err(Errno::ACCESS));
 
-    assert_eq!(overlays.adopt(&path("other/copy"), id, Format::Qcow2), Ok(()));
+    assert_eq!(overlays.adopt(&path("other/copy"), id, Format::Qcow2, Purpose::Top), Ok(()));
     assert_eq!(overlays.again(id, OFlags::RDWR).map(drop), Ok(()));
     assert_eq!(overlays.remove(id), Err(Errno::BUSY));
     assert_eq!(overlays.make(beside, b"over").map(drop), Ok(()));
@@ -425,6 +437,36 @@ fn the_target_of_a_mirror_is_opened_and_never_removed_and_its_directory_goes_wit
 
     // A process that makes no overlays makes none there either.
     let mut strict = Overlays::default();
-    assert_eq!(strict.adopt(&path("other/copy"), id, Format::Qcow2), Ok(()));
+    assert_eq!(strict.adopt(&path("other/copy"), id, Format::Qcow2, Purpose::Top), Ok(()));
     assert_eq!(strict.make(beside, b"more").map(drop), Err(Errno::ACCESS));
+}
+
+#[test]
+fn the_target_of_a_backup_is_opened_only_and_one_of_a_mirror_when_a_user_says_so() {
+    let directory = images_and_a_copy();
+    let path = |name: &str| directory.path().join(name);
+    let of = |name: &str| named(path(name)).expect("it is there").1;
+    let (id, beside) = (of("other/copy"), of("other"));
+    let told = named(path("images")).expect("it is there");
+    let mark = mark::new().expect("random bytes");
+    let mut overlays = Overlays::hold(&[told], &[], None, &mark, &[]);
+    let target = path("other/copy");
+    assert_eq!(overlays.adopt(&target, id, Format::Qcow2, Purpose::Copy), Ok(()));
+    assert_eq!(overlays.again(id, OFlags::RDWR).map(drop), Ok(()));
+    assert_eq!(overlays.make(beside, b"over").map(drop), Err(Errno::ACCESS));
+    assert_eq!(overlays.sync(beside), Err(Errno::ACCESS));
+    assert_eq!(overlays.remove(id), Err(Errno::BUSY));
+    assert!(!path("other/over").exists() && !mark::is_on(&target, &mark));
+    // No image of the disk names it.
+    overlays.make(of("images"), b"over").map(drop).expect("made");
+    let line = Names::new(Some(b"../other/copy"), Some("qcow2"), None).line();
+    assert!(overlays.note(of("images/over"), line.as_bytes(), true).is_err());
+
+    assert_eq!(overlays.adopt(&target, id, Format::Qcow2, Purpose::Top), Ok(()));
+    assert_eq!(overlays.adopt(&target, id, Format::Qcow2, Purpose::Copy), Ok(()));
+    assert_eq!(overlays.files.iter().filter(|made| made.id == id).count(), 1);
+    assert_eq!(overlays.make(beside, b"over").map(drop), Ok(()));
+    if mark::is_kept(&target, &mark) {
+        assert!(mark::is_on(&target, &mark));
+    }
 }

@@ -1,6 +1,8 @@
 use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
 
 use super::*;
+use crate::keep::link::Named;
 
 struct Nothing;
 
@@ -37,6 +39,7 @@ impl Held for Nothing {
 fn holder() -> Holder<'static> {
     Holder {
         held: Box::leak(Box::new(Nothing)),
+        directory: PathBuf::new(),
         closer: Closer::start().expect("a thread"),
         closers: closers(&Nothing).expect("threads"),
         has_refused: false,

@@ -55,7 +55,8 @@ fn only_the_images_count_of_what_is_said_after_the_start() {
 fn another_version_and_nothing_are_refused_in_words() {
     let file = StateFile::make().expect("memory");
     assert!(again(&file).expect_err("empty").message().contains("not there"));
-    let state = State { version: VERSION + 1, ..State::new(&terms(), 3, None, None) };
-    file.write(state).expect("room");
-    assert!(again(&file).expect_err("newer").message().contains("another version"));
+    let text = Versions::new(2, 2).to_text(&State::new(&terms(), 3, None, None)).expect("JSON");
+    slots::IMAGES.put(&file.file, 1, text.as_bytes()).expect("room");
+    let failure = again(&file).expect_err("newer");
+    assert!(failure.message().contains("its version is 2, this program knows 1"), "{failure:?}");
 }

@@ -3,6 +3,7 @@ use super::*;
 fn shown(words: &[(&str, &str)], image: Option<(&str, Identity)>) -> Shown {
     Shown {
         takes_jobs: true,
+        more: Vec::new(),
         image: image.map(|(name, id)| Image { name: name.to_owned(), identity: Some(id) }),
         options: words.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect(),
     }

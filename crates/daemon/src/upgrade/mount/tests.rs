@@ -19,8 +19,8 @@ fn words(version: u32) -> String {
     let file =
         FileWords { mode, uid, gid, open_files, writable_files, since_s: u64::MAX, since_ns: 7 };
     let mount = State::new(&terms, 1, Some((1, 2)), None);
-    let words = Words { version, mount, file, disk: String::new(), roles: vec![Role::Device] };
-    serde_json::to_string(&words).expect("JSON")
+    let words = Words { mount, file, disk: String::new(), roles: vec![Role::Device] };
+    Versions::new(version, version).to_text(&words).expect("JSON")
 }
 
 fn refused(description: String, fds: Vec<OwnedFd>, connection: u32) -> String {

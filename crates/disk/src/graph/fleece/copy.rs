@@ -4,10 +4,10 @@
 //! [`Fleece::limit`] and the time that closing the file takes.
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use ringdisk_qcow2::GuestOffset;
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::{Errno, IoBuf, Ring};
-use ringdisk_storage::Storage;
 
 use super::{COPY_MAX, Fleece, Granule, Graph};
 use crate::chain::Chain;
@@ -16,10 +16,10 @@ use crate::layer::Kind;
 /// Alignment of the buffer of a copy: what direct I/O wants.
 const COPY_ALIGN: usize = 4096;
 /// Longest run of zeroes that is looked at in one step, bytes.
-const ZEROES_MAX: u64 = 1 << 30;
+const ZEROES_MAX: Bytes = Bytes(1 << 30);
 
 /// Why a copy was not made.
-enum Failure {
+pub(super) enum Failure {
     /// The disk could not be read.
     Read(Errno),
     /// The file could not be written.
@@ -55,23 +55,31 @@ impl Claimed<'_> {
 
 impl Fleece {
     /// As [`Graph::keep`].
-    pub(super) async fn keep(&self, ring: &Ring, graph: &Graph, offset: GuestOffset, len: u64) {
+    pub(super) async fn keep(
+        self: &Arc<Fleece>,
+        ring: &Ring,
+        graph: &Graph,
+        offset: GuestOffset,
+        len: Bytes,
+    ) {
         let copies = self.keep_all(ring, graph, self.granules(offset, len));
         match ring.within(self.limit, copies).await {
             Ok(Ok(())) => {}
             Ok(Err(failure)) => self.fail(ring, self.reason(&failure)).await,
-            Err(_) => {
-                let reason = format!(
-                    "copying old data away took longer than {} s; use faster storage for the \
-                     fleecing file",
-                    self.limit.as_secs_f32()
-                );
-                self.fail(ring, reason).await;
-            }
+            Err(_) => self.fail(ring, self.too_slow()).await,
         }
     }
 
-    fn reason(&self, failure: &Failure) -> String {
+    /// Why a copy that took too long ends the checkpoint.
+    pub(super) fn too_slow(&self) -> String {
+        format!(
+            "copying old data away took longer than {} s; use faster storage for the fleecing file",
+            self.limit.as_secs_f32()
+        )
+    }
+
+    /// Why a failure ends the checkpoint.
+    pub(super) fn reason(&self, failure: &Failure) -> String {
         let why = |errno: &Errno| std::io::Error::from(*errno).to_string();
         match failure {
             Failure::Full => format!(
@@ -93,7 +101,7 @@ impl Fleece {
 
     /// Keeps granules, from the first to the last one.
     async fn keep_all(
-        &self,
+        self: &Arc<Fleece>,
         ring: &Ring,
         graph: &Graph,
         mut granules: Range<u64>,
@@ -106,10 +114,8 @@ impl Fleece {
                 Granule::Zero | Granule::Copied => granules.start += 1,
                 Granule::Copying => {
                     let granule = granules.start;
-                    let is_settled = |fleece: &Fleece| {
-                        fleece.states.get(granule) != Granule::Copying || !fleece.is_running()
-                    };
-                    self.wait(is_settled).await;
+                    let is_copied = || self.states.get(granule) != Granule::Copying;
+                    self.wait(|_| is_copied() || !self.is_running()).await;
                 }
                 Granule::Untouched => {
                     let zeroes = self.zeroes(ring, graph, &granules, asks_for_holes).await;
@@ -167,7 +173,7 @@ impl Fleece {
 
     /// Copies granules, or finds that they are zeroes.
     async fn copy(
-        &self,
+        self: &Arc<Fleece>,
         ring: &Ring,
         graph: &Graph,
         mut claimed: Claimed<'_>,
@@ -193,23 +199,22 @@ impl Fleece {
             } else {
                 let (start, end) = (at * granule, buf.len().min((at + alike) * granule));
                 let file = self.file().map_err(Failure::Write)?;
-                self.take_room((end - start) as u64)?;
-                let place = offset.0 + start as u64;
-                write_all(ring, &file, place, &buf.slice(start..end))
-                    .await
-                    .map_err(Failure::Write)?;
+                self.take_room(Bytes::of(end - start))?;
+                self.write_behind(ring, file, offset + Bytes::of(start), buf.slice(start..end));
                 claimed.settle(alike as u64, Granule::Copied);
             }
             at += alike;
         }
+        drop(claimed);
+        self.wait_for_room().await;
         Ok(())
     }
 
     /// Counts bytes that are about to be written to the file.
-    fn take_room(&self, bytes: u64) -> Result<(), Failure> {
+    fn take_room(&self, bytes: Bytes) -> Result<(), Failure> {
         use std::sync::atomic::Ordering;
         let taken = self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| {
-            used.checked_add(bytes).filter(|used| *used <= self.max)
+            used.checked_add(bytes.0).filter(|used| *used <= self.max.0)
         });
         taken.map(drop).map_err(|_| Failure::Full)
     }
@@ -221,10 +226,10 @@ async fn zero_run(
     ring: &Ring,
     chain: Chain<'_>,
     offset: GuestOffset,
-    len: u64,
+    len: Bytes,
     asks_for_holes: bool,
-) -> Result<(bool, u64), Errno> {
-    let mut found = 0;
+) -> Result<(bool, Bytes), Errno> {
+    let mut found = Bytes::ZERO;
     while found < len {
         let (at, left) = (offset + found, len - found);
         let (is_zero, run) = if asks_for_holes {
@@ -234,22 +239,10 @@ async fn zero_run(
             let run = chain.locate(ring, at, left).await?;
             (matches!(run.kind, Kind::Zero { .. } | Kind::Unallocated), run.len)
         };
-        if !is_zero || run == 0 {
+        if !is_zero || run.is_zero() {
             break;
         }
         found += run;
     }
-    Ok((found > 0, found))
-}
-
-/// Errors: those of the storage; EIO when it takes nothing.
-async fn write_all(ring: &Ring, file: &Storage, offset: u64, buf: &IoBuf) -> Result<(), Errno> {
-    let mut done = 0;
-    while done < buf.len() {
-        match file.write(ring, offset + done as u64, &buf.slice(done..buf.len())).await? {
-            0 => return Err(Errno::IO),
-            count => done += count,
-        }
-    }
-    Ok(())
+    Ok((!found.is_zero(), found))
 }

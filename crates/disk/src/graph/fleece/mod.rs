@@ -2,16 +2,17 @@
 //! overwrites it.
 //!
 //! ```text
-//! client's write ──► granules kept? ──no──► read them from the disk, write them to the file,
-//!                         │ yes             mark them ──┐
-//!                         ▼                             ▼
-//!                    write to the disk ◄────────────────┘
+//! client's write ──► granules kept? ──no──► read them from the disk, mark them ──► written to the
+//!                         │ yes                       │                            file behind it
+//!                         ▼                           ▼
+//!                    write to the disk ◄──────────────┘
 //! ```
 //!
 //! Promises:
 //! - A disk without a checkpoint pays one branch for each write. With one, a write whose granules
 //!   are kept takes no lock and allocates nothing; any other allocates a buffer of at most
-//!   [`COPY_MAX`] bytes (or of one granule) at a time.
+//!   [`COPY_MAX`] bytes (or of one granule) at a time. A client waits for the read of the old data,
+//!   and for the file only while [`BEHIND_MAX`] bytes are on their way to it (`behind.rs`).
 //! - Where a granule is kept its content at the instant can be read from the file; where it is not,
 //!   the disk has it, so a reader reads the disk and looks again afterwards (`reading.rs`).
 //! - A write never fails because of the file. What goes wrong there ends the checkpoint: from then
@@ -19,6 +20,7 @@
 //! - Two writers of one granule copy it once, and the second waits for the first; a writer that is
 //!   dropped while it copies lets the next one copy.
 
+mod behind;
 mod copy;
 mod reading;
 mod states;
@@ -29,7 +31,7 @@ use std::sync::{Arc, Mutex};
 use std::task::{Poll, Waker};
 use std::time::Duration;
 
-use ringdisk_qcow2::GuestOffset;
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::{Errno, Ring};
 use ringdisk_storage::Storage;
 
@@ -38,12 +40,14 @@ use super::sync::lock;
 pub(crate) use states::Known;
 use states::{Granule, States};
 
-/// Smallest granule, bytes: a cluster of the usual size.
-pub(crate) const GRANULE_MIN: u64 = 64 << 10;
-/// Most granules: their states take 32 MiB. Disks above 8 TiB have larger granules.
+/// Smallest granule, bytes: the usual size of a small write, for which nothing else is copied then.
+pub(crate) const GRANULE_MIN: Bytes = Bytes(4 << 10);
+/// Most granules: their states take 32 MiB. Disks above 512 GiB have larger granules.
 const GRANULES_MAX: u64 = 1 << 27;
+/// Most bytes that are on their way to the file while clients go on.
+const BEHIND_MAX: Bytes = Bytes(8 << 20);
 /// Most bytes that are copied at once, unless one granule is larger.
-const COPY_MAX: u64 = 1 << 20;
+const COPY_MAX: Bytes = Bytes(1 << 20);
 
 /// Whether the frozen state of a checkpoint can be read.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,12 +64,12 @@ pub enum CheckpointState {
 #[derive(Debug)]
 pub(crate) struct Fleece {
     /// Size of the disk at the instant, bytes. What lies past it is not kept.
-    size: u64,
+    size: Bytes,
     granule_bits: u32,
     states: States,
     /// Bytes of old data in the file, and the most that it may hold.
     used: AtomicU64,
-    max: u64,
+    max: Bytes,
     /// Longest time that one request waits for copies.
     limit: Duration,
     /// Nothing is kept any more. Set before a client goes on with a write whose granules are not
@@ -82,30 +86,30 @@ struct Shared {
     /// `None`: let go.
     file: Option<Arc<Storage>>,
     state: CheckpointState,
+    /// What is on its way to the file: first byte and length; and the bytes of all of it.
+    behind: Vec<(GuestOffset, Bytes)>,
+    behind_bytes: Bytes,
     /// Writers that wait for a copy, and tasks that wait for the end.
     waiters: Vec<Waker>,
 }
 
 impl Fleece {
     /// * `size`: of the disk, bytes.
-    /// * `cluster`: bytes that the image writes at once; a power of two.
     /// * `file`: see `CheckpointOptions::fleece`.
     /// * `max`: bytes of old data in it.
     /// * `limit`: longest time that one request waits for copies.
     ///
     /// Errors: ENOMEM.
     pub(crate) fn new(
-        size: u64,
-        cluster: u64,
+        size: Bytes,
         file: Arc<Storage>,
-        max: u64,
+        max: Bytes,
         limit: Duration,
     ) -> Result<Fleece, Errno> {
-        let granule = size.div_ceil(GRANULES_MAX).next_power_of_two();
-        let granule = granule.max(cluster.next_power_of_two()).max(GRANULE_MIN);
+        let granule = Bytes(size.0.div_ceil(GRANULES_MAX).next_power_of_two()).max(GRANULE_MIN);
         Ok(Fleece {
             size,
-            granule_bits: granule.trailing_zeros(),
+            granule_bits: granule.ilog2(),
             states: States::new(size.div_ceil(granule))?,
             used: AtomicU64::new(0),
             max,
@@ -115,23 +119,25 @@ impl Fleece {
             shared: Mutex::new(Shared {
                 file: Some(file),
                 state: CheckpointState::Running,
+                behind: Vec::new(),
+                behind_bytes: Bytes::ZERO,
                 waiters: Vec::new(),
             }),
         })
     }
 
     /// Size of the disk at the instant, bytes.
-    pub(crate) fn size(&self) -> u64 {
+    pub(crate) fn size(&self) -> Bytes {
         self.size
     }
 
     /// Bytes of old data in the file.
-    pub(crate) fn used(&self) -> u64 {
-        self.used.load(Ordering::Relaxed)
+    pub(crate) fn used(&self) -> Bytes {
+        Bytes(self.used.load(Ordering::Relaxed))
     }
 
     /// Most bytes of old data in the file.
-    pub(crate) fn max(&self) -> u64 {
+    pub(crate) fn max(&self) -> Bytes {
         self.max
     }
 
@@ -146,11 +152,11 @@ impl Fleece {
 
     /// Waits until it has failed or ended.
     pub(crate) async fn over(&self) -> CheckpointState {
-        self.wait(|fleece| !fleece.is_running()).await;
+        self.wait(|_| !self.is_running()).await;
         self.state()
     }
 
-    /// Ends it. Whoever called [`Fleece::fail`] or this before was first.
+    /// Ends it, unless [`Fleece::fail`] or this was called before.
     pub(crate) async fn end(&self, ring: &Ring) {
         self.finish(ring, CheckpointState::Ended).await;
     }
@@ -180,11 +186,17 @@ impl Fleece {
             shared.file.take()
         };
         self.wake();
+        self.close(ring, file).await;
+        true
+    }
+
+    /// Closes the file of a checkpoint that is over.
+    async fn close(&self, ring: &Ring, file: Option<Arc<Storage>>) {
+        let _ = ring.within(self.limit, self.all_in_file()).await;
         let closed = ring.offload(move || drop(file));
         let _ = ring.within(self.limit, closed).await;
         self.is_closed.store(true, Ordering::SeqCst);
         self.wake();
-        true
     }
 
     /// The file. Errors: EIO once it is over.
@@ -200,15 +212,12 @@ impl Fleece {
         }
     }
 
-    /// Waits until `is_ready`, which is asked again after each copy and at the end.
-    async fn wait(&self, is_ready: impl Fn(&Fleece) -> bool) {
+    /// Waits until `is_ready`, which is asked again after each copy and at the end, and must not
+    /// take the lock.
+    async fn wait(&self, is_ready: impl Fn(&Shared) -> bool) {
         poll_fn(|context| {
-            if is_ready(self) {
-                return Poll::Ready(());
-            }
             let mut shared = lock(&self.shared);
-            // Once more, since it may have come to pass before the lock was taken.
-            if is_ready(self) {
+            if is_ready(&shared) {
                 return Poll::Ready(());
             }
             if !shared.waiters.iter().any(|waker| waker.will_wake(context.waker())) {
@@ -220,24 +229,25 @@ impl Fleece {
     }
 
     /// The granules that a range touches; may be empty.
-    fn granules(&self, offset: GuestOffset, len: u64) -> std::ops::Range<u64> {
-        let end = offset.0.saturating_add(len).min(self.size);
-        if offset.0 >= end {
+    fn granules(&self, offset: GuestOffset, len: Bytes) -> std::ops::Range<u64> {
+        let end = offset.saturating_add(len).min(GuestOffset::after(self.size));
+        if offset >= end {
             return 0..0;
         }
-        offset.0 >> self.granule_bits..((end - 1) >> self.granule_bits) + 1
+        offset.0 >> self.granule_bits..((end - Bytes(1)).0 >> self.granule_bits) + 1
     }
 
     /// The bytes of some granules, cut at the end of the disk: first byte and length.
-    fn bytes(&self, granules: &std::ops::Range<u64>) -> (GuestOffset, u64) {
-        let start = granules.start << self.granule_bits;
-        let end = (granules.end << self.granule_bits).min(self.size);
-        (GuestOffset(start), end.saturating_sub(start))
+    fn bytes(&self, granules: &std::ops::Range<u64>) -> (GuestOffset, Bytes) {
+        let start = GuestOffset(granules.start << self.granule_bits);
+        let end = GuestOffset(granules.end << self.granule_bits);
+        let end = end.min(GuestOffset::after(self.size));
+        (start, end.saturating_sub(start))
     }
 
     /// Whether a change of a range has to wait for copies.
     #[inline]
-    fn is_due(&self, offset: GuestOffset, len: u64) -> bool {
+    fn is_due(&self, offset: GuestOffset, len: Bytes) -> bool {
         self.is_running() && !self.states.are_kept(self.granules(offset, len))
     }
 }
@@ -248,7 +258,7 @@ impl Graph {
     ///
     /// * `offset`, `len`: in the layers, inside the disk.
     #[inline]
-    pub(crate) async fn keep(&self, ring: &Ring, offset: GuestOffset, len: u64) {
+    pub(crate) async fn keep(&self, ring: &Ring, offset: GuestOffset, len: Bytes) {
         if let Some(fleece) = &self.fleece
             && fleece.is_due(offset, len)
         {
@@ -257,19 +267,26 @@ impl Graph {
         }
     }
 
-    /// A client's write found no space. The fleecing file may have what it needs: gives that up.
-    /// Returns whether the write is worth another attempt; not a second time.
+    /// A client's write found no space. The fleecing file may have what it needs: gives that up,
+    /// and waits until its space is free. Returns whether the write is worth another attempt.
+    ///
+    /// * `was_made`: of this request; a second attempt is not worth a third.
     #[cold]
-    pub(crate) async fn make_room(&self, ring: &Ring) -> bool {
-        let Some(fleece) = self.running_fleece().filter(|fleece| fleece.used() > 0) else {
+    pub(crate) async fn make_room(&self, ring: &Ring, was_made: &mut bool) -> bool {
+        let Some(fleece) = self.fleece.as_ref().filter(|fleece| !fleece.used().is_zero()) else {
             return false;
         };
+        if std::mem::replace(was_made, true) {
+            return false;
+        }
         let reason = "a client's write found no space left on the storage of the image; use \
                       another file system for the fleecing file";
         Box::pin(async {
-            fleece.fail(ring, reason.to_owned()).await;
-            // Another writer may have been first.
-            let is_closed = fleece.wait(|fleece| fleece.is_closed.load(Ordering::SeqCst));
+            if fleece.is_running() {
+                fleece.fail(ring, reason.to_owned()).await;
+            }
+            // Another writer, or one behind the clients, may have been first.
+            let is_closed = fleece.wait(|_| fleece.is_closed.load(Ordering::SeqCst));
             let _ = ring.within(fleece.limit, is_closed).await;
         })
         .await;

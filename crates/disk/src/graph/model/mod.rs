@@ -4,6 +4,8 @@
 mod sync;
 
 #[path = "../shards.rs"]
+// Requests are not counted here.
+#[allow(dead_code)]
 mod shards;
 
 use std::future::poll_fn;

@@ -2,13 +2,13 @@
 //!
 //! Promises: clusters are compressed in parallel on helper threads and written in order.
 
-use ringdisk_qcow2::{CompressionType, compress};
+use ringdisk_qcow2::{Bytes, CompressionType, compress};
 use ringdisk_ring::{Errno, IoBuf};
 
 use super::scan::is_zero;
 use super::walk::Piece;
 use super::{Conversion, ConvertOptions, Doing, Failure, name};
-use crate::{Disk, Error, ErrorKind};
+use crate::{Cause, Disk, Error, ErrorKind};
 
 /// Compression of the target.
 #[derive(Clone, Copy, Debug)]
@@ -40,10 +40,11 @@ impl Packing {
                  file can",
                 name(target)
             );
-            return Err(Error::new(ErrorKind::Unsupported, message));
+            let error = Error::new(ErrorKind::Unsupported, message);
+            return Err(error.because(Cause::NotCompressible));
         };
         let cluster = usize::try_from(info.cluster_size()).unwrap_or(usize::MAX);
-        let is_sparse = options.sparse_bytes > 0;
+        let is_sparse = !options.sparse_bytes.is_zero();
         Ok(Packing { kind: info.compression, level: options.level, cluster, is_sparse })
     }
 
@@ -115,7 +116,7 @@ impl Conversion<'_> {
             Packed::Compressed(bytes) => {
                 match self.target.write_compressed(self.ring, at, &bytes).await {
                     Ok(()) => {
-                        self.report.borrow_mut().written_bytes += part.len() as u64;
+                        self.report.borrow_mut().written_bytes += Bytes::of(part.len());
                         Ok(())
                     }
                     // An existing target may have the cluster already.

@@ -19,6 +19,7 @@ mod tests;
 mod walk;
 mod work;
 
+use ringdisk_qcow2::Bytes;
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::sync::Arc;
@@ -44,7 +45,7 @@ pub const TASKS_MAX: usize = 16;
 /// Default of the pieces under way (QEMU's).
 pub const TASKS_DEFAULT: usize = 8;
 /// Default of the zeroes in a row that take no space, bytes (QEMU's).
-pub const SPARSE_BYTES_DEFAULT: u64 = 4096;
+pub const SPARSE_BYTES_DEFAULT: Bytes = Bytes(4096);
 /// Alignment of buffers: a page suits every storage.
 const BUFFER_ALIGN: usize = 4096;
 
@@ -57,7 +58,7 @@ pub struct ConvertOptions {
     pub out_of_order: bool,
     /// Zeroes in a row that take no space, bytes (`-S`). 0: all zeroes are written, so the target
     /// is fully allocated.
-    pub sparse_bytes: u64,
+    pub sparse_bytes: Bytes,
     /// Write compressed clusters (`-c`), of the target's compression type.
     pub compressed: bool,
     /// Level of the compression; `None`: the usual one.
@@ -98,14 +99,14 @@ impl Default for ConvertOptions {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ConvertReport {
     /// Bytes that were read from the source.
-    pub read_bytes: u64,
+    pub read_bytes: Bytes,
     /// Bytes of the disk that were written as data (compressed or not).
-    pub written_bytes: u64,
+    pub written_bytes: Bytes,
     /// Ranges of the disk that could not be read and became zeroes, in order; at most
     /// [`UNREADABLE_MAX`] of them.
     pub unreadable: Vec<Range<u64>>,
     /// All bytes that could not be read.
-    pub unreadable_bytes: u64,
+    pub unreadable_bytes: Bytes,
 }
 
 pub use salvage::UNREADABLE_MAX;
@@ -168,7 +169,7 @@ pub async fn convert(
     let source = &Sources::new(sources);
     check(source, target, options)?;
     let packing = if options.compressed { Some(Packing::of(target, options)?) } else { None };
-    progress.set_total(source.size());
+    progress.set_total(Bytes(source.size()));
     let unit = packing.as_ref().map(Packing::cluster_bytes);
     let conversion = Conversion {
         ring,
@@ -190,7 +191,8 @@ pub async fn convert(
         return Err(conversion.error(failure));
     }
     let mut report = conversion.report.take();
-    (report.unreadable, report.unreadable_bytes) = conversion.unreadable.take().finish();
+    let (unreadable, bytes) = conversion.unreadable.take().finish();
+    (report.unreadable, report.unreadable_bytes) = (unreadable, Bytes(bytes));
     target
         .flush(ring)
         .await
@@ -210,7 +212,7 @@ fn check(source: &Sources<'_>, target: &Disk, options: &ConvertOptions) -> Resul
     if options.target_is_zero && options.target_has_backing {
         return invalid("a target with a backing file does not read as zeroes".to_owned());
     }
-    if target.size() < source.size() {
+    if target.size() < Bytes(source.size()) {
         let (source_size, target_size) = (source.size(), target.size());
         return invalid(format!(
             "'{}' has {target_size} bytes, fewer than the {source_size} of '{}'; resize it first",
@@ -243,7 +245,7 @@ impl Conversion<'_> {
             // A piece that the file system copied may be done before its turn has come.
             self.order.turn(piece.number).await;
             self.order.pass(piece.number);
-            self.progress.add_done(piece.len);
+            self.progress.add_done(Bytes(piece.len));
         }
     }
 
@@ -265,7 +267,7 @@ impl Conversion<'_> {
         }
         let (from, at) = self.source.place(offset);
         let doing = match doing {
-            Doing::Looking => super::cannot_look_up(&from, at),
+            Doing::Looking => return super::cannot_look_up(&from, at, errno),
             Doing::Reading => format!("cannot read '{from}' at byte {at}"),
             Doing::Writing => format!("cannot write '{}' at byte {offset}", name(self.target)),
         };

@@ -4,6 +4,7 @@
 //! file system cannot do it, the caller does. Only bytes that are stored as they are, into a raw
 //! target. Source: copy_file_range(2).
 
+use ringdisk_qcow2::Bytes;
 use std::os::fd::OwnedFd;
 
 use rustix::fs::copy_file_range;
@@ -32,25 +33,25 @@ impl Conversion<'_> {
             // The file system would refuse the rest too.
             self.is_range_refused.set(true);
         }
-        self.report.borrow_mut().written_bytes += copied;
+        self.report.borrow_mut().written_bytes += Bytes(copied);
         copied
     }
 
     /// The file and the offset where a range of the source begins, and how much of it is there.
     async fn place_of_source(&self, offset: u64, len: u64) -> Option<(OwnedFd, u64, u64)> {
         let (disk, at) = self.source.disk_of(offset, len)?;
-        let status = disk.block_status(self.ring, at, len).await.ok()?;
+        let status = disk.block_status(self.ring, at, Bytes(len)).await.ok()?;
         let host = status.offset.filter(|_| status.data && !status.zero && !status.compressed)?;
         let layers = disk.layers();
         let layer = layers.get(usize::try_from(status.depth).ok()?)?;
         let file = layer.data_storage()?.duplicate().ok()??;
-        Some((file, host, status.len.min(len)))
+        Some((file, host, status.len.min(Bytes(len)).0))
     }
 
     async fn place_in_target(&self, offset: u64, len: u64) -> Option<(OwnedFd, u64)> {
         let layers = self.target.layers();
         let top = layers.first().filter(|top| top.format() == Some(Format::Raw))?;
-        let status = self.target.block_status(self.ring, offset, len).await.ok()?;
+        let status = self.target.block_status(self.ring, offset, Bytes(len)).await.ok()?;
         let file = top.data_storage()?.duplicate().ok()??;
         // A raw image has its bytes in one piece.
         Some((file, status.offset?))

@@ -3,6 +3,7 @@
 //! Promises: a disk begins at a sector of the whole; what is between the end of one and the next
 //! sector reads as zeroes.
 
+use ringdisk_qcow2::Bytes;
 use std::sync::Arc;
 
 use ringdisk_ring::{Errno, IoBuf, Ring};
@@ -29,8 +30,8 @@ impl<'a> Sources<'a> {
         let parts = disks.iter().enumerate().map(|(number, disk)| {
             let size = disk.size();
             let len = if number == last { size } else { size.next_multiple_of(SECTOR_BYTES) };
-            let part = Part { disk, start, len };
-            start = start.saturating_add(len);
+            let part = Part { disk, start, len: len.0 };
+            start = start.saturating_add(len.0);
             part
         });
         Sources(parts.collect())
@@ -64,7 +65,7 @@ impl<'a> Sources<'a> {
     pub(super) fn disk_of(&self, offset: u64, len: u64) -> Option<(&'a Disk, u64)> {
         let part = self.part(offset)?;
         let at = offset - part.start;
-        (at.checked_add(len)? <= part.disk.size()).then_some((part.disk, at))
+        (at.checked_add(len)? <= part.disk.size().0).then_some((part.disk, at))
     }
 
     /// As [`Disk::block_status`].
@@ -77,12 +78,12 @@ impl<'a> Sources<'a> {
         let Some(part) = self.part(offset) else { return Err(Errno::INVAL) };
         let at = offset - part.start;
         let size = part.disk.size();
-        if at >= size {
+        if at >= size.0 {
             // Up to the next sector.
             let len = len.min(part.len.saturating_sub(at));
-            return Ok(BlockStatus { len, ..BlockStatus::EMPTY });
+            return Ok(BlockStatus { len: Bytes(len), ..BlockStatus::EMPTY });
         }
-        part.disk.block_status(ring, at, len.min(size - at)).await
+        part.disk.block_status(ring, at, Bytes(len.min((size - Bytes(at)).0))).await
     }
 
     /// Fills `buf`; what no disk has is zero.
@@ -100,7 +101,8 @@ impl<'a> Sources<'a> {
                 return Ok(());
             }
             let piece = buf.slice(done..end);
-            let held = usize::try_from(part.disk.size().saturating_sub(at)).unwrap_or(usize::MAX);
+            let held =
+                usize::try_from(part.disk.size().saturating_sub(Bytes(at))).unwrap_or(usize::MAX);
             let held = piece.slice(0..held.min(piece.len()));
             let count = if held.is_empty() { 0 } else { part.disk.read(ring, at, &held).await? };
             // The size of the disk is unchanged, so the read is not short.

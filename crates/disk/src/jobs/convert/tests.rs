@@ -4,6 +4,7 @@ mod faults;
 mod scanning;
 mod targets;
 
+use ringdisk_qcow2::Bytes;
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
@@ -52,7 +53,7 @@ fn to_raw(
     let out = directory.path().join("out.raw");
     let report = run(async |ring| {
         let source = open(&ring, directory.path().join(image), &reading()).await.expect("open");
-        let target = raw_target(&ring, &out, source.size()).await;
+        let target = raw_target(&ring, &out, source.size().0).await;
         let progress = Progress::new();
         let report = convert(&ring, &[Arc::clone(&source)], &target, options, &progress).await;
         assert!(report.is_err() || progress.done() == source.size());
@@ -98,7 +99,7 @@ fn every_kind_of_source_gives_the_bytes_that_qemu_img_gives() {
             let (bytes, report) = to_raw(&directory, name, &options).expect("convert");
             assert_same(&bytes, &expected);
             // Holes are not read.
-            assert!(report.read_bytes < 8 << 20, "{name}: {report:?}");
+            assert!(report.read_bytes < Bytes(8 << 20), "{name}: {report:?}");
         }
     }
 }
@@ -144,7 +145,7 @@ fn odd_sizes_and_one_task_are_no_problem() {
             let options = ConvertOptions { tasks, ..fresh() };
             let (bytes, report) = to_raw(&directory, "source", &options).expect("convert");
             assert_same(&bytes, &source);
-            assert_eq!(report.written_bytes, size as u64);
+            assert_eq!(report.written_bytes, Bytes::of(size));
         }
     }
 }
@@ -164,13 +165,13 @@ fn zeroes_inside_data_take_no_space_unless_that_is_asked_for() {
     };
     let (sparse, report) = blocks(&fresh());
     assert!(sparse * 512 <= 1 << 20, "{sparse} blocks");
-    assert_eq!(report.written_bytes, 8192);
-    let (wide, report) = blocks(&ConvertOptions { sparse_bytes: 1 << 16, ..fresh() });
+    assert_eq!(report.written_bytes, Bytes(8192));
+    let (wide, report) = blocks(&ConvertOptions { sparse_bytes: Bytes(1 << 16), ..fresh() });
     assert!(wide >= sparse);
-    assert_eq!(report.written_bytes, 8192);
-    let (full, report) = blocks(&ConvertOptions { sparse_bytes: 0, ..fresh() });
+    assert_eq!(report.written_bytes, Bytes(8192));
+    let (full, report) = blocks(&ConvertOptions { sparse_bytes: Bytes::ZERO, ..fresh() });
     assert!(full * 512 >= 8 << 20, "{full} blocks");
-    assert_eq!(report.written_bytes, 8 << 20);
+    assert_eq!(report.written_bytes, Bytes(8 << 20));
 }
 
 #[test]
@@ -203,7 +204,10 @@ fn options_that_make_no_sense_are_refused() {
     for tasks in [0, 17] {
         assert_eq!(refused(&ConvertOptions { tasks, ..fresh() }), ErrorKind::Invalid);
     }
-    assert_eq!(refused(&ConvertOptions { sparse_bytes: 100, ..fresh() }), ErrorKind::Invalid);
+    assert_eq!(
+        refused(&ConvertOptions { sparse_bytes: Bytes(100), ..fresh() }),
+        ErrorKind::Invalid
+    );
     let both = ConvertOptions { target_has_backing: true, ..fresh() };
     assert_eq!(refused(&both), ErrorKind::Invalid);
     let compressed = ConvertOptions { compressed: true, ..fresh() };

@@ -4,6 +4,7 @@
 //! and end where the block status of the source changes; the status of a long run is asked once. If
 //! the target is written in clusters, pieces begin and end at cluster boundaries.
 
+use ringdisk_qcow2::Bytes;
 use std::cell::RefCell;
 
 use ringdisk_ring::{Errno, Ring};
@@ -91,13 +92,13 @@ impl<'a> Walk<'a> {
             let mut state = self.state.borrow_mut();
             if action == Action::Skip {
                 state.at = end;
-                progress.add_done(end - at);
+                progress.add_done(Bytes(end - at));
                 continue;
             }
             // To the next multiple: pieces then suit clusters and pages.
             let border = at - at % self.chunk + self.chunk;
             // Zeroes are written without a buffer.
-            let is_cheap = action == Action::Zero && self.options.sparse_bytes > 0;
+            let is_cheap = action == Action::Zero && !self.options.sparse_bytes.is_zero();
             let end = if is_cheap { end } else { end.min(border) };
             state.at = end;
             state.number += 1;
@@ -140,7 +141,9 @@ impl<'a> Walk<'a> {
         }
         let left = end - at;
         let (len, action) = match self.source.block_status(ring, at, left).await {
-            Ok(status) if status.len > 0 => (status.len.min(left), self.action(&status)),
+            Ok(status) if status.len > Bytes::ZERO => {
+                (status.len.0.min(left), self.action(&status))
+            }
             // The read will find the bad part.
             Err(_) if self.options.salvage => (left.min(self.chunk), Action::Copy),
             Ok(_) => return Err(Failure::new(Doing::Looking, at, Errno::IO)),
@@ -168,6 +171,10 @@ impl<'a> Walk<'a> {
         if !status.zero {
             return Action::Copy;
         }
-        if options.target_is_zero && options.sparse_bytes > 0 { Action::Skip } else { Action::Zero }
+        if options.target_is_zero && !options.sparse_bytes.is_zero() {
+            Action::Skip
+        } else {
+            Action::Zero
+        }
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! Promises: a piece whose read fails is an error, unless the options salvage it.
 
+use ringdisk_qcow2::Bytes;
 use ringdisk_ring::{Errno, IoBuf};
 
 use super::scan::{Part, scan};
@@ -14,7 +15,7 @@ impl Conversion<'_> {
     /// * `buf`: has room for it.
     pub(super) async fn copy(&self, piece: &Piece, buf: &IoBuf) -> Result<(), Failure> {
         let sparse = self.options.sparse_bytes;
-        if piece.action == Action::Zero && sparse > 0 {
+        if piece.action == Action::Zero && sparse > Bytes::ZERO {
             self.order.turn(piece.number).await;
             let zero = self.zero(piece.offset, piece.len);
             return self.order.pass_when_begun(piece.number, zero).await;
@@ -62,7 +63,7 @@ impl Conversion<'_> {
 
     /// Fills `buf` from the source.
     async fn read(&self, offset: u64, buf: &IoBuf) -> Result<(), Failure> {
-        self.report.borrow_mut().read_bytes += buf.len() as u64;
+        self.report.borrow_mut().read_bytes += Bytes::of(buf.len());
         match self.source.read(self.ring, offset, buf).await {
             Ok(()) => Ok(()),
             Err(_) if self.options.salvage => self.salvage(offset, buf).await,
@@ -75,7 +76,7 @@ impl Conversion<'_> {
         if self.options.target_is_zero {
             return Ok(());
         }
-        let zeroed = self.target.write_zeroes(self.ring, offset, len, true).await;
+        let zeroed = self.target.write_zeroes(self.ring, offset, Bytes(len), true).await;
         zeroed.map_err(|errno| Failure::new(Doing::Writing, offset, errno))
     }
 
@@ -91,7 +92,7 @@ impl Conversion<'_> {
                 Err(errno) => return Err(Failure::new(Doing::Writing, at, errno)),
             }
         }
-        self.report.borrow_mut().written_bytes += buf.len() as u64;
+        self.report.borrow_mut().written_bytes += Bytes::of(buf.len());
         Ok(())
     }
 }

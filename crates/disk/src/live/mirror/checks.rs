@@ -2,6 +2,7 @@
 //!
 //! Promises: nothing is changed.
 
+use ringdisk_qcow2::Bytes;
 use std::sync::Arc;
 
 use ringdisk_ring::Ring;
@@ -16,8 +17,7 @@ const RUNS_MAX: u32 = 4096;
 
 /// Errors: as [`Disk::mirror`].
 pub(super) fn check(disk: &Disk, target: &Arc<Disk>) -> Result<(), Error> {
-    let (graph, other) = (disk.graph(), target.graph());
-    let name = printable_path(other.top().name());
+    let graph = disk.graph();
     let refuse = |kind, why: String| Err(Error::new(kind, why));
     if matches!(graph.top().node, Node::Null(_) | Node::Frozen(_)) {
         let why = "only a disk of images can be mirrored; copy this one with `ringdisk convert`";
@@ -28,10 +28,26 @@ pub(super) fn check(disk: &Disk, target: &Arc<Disk>) -> Result<(), Error> {
                    would miss writes; serve the disk without it";
         return refuse(ErrorKind::Unsupported, why.to_owned());
     }
-    if graph.window.is_part() || other.window.is_part() {
-        let why = "a part of an image (--offset, --size or --partition) cannot be mirrored, nor \
-                   be the target; serve and name whole images";
+    if graph.window.is_part() {
+        let why = "a part of an image (--offset, --size or --partition) cannot be mirrored; serve \
+                   the whole image";
         return refuse(ErrorKind::Unsupported, why.to_owned());
+    }
+    check_target(disk, target, graph.size())
+}
+
+/// Whether another disk can get what this one holds.
+///
+/// * `size`: of what is copied, bytes.
+///
+/// Errors: as [`Disk::mirror`], of the target.
+pub(crate) fn check_target(disk: &Disk, target: &Disk, size: Bytes) -> Result<(), Error> {
+    let (graph, other) = (disk.graph(), target.graph());
+    let name = printable_path(other.top().name());
+    let refuse = |kind, why: String| Err(Error::new(kind, why));
+    if other.window.is_part() {
+        let why = format!("the target '{name}' is a part of an image; name a whole one");
+        return refuse(ErrorKind::Unsupported, why);
     }
     if target.is_read_only() {
         let why = format!("the target '{name}' is open for reading only; make it writable");
@@ -46,7 +62,7 @@ pub(super) fn check(disk: &Disk, target: &Arc<Disk>) -> Result<(), Error> {
         return refuse(ErrorKind::Invalid, why);
     }
     disk.check_others(&other.layers)?;
-    let (size, len) = (graph.size(), other.size());
+    let len = other.size();
     if len < size {
         let why = format!(
             "the target '{name}' has {len} bytes and the disk has {size}; make the target as large \
@@ -97,12 +113,12 @@ pub(super) fn pivot_refusal(disk: &Disk, target: &Disk) -> Option<String> {
 }
 
 /// Whether a target certainly reads as zeroes.
-pub(super) async fn is_empty(ring: &Ring, target: &Disk) -> bool {
+pub(crate) async fn is_empty(ring: &Ring, target: &Disk) -> bool {
     let mut at = 0;
     for _ in 0..RUNS_MAX {
-        match target.block_status(ring, at, u64::MAX).await {
-            Ok(status) if status.len == 0 => return true,
-            Ok(status) if status.zero => at += status.len,
+        match target.block_status(ring, at, Bytes::MAX).await {
+            Ok(status) if status.len.is_zero() => return true,
+            Ok(status) if status.zero => at += status.len.0,
             _ => return false,
         }
     }

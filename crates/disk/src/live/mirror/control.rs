@@ -64,7 +64,8 @@ impl MirrorControl {
     /// Ends the mirror as soon as it is ready.
     ///
     /// * `pivot`: the disk switches over to the target; otherwise the target is left as a copy of
-    ///   that moment. A switch-over waits for the end of a checkpoint that is running.
+    ///   that moment. A switch-over waits for the end of a checkpoint, a backup and a commit that
+    ///   are running.
     ///
     /// Errors: `Unsupported` with the reason where the disk cannot switch over; the mirror goes on.
     pub fn complete(&self, pivot: bool) -> Result<(), Error> {

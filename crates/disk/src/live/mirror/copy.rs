@@ -4,25 +4,27 @@
 //! waiting: it holds neither the graph nor a claim then (the target's own write excepted, for which
 //! clients wait a fixed time at most).
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use ringdisk_qcow2::GuestOffset;
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::Errno;
 
 use super::super::copy::{COPY_BYTES, all_of, pieces};
 use super::{MirrorEnd, MirrorSync, Run, refusal};
 use crate::Error;
+use crate::background::{Parts, unit_of};
 use crate::chain::Chain;
 use crate::graph::{Content, Copy, Graph};
 use crate::progress::OnError;
 use crate::task_join::spawn;
 
 /// The target counts as in step when no more than this is left, bytes.
-const REST_BYTES: u64 = 4 << 20;
+const REST_BYTES: Bytes = Bytes(4 << 20);
 /// Passes over what clients changed, one after the other, at most.
 const PASSES_MAX: u32 = 16;
 /// How long a mirror that is given up waits for a target that does not answer.
-pub(super) const GIVEN_UP_WAIT: Duration = Duration::from_secs(2);
+pub(crate) const GIVEN_UP_WAIT: Duration = Duration::from_secs(2);
 /// How often a mirror that is ready looks for something to do.
 const TICK: Duration = Duration::from_millis(50);
 
@@ -57,7 +59,7 @@ impl Run<'_> {
             {
                 return Ok(end);
             }
-            self.progress.pace(self.ring, 0).await.map_err(refusal)?;
+            self.progress.pace(self.ring, Bytes::ZERO).await.map_err(refusal)?;
             if wanted.is_some() {
                 self.ring.sleep(TICK).await;
             } else {
@@ -70,7 +72,7 @@ impl Run<'_> {
     async fn first_copy(&self) -> Result<(), Errno> {
         let size = self.disk.graph().size();
         let left = self.first.bytes();
-        if left == 0 {
+        if left == Bytes::ZERO {
             return Ok(());
         }
         self.progress.set_total(size);
@@ -80,7 +82,7 @@ impl Run<'_> {
             let (offset, len) = self.first.next(at, COPY_BYTES)?;
             at = offset + len;
             Some(async move {
-                for (offset, len) in pieces(offset, GuestOffset((offset + len).0.min(size))) {
+                for (offset, len) in pieces(offset, (offset + len).min(GuestOffset::after(size))) {
                     self.copy(offset, len, Pass::First).await?;
                     self.progress.add_done(len);
                 }
@@ -93,11 +95,17 @@ impl Run<'_> {
 
     /// Copies what clients changed until little is left. Returns whether it is.
     pub(super) async fn catch_up(&self) -> Result<bool, Errno> {
+        let mut before = Bytes::MAX;
         for _ in 0..PASSES_MAX {
             let left = self.tracker.bytes();
-            if left == 0 {
+            if left == Bytes::ZERO {
                 return Ok(true);
             }
+            if left > before / 2 {
+                // Clients change as much as is copied. The next time they wait for the target.
+                break;
+            }
+            before = left;
             self.progress.add_total(left);
             let mut at = GuestOffset(0);
             all_of(|| {
@@ -117,39 +125,51 @@ impl Run<'_> {
         Ok(self.tracker.bytes() <= REST_BYTES)
     }
 
-    /// Copies one range. After an error of the target it is tried again where the progress says so.
-    async fn copy(&self, offset: GuestOffset, len: u64, pass: Pass) -> Result<(), Errno> {
-        loop {
-            self.progress.pace(self.ring, 0).await?;
+    /// Copies one range, in turns beside the clients. After an error of the target it is tried
+    /// again where the progress says so.
+    async fn copy(&self, offset: GuestOffset, len: Bytes, pass: Pass) -> Result<(), Errno> {
+        let unit = self.tracker.granule().max(unit_of(self.target.graph().top()));
+        let mut parts = Parts::new(offset, len, unit);
+        while !parts.is_over() {
+            self.progress.pace(self.ring, Bytes::ZERO).await?;
+            let turn = self.disk.turn(self.ring).await;
+            let (offset, len) = parts.next(&turn);
             let claim = self.mirror.claim(self.tracker.widened(offset, len));
             let claim = self.or_given_up(claim).await?;
             let read = {
                 // Waiting for a change of the graph here would keep clients waiting, for which the
                 // change waits.
                 let Some(view) = self.disk.gateway().try_enter() else {
-                    drop(claim);
-                    drop(self.disk.enter().await);
+                    drop((claim, turn));
+                    drop(self.disk.enter_beside_clients().await);
                     continue;
                 };
                 let was_recorded = self.tracker.clear(offset, len);
                 self.read(&view, offset, len, pass, was_recorded).await
             };
-            let copy = Copy::new(&self.tracker, offset, len, claim);
+            let copy = Copy::new(&self.tracker, offset, len, Arc::new(claim));
             // A task of its own, since what has begun cannot be taken back when the mirror is given
             // up.
             let (runs, ring) = (read?, self.ring.clone());
             let sent = spawn(self.ring, async move {
                 copy.send(&ring, &runs).await.map(|()| data_bytes(&runs))
             });
-            match self.or_given_up(sent).await?.unwrap_or(Err(Errno::IO)) {
-                Ok(0) => return Ok(()),
-                // Counted afterwards, when it is known; the next piece waits for it.
-                Ok(bytes) => return self.progress.pace(self.ring, bytes).await,
+            let sent = self.or_given_up(sent).await?.unwrap_or(Err(Errno::IO));
+            drop(turn);
+            match sent {
+                Ok(bytes) => {
+                    parts.done(len, bytes);
+                    // Counted afterwards, when it is known: this one waits for those before it.
+                    if !bytes.is_zero() {
+                        self.progress.pace(self.ring, bytes).await?;
+                    }
+                }
                 // It is recorded, so it is tried again with what clients change.
-                Err(_) if self.progress.on_error() == OnError::Ignore => return Ok(()),
+                Err(_) if self.progress.on_error() == OnError::Ignore => parts.done(len, len),
                 Err(errno) => self.progress.failed(self.ring, errno).await?,
             }
         }
+        Ok(())
     }
 
     /// Waits for the target, but not for long where the mirror is given up.
@@ -160,6 +180,9 @@ impl Run<'_> {
         awaited: impl Future<Output = T>,
     ) -> Result<T, Errno> {
         let done = self.progress.or_given_up(self.ring, GIVEN_UP_WAIT, awaited).await;
+        if done.is_none() {
+            self.hangs.set(true);
+        }
         done.ok_or(Errno::CANCELED)
     }
 
@@ -168,7 +191,7 @@ impl Run<'_> {
         &self,
         graph: &Graph,
         offset: GuestOffset,
-        len: u64,
+        len: Bytes,
         pass: Pass,
         was_recorded: bool,
     ) -> Result<Vec<Content>, Errno> {
@@ -191,6 +214,6 @@ impl Run<'_> {
 }
 
 /// Bytes that go over the wire.
-pub(super) fn data_bytes(runs: &[Content]) -> u64 {
+pub(crate) fn data_bytes(runs: &[Content]) -> Bytes {
     runs.iter().filter(|run| matches!(run, Content::Data(_))).map(Content::len).sum()
 }

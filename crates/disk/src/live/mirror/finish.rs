@@ -1,13 +1,16 @@
 //! The last step of a mirror.
 //!
 //! Promises: while no request is in flight the rest is read and sent, for a fixed time at most.
-//! Only when the target has everything on stable storage do clients go on with it, or is the mirror
-//! over; otherwise the disk and its record are as before.
+//! Only when the target has everything, and all that a client has flushed on stable storage, do
+//! clients go on with it, or is the mirror over; otherwise the disk and its record are as before.
+//!
+//! A flush takes long on some storage, so clients wait for one only where it is needed: where one
+//! of them has flushed the disk after the target was flushed for the last time.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use ringdisk_qcow2::GuestOffset;
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::Errno;
 
 use super::super::close_layer;
@@ -19,14 +22,15 @@ use crate::task_join::spawn;
 use crate::{Error, ErrorKind, NullOptions, lost_names};
 
 /// The most that is sent in the last step, bytes: it takes some ten milliseconds.
-const LAST_BYTES: u64 = 4 << 20;
+const LAST_BYTES: Bytes = Bytes(4 << 20);
 /// The longest that clients wait for the target in the last step.
 const LAST_WAIT: Duration = Duration::from_millis(500);
 
 impl Run<'_> {
     /// Whether a switch-over is possible at this moment.
     pub(super) fn may_switch(&self) -> bool {
-        self.disk.graph().running_fleece().is_none()
+        let is_merged = self.disk.long.has_commit_below();
+        !is_merged && self.disk.graph().running_fleece().is_none()
     }
 
     /// Sends the rest while no request is in flight, and ends the mirror. `None`: it was not
@@ -34,7 +38,8 @@ impl Run<'_> {
     ///
     /// * `pivot`: the disk switches over to the target.
     pub(super) async fn finish(&self, pivot: bool) -> Result<Option<MirrorEnd>, Error> {
-        // While clients still work, so that the flush of the last step is short.
+        // While clients still work, so that the last step need not flush, or has little to.
+        let all_sent = self.mirror.forget_flushes() && self.tracker.bytes() == Bytes::ZERO;
         if let Err(errno) = self.flush_target().await.map_err(refusal)? {
             self.failed(errno).await?;
             return Ok(None);
@@ -46,14 +51,20 @@ impl Run<'_> {
         }
         // Copies for which a client no longer waits.
         if !self.mirror.is_idle() {
+            // Clients that are in step would have copies on their way all the time.
+            self.mirror.set_in_step(false);
             drop(drained);
             self.or_given_up(self.mirror.idle()).await.map_err(refusal)?;
             return Ok(None);
         }
         let Some(rest) = self.rest(drained.graph()).await? else { return Ok(None) };
-        match self.send(rest).await {
+        // Nobody else sees the copy of a mirror that is left, so all of it is made durable.
+        let is_alike = self.disk.cache() == self.target.cache();
+        let is_durable = pivot && all_sent && is_alike && !self.mirror.was_flushed();
+        match self.send(rest, !is_durable).await {
             Ok(true) => {}
             unsent => {
+                self.mirror.set_in_step(false);
                 drop(drained);
                 self.or_given_up(self.mirror.idle()).await.map_err(refusal)?;
                 if let Err(errno) = unsent {
@@ -111,13 +122,19 @@ impl Run<'_> {
         Ok(Some(rest))
     }
 
-    /// Sends the rest and makes all of the target durable. It stays recorded.
+    /// Sends the rest. It stays recorded.
+    ///
+    /// * `flushes`: makes all of the target durable.
     ///
     /// Returns whether it is done; if not, the target takes too long, and the ranges stay claimed
     /// until it has answered.
     ///
     /// Errors: those of the target.
-    async fn send(&self, rest: Vec<(GuestOffset, Vec<Content>)>) -> Result<bool, Errno> {
+    async fn send(
+        &self,
+        rest: Vec<(GuestOffset, Vec<Content>)>,
+        flushes: bool,
+    ) -> Result<bool, Errno> {
         let mut claims = Vec::with_capacity(rest.len() + 1);
         // Past every disk: so that the flush is waited for, also where nothing is left to send.
         claims.push(self.mirror.claim((u64::MAX - 1, u64::MAX)).await);
@@ -133,7 +150,7 @@ impl Run<'_> {
             for (offset, runs) in &rest {
                 mirror.target().write(&ring, *offset, runs).await?;
             }
-            target.flush(&ring).await
+            if flushes { target.flush(&ring).await } else { Ok(()) }
         });
         match self.ring.within(LAST_WAIT, sent).await {
             Ok(Some(result)) => result.map(|()| true),
@@ -191,7 +208,8 @@ impl Run<'_> {
         }
         warn_of_bitmaps(old.top());
         // A write-back that was due on the target has found it empty.
-        let pass = self.disk.enter().await;
+        let _alone = self.disk.gateway().write_backs().lock().await;
+        let pass = self.disk.enter_beside_clients().await;
         if let Some(image) = pass.top_image() {
             image.write_back(self.ring).await;
             self.disk.look_after(self.ring, image);
@@ -211,7 +229,7 @@ impl Run<'_> {
 /// changes.
 fn warn_of_bitmaps(old: &Layer) {
     let Some(image) = old.qcow2() else { return };
-    for bitmap in image.info().bitmaps.iter().filter(|bitmap| bitmap.auto && !bitmap.in_use) {
+    for bitmap in image.bitmaps().iter().filter(|bitmap| bitmap.auto && !bitmap.in_use) {
         tracing::warn!(
             "the bitmap '{}' stays in '{}' and does not record what is written from now on: the \
              next backup has to be a full one",

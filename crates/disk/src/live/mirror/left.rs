@@ -1,15 +1,22 @@
 //! What the target of a mirror that was suspended does not have.
 //!
 //! Promises: it is noted while no request is in flight, and holds every range that differs; more is
-//! harmless, it is copied once more. It stays short: ranges that are near each other become one.
+//! harmless, it is copied once more. The target has a fixed time to answer. It stays short: ranges
+//! that are near each other become one.
 
-use ringdisk_qcow2::GuestOffset;
-use ringdisk_ring::Ring;
+use std::sync::Arc;
+use std::time::Duration;
 
+use ringdisk_qcow2::{Bytes, GuestOffset};
+use ringdisk_ring::{Errno, Ring};
+
+use super::super::LongChange;
 use super::super::backing::{start_recording, stop_recording};
-use super::{MirrorSync, Run};
+use super::copy::GIVEN_UP_WAIT;
+use super::{MirrorOptions, MirrorSync, Run};
 use crate::Disk;
-use crate::graph::Tracker;
+use crate::graph::{Graph, Tracker};
+use crate::task_join::spawn;
 
 /// Ranges of each kind, at most: a description that goes to another process holds them.
 const RANGES_MAX: usize = 4096;
@@ -34,8 +41,27 @@ pub(super) struct Begun {
 }
 
 impl Begun {
+    /// Of a new one, or of one that begins again.
+    ///
+    /// * `options`: everything is copied where it is not known what clients wrote since.
+    /// * `is_new`: whether the target holds nothing yet; of one that begins again as it was.
+    pub(super) fn of(graph: &Graph, options: &mut MirrorOptions, is_new: &mut bool) -> Begun {
+        match (&options.left, &graph.tracker) {
+            (Some(left), Some(since)) => {
+                *is_new = left.is_new;
+                Begun::again(graph.size(), left, since)
+            }
+            // What clients wrote since is not known.
+            (Some(_), None) => {
+                options.sync = MirrorSync::Full;
+                Begun::new(graph.size(), options.sync)
+            }
+            (None, _) => Begun::new(graph.size(), options.sync),
+        }
+    }
+
     /// * `size`: of the disk, bytes.
-    pub(super) fn new(size: u64, sync: MirrorSync) -> Begun {
+    pub(super) fn new(size: Bytes, sync: MirrorSync) -> Begun {
         let (changed, first) = (Tracker::new(size), Tracker::new(size));
         if sync != MirrorSync::None {
             first.set(GuestOffset(0), size);
@@ -46,13 +72,13 @@ impl Begun {
     /// Of one that begins again.
     ///
     /// * `since`: what clients changed since the earlier one was suspended.
-    pub(super) fn again(size: u64, left: &MirrorLeft, since: &Tracker) -> Begun {
+    pub(super) fn again(size: Bytes, left: &MirrorLeft, since: &Tracker) -> Begun {
         let (changed, first) = (Tracker::new(size), Tracker::new(size));
         let since = ranges(since);
         for (tracker, ranges) in
             [(&changed, &left.changed), (&changed, &since), (&first, &left.first)]
         {
-            ranges.iter().for_each(|(offset, len)| tracker.set(GuestOffset(*offset), *len));
+            ranges.iter().for_each(|(offset, len)| tracker.set(GuestOffset(*offset), Bytes(*len)));
         }
         Begun { changed, first }
     }
@@ -69,7 +95,7 @@ impl Disk {
     /// No mirror goes on: nothing is recorded any more.
     pub async fn forget_changes(&self, ring: &Ring) {
         let turn = self.changes().lock().await;
-        if self.check_free().is_ok() {
+        if self.check_free_for(LongChange::Mirror).is_ok() {
             stop_recording(&mut self.gateway().drain(ring, turn).await);
         }
     }
@@ -80,9 +106,9 @@ fn ranges(tracker: &Tracker) -> Vec<(u64, u64)> {
     let mut found: Vec<(u64, u64)> = Vec::new();
     let mut near = 0;
     let mut at = GuestOffset(0);
-    while let Some((offset, len)) = tracker.next(at, u64::MAX >> 1) {
+    while let Some((offset, len)) = tracker.next(at, Bytes(u64::MAX >> 1)) {
         at = offset + len;
-        join(&mut found, (offset.0, len), near);
+        join(&mut found, (offset.0, len.0), near);
         while found.len() > RANGES_MAX {
             near = (near * 2).max(1 << 16);
             for range in std::mem::take(&mut found) {
@@ -104,14 +130,29 @@ fn join(found: &mut Vec<(u64, u64)>, (offset, len): (u64, u64), near: u64) {
 impl Run<'_> {
     /// Notes what is left. No request is in flight.
     pub(super) async fn note_left(&self) {
-        // Copies for which a client no longer waits record what they could not send.
-        self.mirror.idle().await;
-        // What the target has answered has to outlive it.
-        if let Err(errno) = self.target.flush(self.ring).await {
-            tracing::warn!(
-                "the target of a mirror cannot be flushed: {errno}; all is copied again"
-            );
-            return;
+        let (target, ring) = (Arc::clone(self.target), self.ring.clone());
+        let settled = async {
+            // Copies for which a client no longer waits record what they could not send.
+            self.mirror.idle().await;
+            // What the target has answered has to outlive it. A task of its own, since what has
+            // begun cannot be taken back.
+            let flushed = spawn(self.ring, async move { target.flush(&ring).await });
+            flushed.await.unwrap_or(Err(Errno::IO))
+        };
+        let wait = if self.hangs.get() { Duration::ZERO } else { GIVEN_UP_WAIT };
+        match self.ring.within(wait, settled).await {
+            Ok(Ok(())) => {}
+            Ok(Err(errno)) => {
+                tracing::warn!(
+                    "the target of a mirror cannot be flushed: {errno}; all is copied again"
+                );
+                return;
+            }
+            Err(_) => {
+                self.hangs.set(true);
+                tracing::warn!("the target of a mirror does not answer; all is copied again");
+                return;
+            }
         }
         let (first, changed) = (ranges(&self.first), ranges(&self.tracker));
         self.control.set_left(MirrorLeft { first, changed, is_new: self.is_new });
@@ -125,22 +166,24 @@ mod tests {
     #[test]
     fn what_is_left_is_all_there_and_short() {
         let granule = 64 << 10;
-        let tracker = Tracker::new(1 << 40);
+        let tracker = Tracker::new(Bytes(1 << 40));
         for index in 0..20_000 {
-            tracker.set(GuestOffset(index * 4 * granule), 1);
+            tracker.set(GuestOffset(index * 4 * granule), Bytes(1));
         }
-        tracker.set(GuestOffset((1 << 40) - 1), 1);
+        tracker.set(GuestOffset((1 << 40) - 1), Bytes(1));
         let found = ranges(&tracker);
         assert!(found.len() <= RANGES_MAX, "{}", found.len());
         let left = MirrorLeft { first: Vec::new(), changed: found, is_new: false };
-        let since = Tracker::new(1 << 40);
-        since.set(GuestOffset(3 << 38), 1);
-        let Begun { changed, first } = Begun::again(1 << 40, &left, &since);
-        assert!(changed.covers(GuestOffset(3 << 38), 1), "what was changed since");
-        assert_eq!(first.bytes(), 0);
-        assert!((0..20_000).all(|index| changed.covers(GuestOffset(index * 4 * granule), 1)));
-        assert!(changed.covers(GuestOffset((1 << 40) - 1), 1));
-        assert!(!changed.covers(GuestOffset(1 << 39), 1));
+        let since = Tracker::new(Bytes(1 << 40));
+        since.set(GuestOffset(3 << 38), Bytes(1));
+        let Begun { changed, first } = Begun::again(Bytes(1 << 40), &left, &since);
+        assert!(changed.covers(GuestOffset(3 << 38), Bytes(1)), "what was changed since");
+        assert_eq!(first.bytes(), Bytes::ZERO);
+        assert!(
+            (0..20_000).all(|index| changed.covers(GuestOffset(index * 4 * granule), Bytes(1)))
+        );
+        assert!(changed.covers(GuestOffset((1 << 40) - 1), Bytes(1)));
+        assert!(!changed.covers(GuestOffset(1 << 39), Bytes(1)));
     }
 
     #[test]
@@ -149,8 +192,8 @@ mod tests {
         for (sync, bytes) in
             [(MirrorSync::Full, size), (MirrorSync::Top, size), (MirrorSync::None, 0)]
         {
-            let Begun { changed, first } = Begun::new(size, sync);
-            assert_eq!((changed.bytes(), first.bytes()), (0, bytes), "{sync:?}");
+            let Begun { changed, first } = Begun::new(Bytes(size), sync);
+            assert_eq!((changed.bytes(), first.bytes()), (Bytes::ZERO, Bytes(bytes)), "{sync:?}");
         }
     }
 }

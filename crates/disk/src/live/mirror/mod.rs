@@ -14,14 +14,17 @@
 //!   (`graph/mirror.rs`). What was not sent is recorded and sent later.
 //! - Until the last step has succeeded the disk is what it was; a mirror that is cancelled or fails
 //!   leaves an incomplete target and nothing else.
-//! - In the last step the rest is read while no request is in flight, and is on the stable storage
-//!   of the target before clients go on. If the target takes longer than a fixed time for that,
-//!   clients go on with the disk as it was, and the step is tried again.
+//! - In the last step the rest is read while no request is in flight, and is in the target before
+//!   clients go on; what a client has flushed is on its stable storage. If the target takes longer
+//!   than a fixed time for that, clients go on with the disk as it was, and the step is tried
+//!   again.
 //! - After a switch-over the disk has the layers of the target, and the target [`Disk`] is empty.
-//!   The former images are closed; they hold what the disk held at that moment.
+//!   The former images are closed; they hold what the disk held at that moment. A target to which
+//!   the disk does not switch over is closed at the end, unless another process goes on with it.
 //!
 //! The size of the disk, and the chains of both, do not change meanwhile: such changes are refused,
-//! also those of clients.
+//! also those of clients. Only a commit of layers below the top may run beside it, since the disk
+//! reads the same then; a switch-over waits for its end.
 
 mod checks;
 mod control;
@@ -32,17 +35,20 @@ mod left;
 use std::cell::Cell;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use ringdisk_qcow2::GuestOffset;
 use ringdisk_ring::{Errno, Ring};
 
-use super::Busy;
+use super::{Busy, LongChange};
 use crate::graph::{Content, Graph, Mirror, Target, Tracker};
 use crate::layer::Pending;
 use crate::name::is_export;
 use crate::{Disk, Error, ErrorKind, Format, ImageOptions, Progress, Source};
 
+pub(crate) use checks::{check_target, is_empty as reads_as_zeroes};
 pub use control::MirrorControl;
+pub(crate) use copy::{GIVEN_UP_WAIT, data_bytes};
 use left::Begun;
 pub use left::MirrorLeft;
 
@@ -85,7 +91,7 @@ pub enum MirrorEnd {
 
 /// The disk that is written.
 #[derive(Debug)]
-struct Destination(Arc<Disk>);
+pub(crate) struct Destination(pub(crate) Arc<Disk>);
 
 impl Target for Destination {
     fn write<'a>(
@@ -100,18 +106,9 @@ impl Target for Destination {
                 match run {
                     Content::Keep(_) => {}
                     Content::Zero(len) => self.0.write_zeroes(ring, at, *len, true).await?,
-                    Content::Data(buf) => {
-                        let mut done = 0;
-                        while done < buf.len() {
-                            let rest = buf.slice(done..buf.len());
-                            match self.0.write(ring, at + done as u64, &rest).await? {
-                                0 => return Err(Errno::IO),
-                                more => done += more,
-                            }
-                        }
-                    }
+                    Content::Data(buf) => self.0.write_all(ring, at, buf).await?,
                 }
-                at += run.len();
+                at += run.len().0;
             }
             Ok(())
         })
@@ -132,6 +129,10 @@ struct Run<'a> {
     first: Tracker,
     /// The target reads as zeroes where nothing was sent to it.
     is_new: bool,
+    /// The target did not answer in time when it was given up.
+    hangs: Cell<bool>,
+    /// It has stopped for another process, or another mirror, to go on.
+    is_suspended: Cell<bool>,
     /// Taken before the gate opens in the last step: the next change must not find this one still
     /// under way.
     busy: Cell<Option<Busy<'a>>>,
@@ -238,7 +239,7 @@ impl Disk {
     ) -> Result<MirrorEnd, Error> {
         checks::check(self, target)?;
         let turn = self.changes().lock().await;
-        self.check_free()?;
+        self.check_free_for(LongChange::Mirror)?;
         let (other, is_new) = {
             let _turn = target.changes().lock().await;
             target.check_free()?;
@@ -250,26 +251,17 @@ impl Disk {
                 }
                 _ => Some(false),
             };
-            (Busy::begin(target)?, is_new.ok_or_else(|| refusal(Errno::CANCELED))?)
+            (
+                Busy::begin(target, LongChange::Whole)?,
+                is_new.ok_or_else(|| refusal(Errno::CANCELED))?,
+            )
         };
         control.begin(checks::pivot_refusal(self, target));
         let mut drained = self.gateway().drain(ring, turn).await;
-        let busy = Busy::begin(self)?;
+        let busy = Busy::begin(self, LongChange::Mirror)?;
         let (mut options, mut is_new) = (options, is_new);
         let graph = drained.graph();
-        let first = match (&options.left, &graph.tracker) {
-            (Some(left), Some(since)) => {
-                is_new = left.is_new;
-                Begun::again(graph.size(), left, since)
-            }
-            // What clients wrote since is not known.
-            (Some(_), None) => {
-                options.sync = MirrorSync::Full;
-                Begun::new(graph.size(), options.sync)
-            }
-            (None, _) => Begun::new(graph.size(), options.sync),
-        };
-        let Begun { changed, first } = first;
+        let Begun { changed, first } = Begun::of(graph, &mut options, &mut is_new);
         let tracker = Arc::new(changed);
         let mirror = Arc::new(Mirror::new(Arc::new(Destination(Arc::clone(target)))));
         let mut graph = Graph::clone(drained.graph());
@@ -290,20 +282,42 @@ impl Disk {
             tracker,
             first,
             is_new,
+            hangs: Cell::new(false),
+            is_suspended: Cell::new(false),
             busy,
         };
         let result = run.run().await;
         // What was sent is not taken back, and is waited for. What a target that hangs does not
         // answer keeps its storage, and the locks of it, until it does.
-        if ring.within(copy::GIVEN_UP_WAIT, run.mirror.idle()).await.is_err() {
+        let wait = if run.hangs.get() { Duration::ZERO } else { copy::GIVEN_UP_WAIT };
+        let is_idle = ring.within(wait, run.mirror.idle()).await.is_ok();
+        if !is_idle {
             tracing::warn!(
                 "the target of a mirror that was given up does not answer: what is on its way to \
                  it may still come there"
             );
         }
         drop(other);
+        let is_left = !matches!(result, Ok(MirrorEnd::Pivoted)) && !run.is_suspended.get();
+        if is_idle && is_left && !run.hangs.get() {
+            close_left(ring, target).await;
+        }
         result
     }
+}
+
+/// Closes a target that this process uses no longer: otherwise a qcow2 image keeps space that
+/// nothing in it uses. What was to be durable is so already.
+async fn close_left(ring: &Ring, target: &Disk) {
+    let why = match ring.within(copy::GIVEN_UP_WAIT, target.close(ring)).await {
+        Ok(Ok(())) => return,
+        Ok(Err(errno)) => errno.to_string(),
+        Err(_) => String::from("it does not answer"),
+    };
+    tracing::warn!(
+        "the target of a mirror was not closed: {why}; a qcow2 image may have space that nothing \
+         uses (`ringdisk check -r leaks` gives it back)"
+    );
 }
 
 impl Run<'_> {
@@ -318,7 +332,9 @@ impl Run<'_> {
         };
         let turn = self.disk.changes().lock().await;
         let mut drained = self.disk.gateway().drain(self.ring, turn).await;
-        if self.progress.is_suspended() {
+        // Asked once: a hand-over may begin while a mirror that has failed ends.
+        self.is_suspended.set(self.progress.was_suspended(&error));
+        if self.is_suspended.get() {
             self.note_left().await;
         }
         self.forget(&mut drained);

@@ -10,11 +10,11 @@
 mod qcow2;
 mod raw;
 
-use ringdisk_qcow2::GuestOffset;
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_throttle::Kind;
 
-use crate::graph::{Graph, Mark};
+use crate::graph::{BOTH_MAX, Graph, Mark};
 use crate::layer::Node;
 use crate::options::{DetectZeroes, Discard};
 use crate::{Cache, Disk};
@@ -28,9 +28,9 @@ impl Disk {
     /// Errors: EROFS for a read-only disk; EPERM for a write that would change the format of a
     /// probed raw image; those of the storage.
     pub async fn write(&self, ring: &Ring, offset: u64, buf: &IoBuf) -> Result<usize, Errno> {
-        self.pass_limits(ring, Kind::Write, buf.len() as u64).await;
+        self.pass_limits(ring, Kind::Write, Bytes::of(buf.len())).await;
         let graph = self.enter().await;
-        let (offset, len) = self.admit(&graph, offset, buf.len() as u64)?;
+        let (offset, len) = self.admit(&graph, offset, Bytes::of(buf.len()))?;
         // Not longer than the buffer.
         let len = usize::try_from(len).unwrap_or(usize::MAX).min(buf.len());
         if let Node::Null(null) = &graph.top().node {
@@ -46,28 +46,73 @@ impl Disk {
         if looks_at_data && !buf.is_ours() {
             buf = ring.in_memory(&buf).await?;
         }
-        graph.keep(ring, offset, len as u64).await;
-        let mark = Mark::new(&graph, offset, len as u64);
-        if self.policy().detect_zeroes != DetectZeroes::Off && buf.is_zero() {
-            let may_unmap = self.policy().detect_zeroes == DetectZeroes::Unmap
-                && self.policy().discard == Discard::Unmap;
-            self.zero(ring, &graph, offset, len as u64, may_unmap).await?;
-            mark.written(ring).await;
-            return Ok(len);
-        }
-        loop {
-            let done = match &graph.top().node {
-                Node::Qcow2(image) => self.write_qcow2(ring, &graph, image, offset, &buf).await,
-                Node::Raw(raw) => self.write_raw(ring, raw, offset, &buf).await,
-                Node::Null(_) | Node::Frozen(_) => Ok(len),
-            };
-            if done != Err(Errno::NOSPC) || !graph.make_room(ring).await {
-                if done.is_ok() {
-                    mark.written(ring).await;
-                }
+        graph.keep(ring, offset, Bytes::of(len)).await;
+        let is_zero = self.policy().detect_zeroes != DetectZeroes::Off && buf.is_zero();
+        if let Some(mirror) = &graph.mirror
+            && mirror.is_in_step()
+            && !is_zero
+            && may_go_to_both(&graph, offset, len)
+        {
+            let write = async |data: &IoBuf| self.write_top(ring, &graph, offset, data).await;
+            // Boxed: the future of a plain write stays small.
+            if let Some(done) = Box::pin(mirror.write_both(ring, &graph, offset, &buf, write)).await
+            {
                 return done;
             }
         }
+        let mark = Mark::new(&graph, offset, Bytes::of(len));
+        if is_zero {
+            let may_unmap = self.policy().detect_zeroes == DetectZeroes::Unmap
+                && self.policy().discard == Discard::Unmap;
+            self.zero(ring, &graph, offset, Bytes::of(len), may_unmap).await?;
+            mark.written(ring).await;
+            return Ok(len);
+        }
+        let done = self.write_top(ring, &graph, offset, &buf).await;
+        if done.is_ok() {
+            mark.written(ring).await;
+        }
+        done
+    }
+
+    /// Writes a range that lies inside the disk to the layer on top.
+    async fn write_top(
+        &self,
+        ring: &Ring,
+        graph: &Graph,
+        offset: GuestOffset,
+        buf: &IoBuf,
+    ) -> Result<usize, Errno> {
+        let mut was_made = false;
+        loop {
+            let done = match &graph.top().node {
+                Node::Qcow2(image) => self.write_qcow2(ring, graph, image, offset, buf).await,
+                Node::Raw(raw) => self.write_raw(ring, raw, offset, buf).await,
+                Node::Null(_) | Node::Frozen(_) => Ok(buf.len()),
+            };
+            if done != Err(Errno::NOSPC) || !graph.make_room(ring, &mut was_made).await {
+                return done;
+            }
+        }
+    }
+
+    /// Writes all of `buf`, as [`Disk::write`] does.
+    ///
+    /// Errors: as there, also after some progress; EIO past the end of the disk.
+    pub(crate) async fn write_all(
+        &self,
+        ring: &Ring,
+        offset: u64,
+        buf: &IoBuf,
+    ) -> Result<(), Errno> {
+        let mut done = 0;
+        while done < buf.len() {
+            match self.write(ring, offset + done as u64, &buf.slice(done..buf.len())).await? {
+                0 => return Err(Errno::IO),
+                written => done += written,
+            }
+        }
+        Ok(())
     }
 
     /// Makes completed writes durable. Does nothing on a read-only disk and with
@@ -84,6 +129,9 @@ impl Disk {
         if self.is_read_only() || self.cache() == Cache::Unsafe {
             return Ok(());
         }
+        if let Some(mirror) = &graph.mirror {
+            mirror.note_flush();
+        }
         graph.flush(ring).await
     }
 
@@ -95,14 +143,14 @@ impl Disk {
     ///
     /// Errors: EOPNOTSUPP where the storage cannot (null: always); EROFS; EPERM as
     /// [`Disk::write`].
-    pub async fn discard(&self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
+    pub async fn discard(&self, ring: &Ring, offset: u64, len: Bytes) -> Result<(), Errno> {
         self.pass_limits(ring, Kind::Write, len).await;
         let graph = self.enter().await;
         let (offset, len) = self.admit(&graph, offset, len)?;
         if let Node::Null(_) = &graph.top().node {
             return Err(Errno::OPNOTSUPP);
         }
-        if len == 0 || self.policy().discard == Discard::Ignore {
+        if len.is_zero() || self.policy().discard == Discard::Ignore {
             return Ok(());
         }
         graph.keep(ring, offset, len).await;
@@ -124,14 +172,14 @@ impl Disk {
     ///
     /// Errors: EOPNOTSUPP where the storage cannot (null: always), and nothing has changed then;
     /// EROFS; EPERM as [`Disk::write`].
-    pub async fn punch(&self, ring: &Ring, offset: u64, len: u64) -> Result<(), Errno> {
+    pub async fn punch(&self, ring: &Ring, offset: u64, len: Bytes) -> Result<(), Errno> {
         self.pass_limits(ring, Kind::Write, len).await;
         let graph = self.enter().await;
         let (offset, len) = self.admit(&graph, offset, len)?;
         if let Node::Null(_) = &graph.top().node {
             return Err(Errno::OPNOTSUPP);
         }
-        if len == 0 {
+        if len.is_zero() {
             return Ok(());
         }
         graph.keep(ring, offset, len).await;
@@ -155,7 +203,7 @@ impl Disk {
         &self,
         ring: &Ring,
         offset: u64,
-        len: u64,
+        len: Bytes,
         may_unmap: bool,
     ) -> Result<(), Errno> {
         self.pass_limits(ring, Kind::Write, len).await;
@@ -165,7 +213,7 @@ impl Disk {
             null.delay(ring).await;
             return Ok(());
         }
-        if len == 0 {
+        if len.is_zero() {
             return Ok(());
         }
         graph.keep(ring, offset, len).await;
@@ -190,7 +238,7 @@ impl Disk {
         compressed: &[u8],
     ) -> Result<(), Errno> {
         let graph = self.enter().await;
-        let (offset, _) = self.admit(&graph, offset, 1)?;
+        let (offset, _) = self.admit(&graph, offset, Bytes(1))?;
         // A whole cluster may reach past a window.
         let image = graph.top_image().filter(|_| !graph.window.is_part());
         let Some(image) = image else { return Err(Errno::OPNOTSUPP) };
@@ -206,7 +254,7 @@ impl Disk {
     /// the disk, bytes.
     ///
     /// Errors: EIO, EROFS.
-    fn admit(&self, graph: &Graph, offset: u64, len: u64) -> Result<(GuestOffset, u64), Errno> {
+    fn admit(&self, graph: &Graph, offset: u64, len: Bytes) -> Result<(GuestOffset, Bytes), Errno> {
         graph.check()?;
         if self.is_read_only() {
             return Err(Errno::ROFS);
@@ -220,9 +268,10 @@ impl Disk {
         ring: &Ring,
         graph: &Graph,
         offset: GuestOffset,
-        len: u64,
+        len: Bytes,
         may_unmap: bool,
     ) -> Result<(), Errno> {
+        let mut was_made = false;
         loop {
             let done = match &graph.top().node {
                 Node::Qcow2(image) => {
@@ -231,11 +280,18 @@ impl Disk {
                 Node::Raw(raw) => self.zero_raw(ring, raw, offset, len, may_unmap, true).await,
                 Node::Null(_) | Node::Frozen(_) => Ok(()),
             };
-            if done != Err(Errno::NOSPC) || !graph.make_room(ring).await {
+            if done != Err(Errno::NOSPC) || !graph.make_room(ring, &mut was_made).await {
                 return done;
             }
         }
     }
+}
+
+/// Whether a write may go to the target of a mirror before the disk has it: not where the disk may
+/// refuse it.
+fn may_go_to_both(graph: &Graph, offset: GuestOffset, len: usize) -> bool {
+    let is_guarded = matches!(&graph.top().node, Node::Raw(raw) if raw.guard_of(offset).is_some());
+    len <= BOTH_MAX && !is_guarded
 }
 
 impl Graph {

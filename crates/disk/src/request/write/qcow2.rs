@@ -3,7 +3,7 @@
 //! Promises: a write ends as the cache mode requires, and dirty metadata is written back by a task.
 //! The engine holds its own grace and orders its own writes; this module adds the layers below.
 
-use ringdisk_qcow2::{GuestOffset, Qcow2};
+use ringdisk_qcow2::{Bytes, GuestOffset, Qcow2};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::Disk;
@@ -31,7 +31,7 @@ impl Disk {
         graph: &Graph,
         image: &Qcow2,
         offset: GuestOffset,
-        len: u64,
+        len: Bytes,
         may_unmap: bool,
     ) -> Result<(), Errno> {
         image.write_zeroes(ring, offset, len, may_unmap, &graph.below(0)).await?;
@@ -45,7 +45,7 @@ impl Disk {
         graph: &Graph,
         image: &Qcow2,
         offset: GuestOffset,
-        len: u64,
+        len: Bytes,
     ) -> Result<(), Errno> {
         image.discard(ring, offset, len, &graph.below(0)).await?;
         self.after(ring, image).await

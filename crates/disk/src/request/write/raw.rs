@@ -3,7 +3,7 @@
 //! Promises: a write to the protected first sector is judged and written from one copy, which no
 //! client can change meanwhile.
 
-use ringdisk_qcow2::GuestOffset;
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::Disk;
@@ -35,10 +35,10 @@ impl Disk {
         ring: &Ring,
         raw: &Raw,
         offset: GuestOffset,
-        len: u64,
+        len: Bytes,
     ) -> Result<(), Errno> {
         let _turn = raw.pass_guard(ring, offset, len, None).await?;
-        raw.storage.discard(ring, raw.host(offset).0, len).await
+        raw.storage.discard(ring, raw.host(offset).0, len.0).await
     }
 
     /// Zeroes a range that lies inside the disk.
@@ -49,13 +49,13 @@ impl Disk {
         ring: &Ring,
         raw: &Raw,
         offset: GuestOffset,
-        len: u64,
+        len: Bytes,
         may_unmap: bool,
         fallback: bool,
     ) -> Result<(), Errno> {
         let _turn = raw.pass_guard(ring, offset, len, None).await?;
         let at = raw.host(offset);
-        raw.storage.write_zeroes(ring, at.0, len, may_unmap, fallback).await?;
+        raw.storage.write_zeroes(ring, at.0, len.0, may_unmap, fallback).await?;
         if self.cache().sync() {
             raw.storage.flush(ring).await?;
         }
@@ -82,12 +82,13 @@ async fn write_guarded(
     let copy = IoBuf::new(copied, SECTOR_ALIGN);
     copy.copy_from_buf(0, &buf.slice(0..copied));
     let at = raw.host(offset);
-    let _turn = guard.admit(ring, &raw.storage, at, copied as u64, Some(&copy)).await?;
+    let _turn = guard.admit(ring, &raw.storage, at, Bytes::of(copied), Some(&copy)).await?;
     let done = raw.storage.write(ring, at.0, &copy).await?;
     if done < copied || copied == buf.len() {
         return Ok(done);
     }
     // An error after some progress: the caller asks for the rest again, and sees it then.
-    let rest = raw.storage.write(ring, (at + copied as u64).0, &buf.slice(copied..buf.len())).await;
+    let rest =
+        raw.storage.write(ring, (at + Bytes::of(copied)).0, &buf.slice(copied..buf.len())).await;
     Ok(done + rest.unwrap_or(0))
 }

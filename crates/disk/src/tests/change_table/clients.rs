@@ -1,5 +1,6 @@
 //! Requests that are in flight while the disk is changed, and what they do to its bytes.
 
+use ringdisk_qcow2::Bytes;
 use std::ops::Range;
 
 use ringdisk_ring::{Errno, IoBuf, Ring};
@@ -60,10 +61,10 @@ impl Request {
         match self {
             Request::Read => disk.read(ring, 0, &IoBuf::new(SIZE, 4096)).await.map(drop),
             Request::Flush => disk.flush(ring).await,
-            Request::Discard => disk.discard(ring, offset, len).await,
-            Request::WriteZeroes => disk.write_zeroes(ring, offset, len, true).await,
+            Request::Discard => disk.discard(ring, offset, Bytes(len)).await,
+            Request::WriteZeroes => disk.write_zeroes(ring, offset, Bytes(len), true).await,
             Request::Append => {
-                disk.grow(ring, offset + len).await?;
+                disk.grow(ring, Bytes(offset + len)).await?;
                 write(ring, disk, effect).await
             }
             Request::Overwrite | Request::Allocate => write(ring, disk, effect).await,

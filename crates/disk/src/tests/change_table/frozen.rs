@@ -1,5 +1,6 @@
 //! A checkpoint that is running while the disk is changed.
 
+use ringdisk_qcow2::Bytes;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -32,7 +33,7 @@ impl Frozen {
         let file = world.victim(Victim::Fleece).storage();
         let options = CheckpointOptions {
             copy_limit: Duration::from_secs(600),
-            ..CheckpointOptions::new(file, 1 << 30)
+            ..CheckpointOptions::new(file, Bytes(1 << 30))
         };
         let prepared = disk.prepare_checkpoint(ring, options).await.expect("prepared");
         let mut held = disk.hold(ring, Duration::from_secs(60)).await.expect("held");

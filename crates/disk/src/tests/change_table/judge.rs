@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ringdisk_qcow2::{Qcow2, check_bytes};
+use ringdisk_qcow2::{Bytes, Qcow2, check_bytes};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 use ringdisk_throttle::{Limits, Rate, Rates};
@@ -156,6 +156,13 @@ pub(super) async fn judge(ring: &Ring, fixture: &Fixture, cell: Cell) -> Run {
     let frozen = frozen::Frozen::new(ring, &world, &disk, &model.a, cell).await;
     let (made, run, failed) = meet(ring, fixture, &world, &disk, &mut model, cell).await;
     if let Some(frozen) = frozen {
+        // What is written behind the clients, who do not wait for it.
+        loop {
+            settle(ring).await;
+            if world.release() == 0 {
+                break;
+            }
+        }
         frozen.judge(ring, &disk, cell, run.reached).await;
     }
     let is_refused = made.is_err() && !cell.change.is_refused_always();
@@ -165,7 +172,7 @@ pub(super) async fn judge(ring: &Ring, fixture: &Fixture, cell: Cell) -> Run {
         if cell.shape == Shape::DataRaw && !run.reached_again {
             // It is used by itself, too.
             let len = world.victim(Victim::Data).len();
-            assert_eq!(len, disk.size(), "the data file has another length, {cell:?}");
+            assert_eq!(Bytes(len), disk.size(), "the data file has another length, {cell:?}");
         }
     }
     if run.reached_again {
@@ -355,7 +362,7 @@ fn account(
 ) {
     let appends = cell.request == Request::Append;
     let before = model.a.len();
-    if appends && (is_first || disk.size() > before as u64) {
+    if appends && (is_first || disk.size() > Bytes::of(before)) {
         // It may come before the change and after it.
         model.resize(usize::try_from(disk.size()).expect("small").max(before));
     }

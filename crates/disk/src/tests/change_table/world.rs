@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ringdisk_qcow2::Preallocation;
+use ringdisk_qcow2::{Bytes, Preallocation};
 use ringdisk_ring::{Errno, Ring};
 use ringdisk_testkit::sim::{Fault, SimStorage};
 use tempfile::TempDir;
@@ -15,9 +15,9 @@ use crate::layer::{Layer, Node, Raw};
 use crate::open::qcow2_layer;
 use crate::tests::{directory, qemu_img, qemu_io};
 use crate::{
-    Backing, CheckpointEnd, CheckpointOptions, CommitOptions, Disk, Error, Format, ImageOptions,
-    MirrorControl, MirrorOptions, MirrorSync, NewBitmap, OnError, OverlayOptions, Progress,
-    ResizeOptions, SnapshotChange, StreamOptions,
+    Backing, BackupOptions, BackupSync, CheckpointEnd, CheckpointOptions, CommitOptions, Disk,
+    Error, Format, ImageOptions, MirrorControl, MirrorOptions, MirrorSync, NewBitmap, OnError,
+    OverlayOptions, Progress, ResizeOptions, SnapshotChange, StreamOptions,
 };
 
 /// Cluster size of the images, bytes.
@@ -66,6 +66,10 @@ pub(super) enum Change {
     MirrorRaw,
     /// The disk is mirrored, and stays where it is.
     MirrorLeft,
+    /// The disk is backed up to a qcow2 image.
+    Backup,
+    /// To a raw one.
+    BackupRaw,
 }
 
 /// What the disk is made of.
@@ -378,7 +382,7 @@ impl World {
                 layer.data_name = data.map(|(_, name, _)| place.join(name));
                 layer
             } else {
-                Layer::new(Node::Raw(Raw::new(sim.storage())), sim.len())
+                Layer::new(Node::Raw(Raw::new(sim.storage())), Bytes(sim.len()))
             };
             layer.is_writable = writable;
             layer.name = place.join(name);
@@ -394,7 +398,7 @@ impl World {
 /// Makes a checkpoint, with bitmaps where the image has one, and gives it up. What must be undone
 /// is tried twice, as a caller would.
 async fn checkpoint(ring: &Ring, disk: &Disk) -> Result<(), Error> {
-    let mut options = CheckpointOptions::new(SimStorage::new(0, 7).storage(), 1 << 30);
+    let mut options = CheckpointOptions::new(SimStorage::new(0, 7).storage(), Bytes(1 << 30));
     let bitmaps = disk.layers()[0].qcow2().map(|image| image.info().bitmaps.clone());
     if bitmaps.is_some_and(|bitmaps| bitmaps.iter().any(|one| one.name == BITMAP)) {
         options.bitmap = Some(NewBitmap { name: "new".to_owned(), granularity_bytes: None });
@@ -420,28 +424,48 @@ async fn checkpoint(ring: &Ring, disk: &Disk) -> Result<(), Error> {
     }
 }
 
-/// Mirrors the disk to an image that is opened first.
-async fn mirror(
+/// Opens the target of a mirror or a backup.
+async fn target(
     change: Change,
     ring: &Ring,
-    disk: &Disk,
     place: &Path,
     storage: SimStorage,
-    progress: &Arc<Progress>,
-) -> Result<(), Error> {
+) -> Result<Arc<Disk>, Error> {
     let name = change.target().expect("a target");
     let mut layer = if format_of(name) == "qcow2" {
         let open = ringdisk_qcow2::OpenOptions { writable: true, ..Default::default() };
         let image = ringdisk_qcow2::Qcow2::open(ring, storage.storage(), &open).await;
         qcow2_layer(image.map_err(|error| crate::open::of_qcow2(&error))?, true)
     } else {
-        Layer::new(Node::Raw(Raw::new(storage.storage())), storage.len())
+        Layer::new(Node::Raw(Raw::new(storage.storage())), Bytes(storage.len()))
     };
     layer.is_writable = true;
     layer.name = place.join(name);
     layer.directory = Some(place.to_owned());
     let options = ImageOptions { allow_paths: vec![place.to_owned()], ..ImageOptions::default() };
-    let target = Disk::build(vec![layer], Parts::new(&options));
+    Ok(Disk::build(vec![layer], Parts::new(&options)))
+}
+
+/// Backs the disk up to an image that is opened first.
+async fn backup(
+    ring: &Ring,
+    disk: &Disk,
+    target: Arc<Disk>,
+    progress: &Progress,
+) -> Result<(), Error> {
+    let fleece = SimStorage::new(0, 7).storage();
+    let options = BackupOptions { sync: BackupSync::Full, fleece, fleece_max: Bytes(1 << 30) };
+    disk.begin_backup(ring, target, options).await?.run(progress).await
+}
+
+/// Mirrors the disk to an image that is opened first.
+async fn mirror(
+    change: Change,
+    ring: &Ring,
+    disk: &Disk,
+    target: Arc<Disk>,
+    progress: &Arc<Progress>,
+) -> Result<(), Error> {
     let control = Arc::new(MirrorControl::new());
     control.complete(change.switches_over()).expect("nothing refuses it yet");
     let write_blocking = change == Change::MirrorRaw;
@@ -465,7 +489,7 @@ impl Change {
         new: Option<SimStorage>,
     ) -> Result<(), Error> {
         let resize = |size: usize, preallocation, shrink| {
-            disk.resize_with(ring, size as u64, ResizeOptions { shrink, preallocation })
+            disk.resize_with(ring, Bytes::of(size), ResizeOptions { shrink, preallocation })
         };
         let snapshot = |change| disk.snapshot(ring, change);
         let progress = Arc::new(Progress::new());
@@ -519,7 +543,13 @@ impl Change {
             Change::Checkpoint => checkpoint(ring, disk).await,
             Change::Mirror | Change::MirrorRaw | Change::MirrorLeft => {
                 let storage = new.expect("a storage for the target");
-                mirror(self, ring, disk, place, storage, &progress).await
+                let target = target(self, ring, place, storage).await?;
+                mirror(self, ring, disk, target, &progress).await
+            }
+            Change::Backup | Change::BackupRaw => {
+                let storage = new.expect("a storage for the target");
+                let target = target(self, ring, place, storage).await?;
+                backup(ring, disk, target, &progress).await
             }
             Change::Close => {
                 disk.close(ring).await.map_err(|errno| Error::os("cannot close", errno))
@@ -554,7 +584,8 @@ impl Change {
             Change::HandOver => &[Chain, Raw],
             Change::Checkpoint => &[Chain, Deep, Data],
             Change::Mirror => &[Chain, Deep, Old, OverRaw, Data, DataRaw, Raw],
-            Change::MirrorRaw | Change::MirrorLeft => &[Chain, Raw],
+            Change::MirrorRaw | Change::MirrorLeft | Change::BackupRaw => &[Chain, Raw],
+            Change::Backup => &[Chain, Deep, Data, DataRaw, Raw],
         }
     }
 
@@ -568,18 +599,19 @@ impl Change {
         let is_refused =
             matches!(self, Change::Apply | Change::Shrink | Change::Deactivate | Change::HandOver);
         // A switch-over waits for the end of a checkpoint.
-        !is_refused && self != Change::Checkpoint && !self.switches_over()
+        let has_one = matches!(self, Change::Checkpoint | Change::Backup | Change::BackupRaw);
+        !is_refused && !has_one && !self.switches_over()
     }
 
     pub(super) fn switches_over(self) -> bool {
         matches!(self, Change::Mirror | Change::MirrorRaw)
     }
 
-    /// Name of the target of a mirror.
+    /// Name of the target of a mirror or a backup.
     pub(super) fn target(self) -> Option<&'static str> {
         match self {
-            Change::Mirror | Change::MirrorLeft => Some("target.qcow2"),
-            Change::MirrorRaw => Some("target.raw"),
+            Change::Mirror | Change::MirrorLeft | Change::Backup => Some("target.qcow2"),
+            Change::MirrorRaw | Change::BackupRaw => Some("target.raw"),
             _ => None,
         }
     }

@@ -2,17 +2,20 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use ringdisk_qcow2::Qcow2;
+use ringdisk_qcow2::{Bytes, Qcow2};
 use ringdisk_ring::Ring;
-use ringdisk_testkit::sim::Prng;
+use ringdisk_testkit::sim::{Fault, OpKind, Prng, SimStorage, When};
 use tempfile::TempDir;
 
 use super::{HOLD, chain, freeze, options, writable};
+use crate::disk::Parts;
+use crate::open::qcow2_layer;
 use crate::tests::{assert_same, buffer, directory, qemu_img, qemu_io, read_steps, run};
 use crate::{
-    Checkpoint, CheckpointEnd, CheckpointOptions, CommitOptions, Disk, ErrorKind, NewBitmap,
-    Progress,
+    Checkpoint, CheckpointEnd, CheckpointOptions, CommitOptions, Disk, ErrorKind, ImageOptions,
+    NewBitmap, Progress,
 };
 
 const GRANULE: u64 = 64 << 10;
@@ -34,7 +37,7 @@ async fn stream(ring: &Ring, disk: &Disk, seed: u64, count: u64) -> (Vec<bool>, 
         let bytes = usize::try_from(len).expect("small");
         match prng.below(3) {
             0 => {
-                disk.write_zeroes(ring, at, len, true).await.expect("zeroes");
+                disk.write_zeroes(ring, at, Bytes(len), true).await.expect("zeroes");
                 commands.push(format!("write -z -u {at} {len}"));
             }
             _ => {
@@ -305,5 +308,97 @@ fn bitmaps_stay_with_their_image_under_an_overlay() {
         assert_eq!(saved(&ring, &place, name, "old").await, None);
         let new = saved(&ring, &place, name, "new").await.expect("valid");
         assert!(new.contains(&(0, GRANULE)));
+    });
+}
+
+/// A qcow2 image in memory, with data and with a bitmap `old`, as a disk.
+async fn simulated(ring: &Ring, place: &TempDir) -> (SimStorage, Arc<Disk>) {
+    qemu_img(place, &["create", "-q", "-f", "qcow2", "sim.qcow2", "4M"]);
+    qemu_io(place, "qcow2", "sim.qcow2", &["write -P 1 0 4M"]);
+    qemu_img(place, &["bitmap", "--add", "-g", "64k", "sim.qcow2", "old"]);
+    let bytes = std::fs::read(place.path().join("sim.qcow2")).expect("read");
+    let sim = SimStorage::from_image(&bytes, 1);
+    let open = ringdisk_qcow2::OpenOptions { writable: true, ..Default::default() };
+    let image = Qcow2::open(ring, sim.storage(), &open).await.expect("the image opens");
+    let disk = Disk::build(vec![qcow2_layer(image, true)], Parts::new(&ImageOptions::default()));
+    (sim, disk)
+}
+
+#[test]
+fn a_bitmap_is_added_while_a_request_is_in_flight() {
+    let place = directory();
+    run(async |ring| {
+        ring.offload_here();
+        let (sim, disk) = simulated(&ring, &place).await;
+        disk.write(&ring, 0, &buffer(&[1; 512])).await.expect("write");
+        // Data of clients only: nothing else is written at the places of old data.
+        let data = sim.log().last().expect("the write").offset;
+        sim.on(When::kind(OpKind::Write).at(data..data + 512), Fault::Hold);
+        let (client, handle) = (Arc::clone(&disk), ring.clone());
+        let write = async move { client.write(&handle, 0, &buffer(&[2; 512])).await };
+        let write = crate::task_join::spawn(&ring, write);
+        ring.sleep(Duration::from_millis(5)).await;
+        let begun = Instant::now();
+        let prepared = disk.prepare_checkpoint(&ring, wanted(Some("new"), Some("old"))).await;
+        let prepared = prepared.expect("prepared beside the request");
+        assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+        sim.clear_rules();
+        sim.release_all();
+        assert_eq!(write.await, Some(Ok(512)));
+        let mut held = disk.hold(&ring, HOLD).await.expect("held");
+        let checkpoint = held.freeze(&prepared).expect("frozen");
+        drop(held);
+        disk.write(&ring, 2 * GRANULE, &buffer(&[3; 512])).await.expect("write");
+        assert_eq!(dirty(&checkpoint), [(0, GRANULE)]);
+        checkpoint.end(&ring, CheckpointEnd::Keep).await.expect("the end");
+        assert_eq!(disk.close(&ring).await, Ok(()));
+        std::fs::write(place.path().join("left.qcow2"), sim.image()).expect("a copy");
+        let new = saved(&ring, &place, "left.qcow2", "new").await;
+        assert_eq!(new, Some(vec![(2 * GRANULE, 3 * GRANULE)]));
+        qemu_img(&place, &["check", "-q", "left.qcow2"]);
+    });
+}
+
+#[test]
+fn a_bitmap_without_room_is_refused_and_clients_go_on() {
+    let place = directory();
+    run(async |ring| {
+        ring.offload_here();
+        let (sim, disk) = simulated(&ring, &place).await;
+        disk.write(&ring, 0, &buffer(&[1; 512])).await.expect("write");
+        let end = sim.image().len() as u64;
+        sim.on(When::any().at(end..u64::MAX), Fault::Fail(crate::Errno::NOSPC));
+        let error = disk.prepare_checkpoint(&ring, wanted(Some("new"), None)).await;
+        assert_eq!(error.expect_err("no room").errno(), Some(crate::Errno::NOSPC));
+        disk.write(&ring, GRANULE, &buffer(&[1; 512])).await.expect("write");
+        sim.clear_rules();
+        let checkpoint = freeze(&ring, &disk, wanted(Some("new"), Some("old"))).await;
+        let checkpoint = checkpoint.expect("a checkpoint");
+        assert_eq!(dirty(&checkpoint), [(0, 2 * GRANULE)]);
+        checkpoint.end(&ring, CheckpointEnd::Drop).await.expect("the end");
+        assert_eq!(disk.close(&ring).await, Ok(()));
+    });
+}
+
+#[test]
+fn bitmaps_can_be_added_again_and_again() {
+    let place = directory();
+    let name = chain(&place);
+    let rounds = 40;
+    run(async |ring| {
+        let disk = writable(&ring, &place, name).await;
+        for round in 0..rounds {
+            let new = format!("b{round}");
+            let checkpoint = freeze(&ring, &disk, wanted(Some(&new), None)).await.expect("frozen");
+            disk.write(&ring, round * GRANULE, &buffer(&[1; 512])).await.expect("write");
+            checkpoint.end(&ring, CheckpointEnd::Keep).await.expect("the end");
+        }
+        assert_eq!(disk.close(&ring).await, Ok(()));
+        drop(disk);
+        for round in [0, 1, 31, 32, 33, 39] {
+            let all = Some(vec![(round * GRANULE, rounds * GRANULE)]);
+            assert_eq!(saved(&ring, &place, name, &format!("b{round}")).await, all, "{round}");
+        }
+        qemu_img(&place, &["check", "-q", name]);
     });
 }

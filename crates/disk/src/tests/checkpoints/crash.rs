@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use ringdisk_qcow2::{Qcow2, check_bytes};
+use ringdisk_qcow2::{Bytes, Qcow2, check_bytes};
 use ringdisk_ring::Ring;
 use ringdisk_testkit::sim::SimStorage;
 
@@ -72,7 +72,7 @@ fn steps(end: CheckpointEnd) {
         let checkpoint = CheckpointOptions {
             bitmap: Some(NewBitmap { name: "new".into(), granularity_bytes: None }),
             since: Some("old".into()),
-            ..CheckpointOptions::new(fleece(), 1 << 30)
+            ..CheckpointOptions::new(fleece(), Bytes(1 << 30))
         };
         let checkpoint = freeze(&ring, &disk, checkpoint).await.expect("a checkpoint");
         all.push(Began { name: "new", bytes: read_steps(&ring, &disk, 1 << 20).await });

@@ -1,5 +1,6 @@
 //! Old data that cannot be kept: the checkpoint fails, clients do not.
 
+use ringdisk_qcow2::Bytes;
 use std::cell::Cell;
 use std::future::Future;
 use std::pin::pin;
@@ -18,10 +19,11 @@ use crate::{
 };
 
 const LEN: u64 = 1 << 20;
-const GRANULE: u64 = 64 << 10;
+const GRANULE: u64 = 4 << 10;
+/// As `BEHIND_MAX` of the checkpoint.
+const BEHIND: u64 = 8 << 20;
 
-/// A disk of sixteen granules of ones, with a checkpoint: both storages, the disk and the
-/// checkpoint.
+/// A disk of ones, with a checkpoint: both storages, the disk and the checkpoint.
 struct World {
     image: SimStorage,
     file: SimStorage,
@@ -31,10 +33,14 @@ struct World {
 
 impl World {
     async fn new(ring: &Ring, max: u64, limit: Duration) -> World {
-        let image = SimStorage::from_image(&[1; 1 << 20], 1);
+        World::of(ring, LEN, max, limit).await
+    }
+
+    async fn of(ring: &Ring, len: u64, max: u64, limit: Duration) -> World {
+        let image = SimStorage::from_image(&vec![1; usize::try_from(len).expect("small")], 1);
         let file = SimStorage::new(0, 2);
         let disk = Disk::from_storage(image.storage(), &ImageOptions::default());
-        let mut options = CheckpointOptions::new(file.storage(), max);
+        let mut options = CheckpointOptions::new(file.storage(), Bytes(max));
         options.copy_limit = limit;
         let checkpoint = freeze(ring, &disk, options).await.expect("a checkpoint");
         World { image, file, disk, checkpoint }
@@ -93,10 +99,10 @@ fn a_full_file_fails_the_checkpoint() {
             assert_eq!(world.disk.write(&ring, at, &buffer(&[2; 512])).await, Ok(512));
         }
         assert!(world.is_frozen(&ring).await);
-        assert_eq!(world.checkpoint.fleeced_bytes(), 3 * GRANULE);
+        assert_eq!(world.checkpoint.fleeced_bytes(), Bytes(3 * GRANULE));
         assert_eq!(world.disk.write(&ring, GRANULE, &buffer(&[2; 512])).await, Ok(512));
-        world.has_failed(&ring, "it may hold 196608 bytes").await;
-        assert_eq!(world.image.image()[65_536..65_540], [2; 4]);
+        world.has_failed(&ring, "it may hold 12288 bytes").await;
+        assert_eq!(world.image.image()[4096..4100], [2; 4]);
     });
 }
 
@@ -138,24 +144,101 @@ fn a_slow_file_fails_the_checkpoint_after_the_limit() {
 }
 
 #[test]
-fn a_write_waits_until_old_data_is_kept() {
+fn a_write_waits_until_old_data_is_read() {
     run(async |ring| {
         let world = World::usual(&ring).await;
-        world.file.on(When::kind(OpKind::Write).once(), Fault::Hold);
+        world.image.on(When::kind(OpKind::Read).once(), Fault::Hold);
         let first = world.write(&ring, 0);
         settle(&ring).await;
-        let (second, other) = (world.write(&ring, 4096), world.write(&ring, GRANULE));
+        let (second, other) = (world.write(&ring, 1024), world.write(&ring, GRANULE));
         settle(&ring).await;
         assert_eq!((first.get(), second.get(), other.get()), (None, None, Some(Ok(512))));
         assert_eq!(world.image.image()[0], 1, "nothing is overwritten yet");
         assert!(world.is_frozen(&ring).await);
-        world.file.release_all();
+        world.image.release_all();
         settle(&ring).await;
         assert_eq!((first.get(), second.get()), (Some(Ok(512)), Some(Ok(512))));
         assert!(world.is_frozen(&ring).await);
         // Once for each granule.
         assert_eq!(world.file.count(OpKind::Write), 2);
-        assert_eq!(world.checkpoint.fleeced_bytes(), 2 * GRANULE);
+        assert_eq!(world.checkpoint.fleeced_bytes(), Bytes(2 * GRANULE));
+    });
+}
+
+#[test]
+fn a_reader_waits_for_the_file_and_no_writer_does() {
+    run(async |ring| {
+        let world = World::usual(&ring).await;
+        world.file.on(When::kind(OpKind::Write).once(), Fault::Hold);
+        let writes = [0, 1024, GRANULE].map(|at| world.write(&ring, at));
+        settle(&ring).await;
+        assert_eq!(writes.map(|write| write.get()), [Some(Ok(512)); 3]);
+        let read = |offset: u64| {
+            let (frozen, handle) = (Arc::clone(world.checkpoint.disk()), ring.clone());
+            let result = Rc::new(Cell::new(None));
+            let cell = Rc::clone(&result);
+            ring.spawn(async move {
+                let buf = IoBuf::new(512, 512);
+                let read = frozen.read(&handle, offset, &buf).await;
+                cell.set(Some((read, buf.to_vec().iter().all(|byte| *byte == 1))));
+            });
+            result
+        };
+        let (held, other) = (read(0), read(GRANULE));
+        // The turn of the second comes after a while.
+        while other.get().is_none() {
+            ring.sleep(Duration::from_millis(1)).await;
+        }
+        assert_eq!((held.get(), other.get()), (None, Some((Ok(512), true))));
+        world.file.release_all();
+        while held.get().is_none() {
+            ring.sleep(Duration::from_millis(1)).await;
+        }
+        assert_eq!(held.get(), Some((Ok(512), true)));
+        assert!(world.is_frozen(&ring).await);
+    });
+}
+
+#[test]
+fn what_is_on_its_way_to_the_file_is_bounded() {
+    run(async |ring| {
+        let (len, piece) = (BEHIND + (4 << 20), 1 << 20);
+        let world = World::of(&ring, len, len, Duration::from_secs(600)).await;
+        world.file.on(When::kind(OpKind::Write), Fault::Hold);
+        let done = Rc::new(Cell::new(0u64));
+        for at in (0..len).step_by(piece) {
+            let (disk, handle, done) = (Arc::clone(&world.disk), ring.clone(), Rc::clone(&done));
+            ring.spawn(async move {
+                let written = disk.write(&handle, at, &buffer(&vec![2; piece])).await;
+                assert_eq!(written, Ok(piece));
+                done.set(done.get() + 1);
+            });
+            settle(&ring).await;
+        }
+        assert_eq!(done.get() * piece as u64, BEHIND);
+        while done.get() * (piece as u64) < len {
+            world.file.release_all();
+            ring.sleep(Duration::from_millis(1)).await;
+        }
+        world.file.release_all();
+        assert!(world.is_frozen(&ring).await);
+        assert_eq!(world.checkpoint.fleeced_bytes(), Bytes(len));
+    });
+}
+
+#[test]
+fn a_thread_that_ends_before_old_data_is_in_the_file_fails_the_checkpoint() {
+    run(async |ring| {
+        let world = World::usual(&ring).await;
+        world.file.on(When::kind(OpKind::Write).once(), Fault::Hold);
+        let disk = Arc::clone(&world.disk);
+        let thread = std::thread::spawn(move || {
+            run(async |ring| {
+                assert_eq!(disk.write(&ring, 0, &buffer(&[2; 512])).await, Ok(512));
+            });
+        });
+        thread.join().expect("it has written");
+        world.has_failed(&ring, "the thread that kept old data has ended").await;
     });
 }
 
@@ -163,7 +246,7 @@ fn a_write_waits_until_old_data_is_kept() {
 fn a_writer_that_is_dropped_lets_the_next_one_copy() {
     run(async |ring| {
         let world = World::usual(&ring).await;
-        world.file.on(When::kind(OpKind::Write).once(), Fault::Hold);
+        world.image.on(When::kind(OpKind::Read).once(), Fault::Hold);
         let waiting = {
             let data = buffer(&[3; 512]);
             let mut write = pin!(world.disk.write(&ring, 0, &data));
@@ -175,7 +258,7 @@ fn a_writer_that_is_dropped_lets_the_next_one_copy() {
                 .await;
                 ring.yield_now().await;
             }
-            let waiting = world.write(&ring, 4096);
+            let waiting = world.write(&ring, 1024);
             settle(&ring).await;
             assert_eq!(waiting.get(), None);
             waiting
@@ -183,8 +266,8 @@ fn a_writer_that_is_dropped_lets_the_next_one_copy() {
         settle(&ring).await;
         assert_eq!(waiting.get(), Some(Ok(512)));
         assert!(world.is_frozen(&ring).await);
-        // The first copy arrives late, with the same data.
-        world.file.release_all();
+        // The first read ends late.
+        world.image.release_all();
         settle(&ring).await;
         assert!(world.is_frozen(&ring).await);
         assert_eq!(world.image.image()[0], 1, "the dropped write was not made");
@@ -261,5 +344,37 @@ fn a_file_that_cannot_be_read_fails_the_reader_only() {
         assert_eq!(frozen.read(&ring, 0, &IoBuf::new(512, 512)).await, Err(Errno::IO));
         assert!(world.is_frozen(&ring).await);
         assert_eq!(world.checkpoint.state(), CheckpointState::Running);
+    });
+}
+
+#[test]
+fn a_client_gets_the_space_of_a_file_that_found_none_itself() {
+    run(async |ring| {
+        let world = World::usual(&ring).await;
+        assert_eq!(world.disk.write(&ring, 0, &buffer(&[2; 512])).await, Ok(512));
+        settle(&ring).await;
+        // Both are on one full file system, whichever finds out first.
+        world.file.on(When::kind(OpKind::Write).once(), Fault::Fail(Errno::NOSPC));
+        world.image.on(When::kind(OpKind::Write).once(), Fault::Fail(Errno::NOSPC));
+        assert_eq!(world.disk.write(&ring, GRANULE, &buffer(&[2; 512])).await, Ok(512));
+        settle(&ring).await;
+        // Another request, which finds it out when the checkpoint has failed already.
+        world.image.on(When::kind(OpKind::Write).once(), Fault::Fail(Errno::NOSPC));
+        assert_eq!(world.disk.write(&ring, 2 * GRANULE, &buffer(&[2; 512])).await, Ok(512));
+        world.has_failed(&ring, "space").await;
+    });
+}
+
+#[test]
+fn a_reader_of_what_does_not_come_into_the_file_gets_an_error() {
+    run(async |ring| {
+        let world = World::of(&ring, LEN, LEN, Duration::from_millis(50)).await;
+        world.file.on(When::kind(OpKind::Write).once(), Fault::Hold);
+        assert_eq!(world.disk.write(&ring, 0, &buffer(&[2; 512])).await, Ok(512));
+        assert_eq!(world.disk.write(&ring, LEN / 2, &buffer(&[2; 512])).await, Ok(512));
+        let buf = IoBuf::new(512, 512);
+        assert_eq!(world.checkpoint.disk().read(&ring, 0, &buf).await, Err(Errno::IO));
+        world.has_failed(&ring, "took longer than 0.05 s").await;
+        world.file.release_all();
     });
 }

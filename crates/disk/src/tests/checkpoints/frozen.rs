@@ -1,5 +1,6 @@
 //! What a frozen disk shows.
 
+use ringdisk_qcow2::Bytes;
 use std::sync::Arc;
 
 use ringdisk_ring::{IoBuf, Ring};
@@ -14,15 +15,15 @@ async fn change_all(ring: &Ring, disk: &Disk) {
     for (at, bytes) in [byte(100, 300, 7), byte(1 << 20, 200_000, 8), byte((4 << 20) - 10, 10, 9)] {
         assert_eq!(disk.write(ring, at, &buffer(&bytes)).await, Ok(bytes.len()));
     }
-    assert_eq!(disk.discard(ring, 256 << 10, 128 << 10).await, Ok(()));
-    assert_eq!(disk.punch(ring, 2 << 20, 300 << 10).await, Ok(()));
-    assert_eq!(disk.write_zeroes(ring, (3 << 20) + 5, 70_000, false).await, Ok(()));
+    assert_eq!(disk.discard(ring, 256 << 10, Bytes(128 << 10)).await, Ok(()));
+    assert_eq!(disk.punch(ring, 2 << 20, Bytes(300 << 10)).await, Ok(()));
+    assert_eq!(disk.write_zeroes(ring, (3 << 20) + 5, Bytes(70_000), false).await, Ok(()));
 }
 
 async fn stays(ring: &Ring, disk: &Arc<Disk>) {
     let before = read_steps(ring, disk, 1 << 20).await;
     let checkpoint = freeze(ring, disk, options()).await.expect("a checkpoint");
-    assert_eq!(checkpoint.fleeced_bytes(), 0);
+    assert_eq!(checkpoint.fleeced_bytes(), Bytes::ZERO);
     change_all(ring, disk).await;
     let now = read_steps(ring, disk, 1 << 20).await;
     assert!(now != before);
@@ -33,12 +34,14 @@ async fn stays(ring: &Ring, disk: &Arc<Disk>) {
     }
     assert_eq!(frozen.write(ring, 0, &buffer(&[0; 512])).await, Err(Errno::ROFS));
     assert_eq!(checkpoint.state(), CheckpointState::Running);
-    assert!(checkpoint.fleeced_bytes() > 0 && checkpoint.fleeced_bytes() < 4 << 20);
+    assert!(
+        checkpoint.fleeced_bytes() > Bytes::ZERO && checkpoint.fleeced_bytes() < Bytes(4 << 20)
+    );
 
     checkpoint.end(ring, CheckpointEnd::Drop).await.expect("the end");
     assert_eq!(checkpoint.over().await, CheckpointState::Ended);
     assert_eq!(frozen.read(ring, 0, &IoBuf::new(512, 512)).await, Err(Errno::IO));
-    assert_eq!(frozen.block_status(ring, 0, 512).await, Err(Errno::IO));
+    assert_eq!(frozen.block_status(ring, 0, Bytes(512)).await, Err(Errno::IO));
     change_all(ring, disk).await;
     assert_same(&read_steps(ring, disk, 1 << 20).await, &now);
     // Another one.
@@ -71,7 +74,7 @@ fn a_frozen_window_shows_the_window() {
         let options = ImageOptions {
             allow_paths: vec![place.path().to_owned()],
             window_offset: 700_000,
-            window_size: Some(1_500_000),
+            window_size: Some(Bytes(1_500_000)),
             ..ImageOptions::default()
         };
         let path = place.path().join(name);
@@ -80,7 +83,7 @@ fn a_frozen_window_shows_the_window() {
         let checkpoint = freeze(&ring, &disk, super::options()).await.expect("a checkpoint");
         assert_eq!(disk.write(&ring, 0, &buffer(&[9; 100_000])).await, Ok(100_000));
         assert_eq!(disk.write(&ring, 1_490_000, &buffer(&[9; 20_000])).await, Ok(10_000));
-        assert_eq!(checkpoint.disk().size(), 1_500_000);
+        assert_eq!(checkpoint.disk().size(), Bytes(1_500_000));
         assert_same(&read_steps(&ring, checkpoint.disk(), 1 << 20).await, &before);
     });
 }
@@ -88,7 +91,7 @@ fn a_frozen_window_shows_the_window() {
 /// Zero or not, of each sector.
 async fn zeroes(ring: &Ring, disk: &Disk) -> Vec<bool> {
     let mut found = Vec::new();
-    disk.map_entries(ring, 0, u64::MAX, |entry| {
+    disk.map_entries(ring, 0, Bytes::MAX, |entry| {
         let sectors = usize::try_from(entry.status.len / 512).expect("small");
         found.resize(found.len() + sectors, entry.status.zero);
     })
@@ -108,17 +111,17 @@ fn holes_stay_known_and_data_stays_data() {
         assert_eq!(zeroes(&ring, checkpoint.disk()).await, before);
         // A hole gets data, data becomes a hole.
         assert_eq!(disk.write(&ring, 7 << 18, &buffer(&[9; 100_000])).await, Ok(100_000));
-        assert_eq!(disk.punch(&ring, 0, 1 << 20).await, Ok(()));
+        assert_eq!(disk.punch(&ring, 0, Bytes(1 << 20)).await, Ok(()));
         assert!(zeroes(&ring, &disk).await != before);
         assert_eq!(zeroes(&ring, checkpoint.disk()).await, before);
         // What was a hole takes no space.
-        assert_eq!(checkpoint.fleeced_bytes(), 1 << 20);
+        assert_eq!(checkpoint.fleeced_bytes(), Bytes(1 << 20));
         let view = checkpoint.disk().view().await;
-        let mapped = view.map(&ring, 0, 1 << 20).await.expect("a mapping");
-        assert!(matches!(mapped.mapping, Mapping::ReadOnly { len } if len == 1 << 20));
-        let mapped = view.map(&ring, 7 << 18, 4096).await.expect("a mapping");
-        assert!(matches!(mapped.mapping, Mapping::Zero { len: 4096 }));
-        let mapped = view.map(&ring, 4 << 20, 4096).await.expect("a mapping");
+        let mapped = view.map(&ring, 0, Bytes(1 << 20)).await.expect("a mapping");
+        assert!(matches!(mapped.mapping, Mapping::ReadOnly { len } if len == Bytes(1 << 20)));
+        let mapped = view.map(&ring, 7 << 18, Bytes(4096)).await.expect("a mapping");
+        assert!(matches!(mapped.mapping, Mapping::Zero { len: Bytes(4096) }));
+        let mapped = view.map(&ring, 4 << 20, Bytes(4096)).await.expect("a mapping");
         assert!(matches!(mapped.mapping, Mapping::PastEnd));
     });
 }
@@ -131,9 +134,9 @@ fn zeroes_of_a_raw_image_take_no_space() {
         let disk = writable(&ring, &place, name).await;
         let before = read_steps(&ring, &disk, 1 << 20).await;
         let checkpoint = freeze(&ring, &disk, options()).await.expect("a checkpoint");
-        assert_eq!(disk.write_zeroes(&ring, 0, 4 << 20, true).await, Ok(()));
-        // 1 MiB, and 1000 KiB in whole granules.
-        assert_eq!(checkpoint.fleeced_bytes(), (1 << 20) + (16 << 16));
+        assert_eq!(disk.write_zeroes(&ring, 0, Bytes(4 << 20), true).await, Ok(()));
+        // 1 MiB and 1000 KiB.
+        assert_eq!(checkpoint.fleeced_bytes(), Bytes((1 << 20) + (1000 << 10)));
         assert_same(&read_steps(&ring, checkpoint.disk(), 1 << 20).await, &before);
     });
 }
@@ -191,7 +194,7 @@ fn changes_of_the_disk_leave_the_frozen_state() {
         let frozen = checkpoint.disk();
         let progress = Arc::new(Progress::new());
         let same = async || assert_same(&read_steps(&ring, frozen, 1 << 20).await, &before);
-        disk.resize(&ring, 6 << 20).await.expect("it grows");
+        disk.resize(&ring, Bytes(6 << 20)).await.expect("it grows");
         same().await;
         change_all(&ring, &disk).await;
         disk.write(&ring, 5 << 20, &buffer(&[1; 4096])).await.expect("write");
@@ -206,7 +209,7 @@ fn changes_of_the_disk_leave_the_frozen_state() {
         disk.snapshot(&ring, crate::SnapshotChange::Create("a".into())).await.expect("snapshot");
         disk.write(&ring, 900 << 10, &buffer(&[4; 100_000])).await.expect("write");
         same().await;
-        assert_eq!(frozen.size(), 4 << 20);
+        assert_eq!(frozen.size(), Bytes(4 << 20));
         assert_eq!(checkpoint.state(), CheckpointState::Running);
         checkpoint.end(&ring, CheckpointEnd::Drop).await.expect("the end");
     });

@@ -1,5 +1,6 @@
 //! What is refused, in which words.
 
+use ringdisk_qcow2::Bytes;
 use std::time::Duration;
 
 use ringdisk_ring::{Errno, IoBuf};
@@ -71,7 +72,7 @@ fn a_file_that_has_something_is_refused() {
         let made = disk.prepare_checkpoint(&ring, wanted).await;
         refused(made, ErrorKind::Invalid, "it is not empty");
         let device = SimStorage::device(0, 1);
-        let made = CheckpointOptions::new(device.storage(), 1);
+        let made = CheckpointOptions::new(device.storage(), Bytes(1));
         refused(disk.prepare_checkpoint(&ring, made).await, ErrorKind::Invalid, "no regular file");
     });
 }
@@ -114,14 +115,14 @@ fn changes_that_would_take_the_state_away_are_refused() {
         let checkpoint = freeze(&ring, &disk, options()).await.expect("a checkpoint");
         let words = "a checkpoint of the disk is running";
         let resize = crate::ResizeOptions { shrink: true, ..Default::default() };
-        refused(disk.resize_with(&ring, 1 << 20, resize).await, ErrorKind::Busy, words);
+        refused(disk.resize_with(&ring, Bytes(1 << 20), resize).await, ErrorKind::Busy, words);
         let apply = SnapshotChange::Apply("s".into());
         refused(disk.snapshot(&ring, apply.clone()).await, ErrorKind::Busy, words);
         refused(disk.deactivate(&ring).await, ErrorKind::Busy, words);
         refused(disk.hand_over(&ring).await, ErrorKind::Busy, words);
         checkpoint.end(&ring, CheckpointEnd::Drop).await.expect("the end");
         disk.snapshot(&ring, apply).await.expect("applied");
-        disk.resize_with(&ring, 1 << 20, resize).await.expect("smaller");
+        disk.resize_with(&ring, Bytes(1 << 20), resize).await.expect("smaller");
     });
 }
 
@@ -139,10 +140,10 @@ fn a_disk_that_has_changed_since_it_was_prepared_is_refused() {
         let frozen = disk.hold(&ring, HOLD).await.expect("held").freeze(&prepared);
         refused(frozen, ErrorKind::Busy, "its bitmaps");
         let prepared = disk.prepare_checkpoint(&ring, options()).await.expect("prepared");
-        disk.resize(&ring, 5 << 20).await.expect("it grows");
+        disk.resize(&ring, Bytes(5 << 20)).await.expect("it grows");
         let frozen = disk.hold(&ring, HOLD).await.expect("held").freeze(&prepared);
         let checkpoint = frozen.expect("frozen");
-        assert_eq!(checkpoint.disk().size(), 5 << 20);
+        assert_eq!(checkpoint.disk().size(), Bytes(5 << 20));
         let again = disk.hold(&ring, HOLD).await.expect("held").freeze(&prepared);
         refused(again, ErrorKind::Busy, "a checkpoint of the disk is running");
         checkpoint.end(&ring, CheckpointEnd::Drop).await.expect("the end");

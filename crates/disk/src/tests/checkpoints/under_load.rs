@@ -1,5 +1,6 @@
 //! Frozen disks are read while clients of several threads write.
 
+use ringdisk_qcow2::Bytes;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -32,7 +33,7 @@ fn reader(disk: &Arc<Disk>, expected: &Arc<Vec<u8>>, stop: &Arc<AtomicBool>) -> 
                 let buf = IoBuf::new(wanted.len(), 4096);
                 assert_eq!(disk.read(&ring, at, &buf).await, Ok(wanted.len()));
                 assert_same(&buf.to_vec(), wanted);
-                let status = disk.block_status(&ring, at, len as u64).await.expect("status");
+                let status = disk.block_status(&ring, at, Bytes::of(len)).await.expect("status");
                 let known = usize::try_from(status.len).expect("small");
                 assert!(known > 0 && known <= wanted.len());
                 assert!(!status.zero || wanted[..known].iter().all(|byte| *byte == 0));
@@ -132,7 +133,7 @@ fn changes_under_load_leave_the_frozen_state() {
             disk.add_overlay(&ring, path, Default::default()).await.expect("an overlay");
             load.progress(&ring, REQUESTS).await;
             disk.commit(&ring, crate::CommitOptions::TOP, &progress).await.expect("a commit");
-            disk.resize(&ring, (5 + round) << 20).await.expect("it grows");
+            disk.resize(&ring, Bytes((5 + round) << 20)).await.expect("it grows");
             load.progress(&ring, REQUESTS).await;
         }
         stop.store(true, Ordering::Relaxed);

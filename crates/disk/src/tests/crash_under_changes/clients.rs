@@ -1,5 +1,6 @@
 //! Clients of a disk that changes: what they ask for, and what they tell the oracle.
 
+use ringdisk_qcow2::Bytes;
 use std::cell::Cell;
 use std::fmt::Debug;
 use std::ops::Range;
@@ -103,15 +104,15 @@ async fn request(shore: &Shore, prng: &mut Prng) {
         }
         5 => {
             let write = shore.begin(&at, Content::Zero);
-            let zeroed = disk.write_zeroes(ring, at.start, len, prng.coin()).await;
+            let zeroed = disk.write_zeroes(ring, at.start, Bytes(len), prng.coin()).await;
             shore.end(&write, zeroed.is_ok(), &("zero", zeroed));
         }
         6 => {
             let write = shore.begin(&at, Content::Zero);
             // In a qcow2 image what is discarded reads as zeroes, too.
             let given = match prng.coin() {
-                true => disk.discard(ring, at.start, len).await,
-                false => disk.punch(ring, at.start, len).await,
+                true => disk.discard(ring, at.start, Bytes(len)).await,
+                false => disk.punch(ring, at.start, Bytes(len)).await,
             };
             shore.end(&write, given.is_ok(), &("discard", given));
         }

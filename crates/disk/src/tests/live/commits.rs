@@ -1,5 +1,6 @@
 //! Commits while clients work on the disk.
 
+use ringdisk_qcow2::Bytes;
 use std::sync::Arc;
 
 use ringdisk_ring::Ring;
@@ -157,10 +158,10 @@ fn other_changes_are_refused_during_a_commit() {
             other.commit(&handle, CommitOptions::TOP, &shared).await.expect("commit");
             flag.set(true);
         });
-        while progress.total() == 0 {
+        while progress.total() == Bytes::ZERO {
             ring.yield_now().await;
         }
-        let error = disk.resize_with(&ring, 50 << 20, ResizeOptions::default()).await;
+        let error = disk.resize_with(&ring, Bytes(50 << 20), ResizeOptions::default()).await;
         assert_eq!(error.expect_err("busy").kind(), ErrorKind::Busy);
         let name = SnapshotChange::Create("s".to_owned());
         let error = disk.snapshot(&ring, name).await.expect_err("busy");
@@ -168,7 +169,7 @@ fn other_changes_are_refused_during_a_commit() {
         while !done.get() {
             ring.yield_now().await;
         }
-        assert_eq!(disk.resize(&ring, 50 << 20).await, Ok(()));
+        assert_eq!(disk.resize(&ring, Bytes(50 << 20)).await, Ok(()));
         assert_eq!(disk.close(&ring).await, Ok(()));
     });
     bytes.resize(50 << 20, 0);
@@ -188,7 +189,7 @@ async fn start_commit(ring: &Ring, disk: &Arc<Disk>, options: CommitOptions) -> 
         let result = other.commit(&handle, options, &shared).await;
         *slot.borrow_mut() = Some(result);
     });
-    while progress.total() == 0 && ended.borrow().is_none() {
+    while progress.total() == Bytes::ZERO && ended.borrow().is_none() {
         ring.yield_now().await;
     }
     ended
@@ -232,7 +233,7 @@ fn clients_append_while_a_commit_copies() {
             while commit.borrow().is_none() || appended < 3 {
                 let at = bytes.len() + 200 * 512;
                 let end = at + data.len();
-                assert_eq!(disk.grow(&ring, end as u64).await, Ok(()));
+                assert_eq!(disk.grow(&ring, Bytes::of(end)).await, Ok(()));
                 assert_eq!(disk.write(&ring, at as u64, &data).await, Ok(data.len()));
                 bytes.resize(end, 0);
                 bytes[at..].fill(0x5a);
@@ -259,11 +260,11 @@ fn a_client_changes_the_size_while_a_commit_copies() {
                 let load = Load::start(&disk, &bytes[..8 << 20], 17);
                 let commit = start_commit(&ring, &disk, CommitOptions::TOP).await;
                 for size in sizes {
-                    assert_eq!(disk.resize(&ring, *size).await, Ok(()));
+                    assert_eq!(disk.resize(&ring, Bytes(*size)).await, Ok(()));
                     bytes.resize(usize::try_from(*size).expect("small"), 0);
                 }
                 end_of(&ring, &commit).await.expect("commit");
-                assert_eq!(disk.size(), bytes.len() as u64);
+                assert_eq!(disk.size(), Bytes::of(bytes.len()));
                 load.progress(&ring, SOME).await;
                 finish(&ring, &directory, disk, load, name, &mut bytes).await;
             });
@@ -288,10 +289,10 @@ fn a_base_that_is_longer_is_cut_to_the_size_of_the_disk() {
             let load = Load::start(&disk, &bytes, 18);
             let progress = Arc::new(Progress::new());
             disk.commit(&ring, CommitOptions::TOP, &progress).await.expect("commit");
-            assert_eq!(disk.size(), 11 << 20);
+            assert_eq!(disk.size(), Bytes(11 << 20));
             load.progress(&ring, SOME).await;
             // What was cut off does not come back.
-            assert_eq!(disk.resize(&ring, 24 << 20).await, Ok(()));
+            assert_eq!(disk.resize(&ring, Bytes(24 << 20)).await, Ok(()));
             load.progress(&ring, SOME).await;
             bytes.resize(24 << 20, 0);
             finish(&ring, &directory, disk, load, name, &mut bytes).await;
@@ -316,7 +317,7 @@ fn a_longer_base_that_cannot_be_cut_is_refused_before_anything_is_changed() {
         assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
         assert!(error.message().contains("resize it to 25165824"), "{error}");
         // What the message says helps.
-        assert_eq!(disk.resize(&ring, 24 << 20).await, Ok(()));
+        assert_eq!(disk.resize(&ring, Bytes(24 << 20)).await, Ok(()));
         disk.commit(&ring, CommitOptions::TOP, &progress).await.expect("commit");
         assert_eq!(disk.close(&ring).await, Ok(()));
     });

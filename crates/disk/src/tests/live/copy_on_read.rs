@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ringdisk_qcow2::check_bytes;
+use ringdisk_qcow2::{Bytes, check_bytes};
 use ringdisk_ring::{Errno, IoBuf};
 use ringdisk_testkit::sim::{Fault, OpKind, When};
 
@@ -38,7 +38,7 @@ fn what_clients_have_read_needs_no_layer_below() {
             let load = Load::start(&disk, &bytes, seed);
             load.progress(&ring, 4 * SOME).await;
             // It ends with a read of everything.
-            assert!(disk.kept_on_read() > 1 << 20, "{shape}: {}", disk.kept_on_read());
+            assert!(disk.kept_on_read() > Bytes(1 << 20), "{shape}: {}", disk.kept_on_read());
             finish(&ring, &directory, disk, load, "top.qcow2", &mut bytes).await;
         });
         qemu_img(&directory, &["rebase", "-q", "-u", "-f", "qcow2", "-b", "", "top.qcow2"]);
@@ -57,7 +57,7 @@ fn a_part_of_a_cluster_that_is_read_is_kept_with_the_whole_cluster() {
         let buf = IoBuf::new(512, 512);
         let at = 20_480;
         assert_eq!(disk.read(&ring, at, &buf).await, Ok(512));
-        assert_eq!(disk.kept_on_read(), 0, "it is off");
+        assert_eq!(disk.kept_on_read(), Bytes::ZERO, "it is off");
         disk.set_copy_on_read(true).expect("an overlay");
         assert!(disk.copies_on_read());
         let read = async |at| {
@@ -65,7 +65,7 @@ fn a_part_of_a_cluster_that_is_read_is_kept_with_the_whole_cluster() {
             disk.kept_on_read()
         };
         let one = read(at).await;
-        assert!(one > 0);
+        assert!(one > Bytes::ZERO);
         assert_same(&buf.to_vec(), &bytes[20_480..20_992]);
         // The same cluster, what is nowhere, and what is past the end.
         for at in [at, 60_000, 1 << 20, SIZE as u64 - 512, SIZE as u64] {
@@ -73,7 +73,7 @@ fn a_part_of_a_cluster_that_is_read_is_kept_with_the_whole_cluster() {
         }
         // By a look-up, as transports that read the storage themselves do it.
         let view = disk.view().await;
-        drop(view.map(&ring, 10 << 20, 512).await.expect("mapped"));
+        drop(view.map(&ring, 10 << 20, Bytes(512)).await.expect("mapped"));
         drop(view);
         let two = disk.kept_on_read();
         assert!(two > one);
@@ -119,10 +119,10 @@ fn a_top_that_takes_nothing_costs_the_client_nothing() {
         disk.set_copy_on_read(true).expect("an overlay");
         sims["top.qcow2"].on(When::kind(OpKind::Write), Fault::Fail(Errno::NOSPC));
         assert_same(&read_steps(&ring, &disk, 1 << 20).await, &bytes);
-        assert_eq!(disk.kept_on_read(), 0);
+        assert_eq!(disk.kept_on_read(), Bytes::ZERO);
         sims["top.qcow2"].clear_rules();
         assert_same(&read_steps(&ring, &disk, 1 << 20).await, &bytes);
-        assert!(disk.kept_on_read() > 0, "there is room again");
+        assert!(disk.kept_on_read() > Bytes::ZERO, "there is room again");
         assert_eq!(disk.close(&ring).await, Ok(()));
         let top = check_bytes(sims["top.qcow2"].image().as_slice()).expect("it can be checked");
         assert_eq!(top.corruptions, 0, "{:?}", top.messages);

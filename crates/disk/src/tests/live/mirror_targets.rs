@@ -2,19 +2,17 @@
 //! when it is told to.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use ringdisk_testkit::process::patient;
 use ringdisk_testkit::sim::{Fault, OpKind, When};
 
-use super::mirrors::{BACKGROUND, BLOCKING, Running, simulated, source};
+use super::mirroring::{
+    BACKGROUND, BLOCKING, Running, complete_with_a_flush, simulated, source, until,
+};
 use super::{SIZE, SOME, opened};
 use crate::tests::load::Load;
 use crate::tests::{assert_same, buffer, directory, read_steps, run};
 use crate::{CommitOptions, ErrorKind, MirrorEnd, MirrorOptions, OnError, Progress};
-
-/// Far more than a mirror that is given up waits, and far less than for ever.
-const LIMIT: Duration = Duration::from_secs(30);
 
 /// What a target does not answer any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,21 +47,16 @@ fn a_cancelled_mirror_ends(hangs: Hangs, options: MirrorOptions) {
             Hangs::Flush(skip) => {
                 assert!(mirror.control.ready().await);
                 sim.on(When::kind(OpKind::Flush).skip(skip), Fault::Hang);
-                mirror.control.complete(true).expect("complete");
+                match skip {
+                    0 => mirror.control.complete(true).expect("complete"),
+                    _ => complete_with_a_flush(&ring, &disk, &mirror, &sim).await,
+                }
             }
         }
-        let begun = Instant::now();
-        while sim.hanging() == 0 {
-            assert!(begun.elapsed() < patient(LIMIT), "{hangs:?}: nothing hangs");
-            ring.sleep(Duration::from_millis(1)).await;
-        }
+        until(&ring, || sim.hanging() > 0).await;
         load.progress(&ring, SOME / 2).await;
-        let begun = Instant::now();
         mirror.progress.cancel();
-        while !mirror.is_over() {
-            assert!(begun.elapsed() < patient(LIMIT), "{hangs:?}: it does not end");
-            ring.sleep(Duration::from_millis(1)).await;
-        }
+        until(&ring, || mirror.is_over()).await;
         let error = mirror.end(&ring).await.expect_err("cancelled");
         assert_eq!(error.kind(), ErrorKind::Cancelled, "{hangs:?}: {error}");
         load.progress(&ring, SOME / 2).await;
@@ -76,6 +69,31 @@ fn a_cancelled_mirror_ends(hangs: Hangs, options: MirrorOptions) {
 fn a_mirror_that_is_given_up_while_its_target_hangs_ends() {
     a_cancelled_mirror_ends(Hangs::Copies, BACKGROUND);
     a_cancelled_mirror_ends(Hangs::Writes, BLOCKING);
+}
+
+/// The next process copies all of it again.
+#[test]
+fn a_target_that_hangs_does_not_keep_the_disk_from_being_handed_over() {
+    for kind in [OpKind::Write, OpKind::Flush] {
+        let directory = directory();
+        let (top, mut bytes) = source(&directory, false);
+        run(async |ring| {
+            let disk = opened(&ring, &directory, top).await;
+            let (target, sim) = simulated(SIZE);
+            sim.on(When::kind(kind), Fault::Hang);
+            let mirror = Running::start(&ring, &disk, target, BACKGROUND);
+            until(&ring, || sim.hanging() > 0 || mirror.control.is_ready()).await;
+            disk.suspend_for_hand_over(vec![Arc::clone(&mirror.progress)]);
+            drop(disk.hand_over(&ring).await.expect("nothing is in the way"));
+            assert!(mirror.control.take_left().is_none(), "nobody knows what the target has");
+            let error = mirror.end(&ring).await.expect_err("suspended");
+            assert_eq!(error.kind(), ErrorKind::Cancelled, "{error}");
+            disk.resume(&ring).await.expect("it goes on here");
+            let load = Load::start(&disk, &bytes, 76);
+            load.progress(&ring, SOME / 2).await;
+            super::finish(&ring, &directory, disk, load, top, &mut bytes).await;
+        });
+    }
 }
 
 #[test]

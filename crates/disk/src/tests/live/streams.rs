@@ -1,5 +1,6 @@
 //! Streams while clients work on the disk.
 
+use ringdisk_qcow2::Bytes;
 use std::fs;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -147,7 +148,7 @@ fn a_cancelled_stream_leaves_the_chain_at_every_step() {
         for step in 0..=8u64 {
             let progress = Arc::new(Progress::new());
             let running = start(&ring, &disk, None, &progress);
-            while progress.done() < step * (3 << 20) && running.borrow().is_none() {
+            while progress.done() < Bytes(step * (3 << 20)) && running.borrow().is_none() {
                 ring.yield_now().await;
             }
             progress.cancel();
@@ -178,7 +179,7 @@ fn a_paused_stream_rests_and_goes_on() {
         let running = start(&ring, &disk, None, &progress);
         // Clients go on meanwhile.
         load.progress(&ring, SOME).await;
-        assert_eq!(progress.done(), 0);
+        assert_eq!(progress.done(), Bytes::ZERO);
         assert!(running.borrow().is_none());
         let error = disk.commit(&ring, CommitOptions::TOP, &Arc::default()).await;
         assert_eq!(error.expect_err("busy").kind(), ErrorKind::Busy);
@@ -207,11 +208,11 @@ fn a_client_lengthens_the_disk_during_a_stream() {
         let progress = Arc::new(Progress::new());
         progress.set_speed(4 << 20);
         let running = start(&ring, &disk, Some(2), &progress);
-        while progress.done() == 0 {
+        while progress.done() == Bytes::ZERO {
             ring.yield_now().await;
         }
-        assert_eq!(disk.grow(&ring, 20 << 20).await, Ok(()));
-        let error = disk.resize_with(&ring, 30 << 20, ResizeOptions::default()).await;
+        assert_eq!(disk.grow(&ring, Bytes(20 << 20)).await, Ok(()));
+        let error = disk.resize_with(&ring, Bytes(30 << 20), ResizeOptions::default()).await;
         assert_eq!(error.expect_err("busy").kind(), ErrorKind::Busy);
         assert!(running.borrow().is_none(), "the stream is under way");
         end_of(&ring, &running).await.expect("stream");

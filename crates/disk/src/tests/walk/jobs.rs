@@ -1,5 +1,7 @@
-//! Jobs of a walk: a commit, a stream or a mirror that runs as a task, and what happens to it.
+//! Jobs of a walk: a commit, a stream, a mirror or a backup that runs as a task, and what happens
+//! to it.
 
+use ringdisk_qcow2::Bytes;
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -71,7 +73,7 @@ impl Walk {
     pub(super) async fn meanwhile<T>(&mut self, job: &Running<T>, fate: Fate) {
         // A change before its beginning would be none meanwhile.
         let begun = Instant::now();
-        while !job.is_over() && job.progress.total() == 0 {
+        while !job.is_over() && job.progress.total() == Bytes::ZERO {
             assert!(begun.elapsed() < patient(LIMIT), "a job does not begin");
             self.ring.sleep(Duration::from_micros(200)).await;
         }
@@ -101,7 +103,7 @@ impl Walk {
     async fn try_others(&mut self) {
         let size = (self.bytes.len() + (1 << 20)).min(SIZE_MAX);
         let options = ResizeOptions { shrink: true, ..ResizeOptions::default() };
-        match self.disk.resize_with(&self.ring, size as u64, options).await {
+        match self.disk.resize_with(&self.ring, Bytes::of(size), options).await {
             Ok(_) => self.bytes.resize(size, 0),
             Err(error) => assert_eq!(error.kind(), ErrorKind::Busy, "{error}"),
         }
@@ -115,7 +117,7 @@ impl Walk {
     /// A client makes the disk longer, which is not possible during a mirror.
     async fn lengthen(&mut self) {
         let size = (self.bytes.len() + (64 << 10)).min(SIZE_MAX);
-        match self.disk.grow(&self.ring, size as u64).await {
+        match self.disk.grow(&self.ring, Bytes::of(size)).await {
             Ok(()) => self.bytes.resize(self.bytes.len().max(size), 0),
             Err(errno) => assert_eq!(errno, Errno::BUSY),
         }

@@ -1,5 +1,6 @@
 //! Steps of a walk.
 
+use ringdisk_qcow2::Bytes;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,11 +9,11 @@ use ringdisk_throttle::{Limits, Rate, Rates};
 
 use super::jobs::Fate;
 use super::{CLIENTS, DEPTH_MAX, SIZE_MAX, Walk, opened};
-use crate::tests::qemu_img;
+use crate::tests::{assert_same, qemu_img, read_steps};
 use crate::{
-    CheckpointOptions, CommitOptions, Disk, Errno, ErrorKind, Format, ImageOptions, MirrorControl,
-    MirrorEnd, MirrorOptions, MirrorSync, OnError, OverlayOptions, ResizeOptions, SnapshotChange,
-    StreamOptions,
+    BackupOptions, BackupSync, CheckpointOptions, CommitOptions, Disk, Errno, Error, ErrorKind,
+    Format, ImageOptions, MirrorControl, MirrorEnd, MirrorOptions, MirrorSync, OnError,
+    OverlayOptions, ResizeOptions, SnapshotChange, StreamOptions,
 };
 
 impl Walk {
@@ -20,7 +21,7 @@ impl Walk {
     pub(super) async fn step(&mut self) -> String {
         self.some().await;
         self.write_behind().await;
-        match self.prng.below(20) {
+        match self.prng.below(24) {
             0..3 if self.depth() < DEPTH_MAX => self.overlay().await,
             3..6 if self.depth() > 1 => self.commit().await,
             6..8 if self.depth() > 1 => self.stream().await,
@@ -31,6 +32,8 @@ impl Walk {
             16 => self.limit(),
             17 if !self.is_raw() && self.frozen.is_none() => self.snapshot().await,
             18 => self.checkpoint().await,
+            19..21 if self.frozen.is_none() => self.backup().await,
+            21..23 if self.depth() > 3 => self.stream_beside_commit().await,
             _ => {
                 assert_eq!(self.disk.flush(&self.ring).await, Ok(()));
                 String::from("flush")
@@ -110,6 +113,40 @@ impl Walk {
         what
     }
 
+    /// Both at once: down to an image that stays, and of images below that one.
+    async fn stream_beside_commit(&mut self) -> String {
+        let before = self.names();
+        let depth = before.len();
+        let base = 1 + self.below(depth - 3);
+        let top = base + 1 + self.below(depth - 2 - base);
+        let options =
+            CommitOptions { top, base: top + 1 + self.below(depth - 1 - top), keep_top: false };
+        let fates = [self.fate(), self.fate()];
+        let down_to = StreamOptions { base: Some(base) };
+        let stream = self
+            .spawn(async move |disk, ring, progress| disk.stream(&ring, down_to, &progress).await);
+        let commit = self
+            .spawn(async move |disk, ring, progress| disk.commit(&ring, options, &progress).await);
+        self.meanwhile(&stream, fates[0]).await;
+        self.meanwhile(&commit, fates[1]).await;
+        let mut left = depth;
+        let counts = [base - 1, options.base - options.top];
+        for ((job, fate), count) in [&stream, &commit].into_iter().zip(fates).zip(counts) {
+            let result = self.end(job).await;
+            let is_meant = |error: &Error| {
+                let kind = error.kind();
+                let is_of_snapshots = kind == ErrorKind::Unsupported || kind == ErrorKind::Invalid;
+                (is_of_snapshots || kind == ErrorKind::Busy) && self.may_have_snapshots()
+            };
+            if !result.as_ref().is_err_and(is_meant) && self.judge(fate, result).is_some() {
+                left -= count;
+            }
+        }
+        assert_eq!(self.depth(), left);
+        self.remove(&before);
+        format!("stream down to {base} beside commit {top} into {}, {fates:?}", options.base)
+    }
+
     /// Whether an image of the chain may have internal snapshots.
     fn may_have_snapshots(&self) -> bool {
         let mut images = self.disk.layers().into_iter();
@@ -174,11 +211,44 @@ impl Walk {
         what
     }
 
+    /// The target gets the bytes of the instant, whatever clients do meanwhile; or it is given up.
+    async fn backup(&mut self) -> String {
+        let before = self.names();
+        let format = if self.prng.coin() { "qcow2" } else { "raw" };
+        let name = self.new_name(format);
+        let path = self.path(&name);
+        let size = self.disk.size().to_string();
+        qemu_img(&self.directory, &["create", "-q", "-f", format, &name, &size]);
+        let target = opened(&self.ring, path.clone()).await;
+        let fleece = SimStorage::new(0, 8).storage();
+        let options = BackupOptions { sync: BackupSync::Full, fleece, fleece_max: Bytes(1 << 30) };
+        self.halt().await;
+        let then = self.bytes.clone();
+        let backup = self.disk.begin_backup(&self.ring, target, options).await.expect("it begins");
+        self.go_on();
+        let fate = self.fate();
+        let job = self.spawn(async move |_, _, progress| backup.run(&progress).await);
+        self.meanwhile(&job, fate).await;
+        let result = self.end(&job).await;
+        assert_eq!(self.names(), before);
+        let is_made = self.judge(fate, result).is_some();
+        if is_made {
+            let copy = opened(&self.ring, path.clone()).await;
+            assert_same(&read_steps(&self.ring, &copy, 1 << 20).await, &then);
+            assert_eq!(copy.close(&self.ring).await, Ok(()));
+        }
+        if format == "qcow2" {
+            qemu_img(&self.directory, &["check", "-q", "-f", "qcow2", &name]);
+        }
+        std::fs::remove_file(path).expect("nobody needs it");
+        format!("backup to {name}, {fate:?}")
+    }
+
     /// To storage that fails now and then: clients see nothing of it.
     async fn failing_mirror(&mut self) -> String {
         let before = self.names();
         let small = self.prng.below(6) == 0;
-        let len = if small { 1 << 20 } else { self.disk.size() };
+        let len = if small { 1 << 20 } else { self.disk.size().0 };
         let sim = SimStorage::new(len, self.prng.below(1000));
         let fault = match self.prng.below(3) {
             0 => Fault::Fail(Errno::IO),
@@ -253,7 +323,7 @@ impl Walk {
         let size = CLIENTS + 512 * self.below(room + 1);
         let options = ResizeOptions { shrink: true, ..ResizeOptions::default() };
         let what = format!("resize to {size}");
-        match self.disk.resize_with(&self.ring, size as u64, options).await {
+        match self.disk.resize_with(&self.ring, Bytes::of(size), options).await {
             Ok(_) => self.bytes.resize(size, 0),
             Err(error) => {
                 let smaller = size < self.bytes.len();
@@ -302,7 +372,7 @@ impl Walk {
         self.halt().await;
         let options = CheckpointOptions {
             copy_limit: Duration::from_secs(600),
-            ..CheckpointOptions::new(SimStorage::new(0, 7).storage(), 1 << 30)
+            ..CheckpointOptions::new(SimStorage::new(0, 7).storage(), Bytes(1 << 30))
         };
         let prepared = self.disk.prepare_checkpoint(&self.ring, options).await.expect("prepared");
         let mut held = self.disk.hold(&self.ring, Duration::from_secs(60)).await.expect("held");

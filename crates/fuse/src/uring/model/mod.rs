@@ -225,7 +225,7 @@ fn an_entry_that_fails_is_heard_of_by_the_start_or_by_the_mount() {
     check_random(
         || {
             let outcome = Arc::new(Outcome::new());
-            // What queue threads tell the keeper of a mount that is live.
+            // What queue threads tell the control of a mount that is live.
             let (ended, reasons) = channel();
             let entries: Vec<_> = [5, 107]
                 .into_iter()

@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use ringdisk_disk::{Disk, NullOptions};
+use ringdisk_disk::{Bytes, Disk, NullOptions};
 use ringdisk_fuse::abi::InitIn;
 use ringdisk_fuse::abi::flags::{INIT_EXT, INIT_HAS_IO_URING_BUFPOOL, INIT_OVER_IO_URING};
 use ringdisk_fuse::file::{FileOptions, FileServer};
@@ -77,8 +77,11 @@ impl Wire {
             method: Method::Direct,
         };
         let mount = mount(&path, &options).expect("a mount");
-        let disk =
-            Disk::null(&NullOptions { size: 1 << 20, read_zeroes: true, ..NullOptions::default() });
+        let disk = Disk::null(&NullOptions {
+            size: Bytes(1 << 20),
+            read_zeroes: true,
+            ..NullOptions::default()
+        });
         let options = FileOptions {
             growable: false,
             resizable: false,

@@ -18,7 +18,7 @@ use crate::check::stop::Stop;
 use crate::check::tables::{self, SnapshotL1};
 use crate::header::{self, Header};
 use crate::limits::{CHECK_BYTES_MAX, CHECK_PAST_END_MAX, CHECK_TABLES_BYTES_MAX, L1_BYTES_MAX};
-use crate::units::{HostCluster, HostOffset};
+use crate::units::{Bytes, HostCluster, HostOffset};
 
 pub(super) use found::{Claim, CutCompressed, Fixable, Holds, NO_INDEX, TableUse};
 
@@ -26,7 +26,7 @@ pub(super) use found::{Claim, CutCompressed, Fixable, Holds, NO_INDEX, TableUse}
 #[derive(Clone, Copy, Debug)]
 struct Table {
     offset: HostOffset,
-    bytes: u64,
+    bytes: Bytes,
     active: bool,
 }
 
@@ -62,7 +62,7 @@ pub(super) struct Scan {
     /// Where the entries of some snapshots are is not known.
     pub(super) hidden_snapshots: bool,
     /// Bytes of the snapshot table.
-    pub(super) snapshot_table_len: u64,
+    pub(super) snapshot_table_len: Bytes,
     /// Snapshots and bitmaps aside: L1 and L2 entries that cannot be right. What they should refer
     /// to may be among the leaks.
     pub(super) damaged: u64,
@@ -84,8 +84,8 @@ pub(super) struct Scan {
     /// Some cluster has more references than a refcount can say.
     pub(super) overflow: bool,
     /// Bytes of metadata that were read, and that are known to be there.
-    pub(super) done: u64,
-    pub(super) total: u64,
+    pub(super) done: Bytes,
+    pub(super) total: Bytes,
 }
 
 /// Walks the image. The refcount blocks themselves are counted, but not read.
@@ -116,7 +116,7 @@ pub(super) async fn scan(
         incomplete_snapshots: 0,
         lost_snapshots: Vec::new(),
         hidden_snapshots: false,
-        snapshot_table_len: 0,
+        snapshot_table_len: Bytes::ZERO,
         damaged: 0,
         suspect: false,
         fixable: Vec::new(),
@@ -126,14 +126,14 @@ pub(super) async fn scan(
         nameless_data: layout.external && header.extensions.data_file.is_none(),
         blocks_broken: false,
         overflow: false,
-        done: 0,
-        total: 0,
+        done: Bytes::ZERO,
+        total: Bytes::ZERO,
     };
     scan.count(HostOffset(0), layout.cluster_size(), "the header", report)?;
     scan.own(HostOffset(0), layout.cluster_size(), Holds::Header);
     scan.marks(header, report);
     scan.read_refcount_table(source, header).await?;
-    let l1_bytes = u64::from(header.l1_entries) * 8;
+    let l1_bytes = Bytes(u64::from(header.l1_entries) * 8);
     let l1 = Table { offset: header.l1_table.start, bytes: l1_bytes, active: true };
     scan.l1_table(source, l1, "the L1 table", report).await?;
     scan.snapshots(source, header, report, hooks).await?;
@@ -162,11 +162,11 @@ impl Scan {
     pub(super) fn count(
         &mut self,
         offset: HostOffset,
-        len: u64,
+        len: Bytes,
         what: &str,
         report: &mut CheckReport,
     ) -> Result<(), Stop> {
-        if len == 0 {
+        if len == Bytes::ZERO {
             return Ok(());
         }
         self.count_range(offset, len, Uses::unflagged(1), || what.to_owned(), report)
@@ -177,12 +177,12 @@ impl Scan {
     pub(super) fn count_uses(
         &mut self,
         offset: HostOffset,
-        len: u64,
+        len: Bytes,
         uses: Uses,
         what: impl FnOnce() -> String,
         report: &mut CheckReport,
     ) -> Result<(), Stop> {
-        if len == 0 {
+        if len == Bytes::ZERO {
             return Ok(());
         }
         self.damaged += u64::from(!self.layout.may_be_there(offset, len));
@@ -192,7 +192,7 @@ impl Scan {
     fn count_range(
         &mut self,
         offset: HostOffset,
-        len: u64,
+        len: Bytes,
         uses: Uses,
         what: impl FnOnce() -> String,
         report: &mut CheckReport,
@@ -210,7 +210,7 @@ impl Scan {
             self.note_past_end(offset, len, uses);
             return Ok(());
         }
-        let last = (offset + len - 1) >> self.layout.cluster_bits;
+        let last = (offset + len - Bytes(1)) >> self.layout.cluster_bits;
         self.counts.add(first, uses)?;
         for cluster in (first + 1).up_to(last + 1) {
             self.counts.add(cluster, Uses::unflagged(uses.total))?;
@@ -220,9 +220,9 @@ impl Scan {
 
     /// Remembers what points past the end. A long structure may begin inside the file: that part
     /// is not counted, as QEMU does not count it, but it is not free either.
-    pub(super) fn note_past_end(&mut self, offset: HostOffset, len: u64, uses: Uses) {
+    pub(super) fn note_past_end(&mut self, offset: HostOffset, len: Bytes, uses: Uses) {
         let bits = self.layout.cluster_bits;
-        let (first, last) = (offset >> bits, offset.saturating_add(len - 1) >> bits);
+        let (first, last) = (offset >> bits, offset.saturating_add(len - Bytes(1)) >> bits);
         for cluster in first.up_to(last + 1) {
             if self.past_end.len() >= CHECK_PAST_END_MAX && !self.past_end.contains_key(&cluster) {
                 self.past_end_unknown_to = self.past_end_unknown_to.max(last + 1);
@@ -239,12 +239,12 @@ impl Scan {
     }
 
     /// Notes that a range holds a structure that shares its clusters with nothing.
-    pub(super) fn own(&mut self, offset: HostOffset, len: u64, holds: Holds) {
-        if len == 0 || !self.layout.may_be_there(offset, len) {
+    pub(super) fn own(&mut self, offset: HostOffset, len: Bytes, holds: Holds) {
+        if len == Bytes::ZERO || !self.layout.may_be_there(offset, len) {
             return;
         }
         let bits = self.layout.cluster_bits;
-        let (first, last) = (offset >> bits, (offset + len - 1) >> bits);
+        let (first, last) = (offset >> bits, (offset + len - Bytes(1)) >> bits);
         let clusters = first.up_to(last + 1);
         self.claims.extend(clusters.map(|cluster| Claim { cluster, holds, uses: 1, block: 0 }));
     }
@@ -254,7 +254,7 @@ impl Scan {
     pub(super) fn whole(
         &mut self,
         offset: HostOffset,
-        len: u64,
+        len: Bytes,
         what: &str,
         report: &mut CheckReport,
     ) {
@@ -265,12 +265,12 @@ impl Scan {
     fn named_whole(
         &mut self,
         offset: HostOffset,
-        len: u64,
+        len: Bytes,
         what: &str,
         report: &mut CheckReport,
     ) -> bool {
         let end = offset.saturating_add(len);
-        if len == 0 || end.0 <= self.layout.exact_len {
+        if len == Bytes::ZERO || end.from_start() <= self.layout.exact_len {
             return false;
         }
         // Else it was counted as lying past the end.
@@ -298,7 +298,7 @@ impl Scan {
         }
     }
 
-    pub(super) fn progress(&mut self, bytes: u64, hooks: CheckHooks<'_>) -> Result<(), Stop> {
+    pub(super) fn progress(&mut self, bytes: Bytes, hooks: CheckHooks<'_>) -> Result<(), Stop> {
         self.done += bytes;
         hooks.step(self.done, self.total)
     }
@@ -315,7 +315,7 @@ impl Scan {
         self.count(offset, bytes, what, report)?;
         self.own(offset, bytes, if active { Holds::L1 } else { Holds::SnapshotL1 });
         self.whole(offset, bytes, what, report);
-        let there = bytes.min(self.layout.file_len.saturating_sub(offset.0));
+        let there = bytes.min(self.layout.file_len.saturating_sub(offset.from_start()));
         source
             .read_all("reading an L1 table", pieces_of(offset, there), |place, piece| {
                 let first = place * READ_BYTES / 8;
@@ -342,12 +342,12 @@ impl Scan {
         report: &mut CheckReport,
     ) {
         let offset = HostOffset(entry & OFFSET_MASK);
-        let bad = entry & L1_RESERVED != 0 || self.layout.in_cluster(offset) != 0;
+        let bad = entry & L1_RESERVED != 0 || self.layout.in_cluster(offset) != Bytes::ZERO;
         self.damaged += u64::from(bad);
         if entry & L1_RESERVED != 0 {
             report.corrupt(1, || format!("ERROR {what}: entry {entry:#x} has reserved bits set"));
         }
-        if self.layout.in_cluster(offset) != 0 {
+        if self.layout.in_cluster(offset) != Bytes::ZERO {
             report.corrupt(1, || {
                 format!("ERROR {what}: entry {entry:#x} names an L2 table that is not aligned")
             });
@@ -378,7 +378,7 @@ impl Scan {
             }
             same
         });
-        let bytes = (self.tables.len() * size_of::<TableUse>()) as u64;
+        let bytes = Bytes::of(self.tables.len() * size_of::<TableUse>());
         if bytes > CHECK_BYTES_MAX / 4 { Err(Stop::Memory) } else { Ok(()) }
     }
 
@@ -401,12 +401,12 @@ impl Scan {
                 )
             });
         }
-        let mut bytes_sum = 0u64;
+        let mut bytes_sum = Bytes::ZERO;
         for (number, snapshot) in (0u32..).zip(snapshots) {
             hooks.step(self.done, self.total)?;
             let (offset, name) = (snapshot.offset, &snapshot.name);
-            let bytes = u64::from(snapshot.entries) * 8;
-            if self.layout.in_cluster(offset) != 0 {
+            let bytes = Bytes(u64::from(snapshot.entries) * 8);
+            if self.layout.in_cluster(offset) != Bytes::ZERO {
                 report.corrupt(1, || {
                     format!("ERROR snapshot {name}: its L1 table at {offset:#x} is not aligned")
                 });
@@ -455,14 +455,17 @@ impl Scan {
         for table in &tables {
             let uses = Uses { total: table.total(), copied: table.copied, plain: table.plain };
             self.count_uses(table.offset, size, uses, || "an L2 table".to_owned(), report)?;
-            if self.layout.in_cluster(table.offset) == 0 && table.offset.0 < self.layout.file_len {
+            if self.layout.in_cluster(table.offset) == Bytes::ZERO
+                && table.offset.from_start() < self.layout.file_len
+            {
                 let cluster = table.offset >> self.layout.cluster_bits;
                 let claim = Claim { cluster, holds: Holds::L2, uses: table.total(), block: 0 };
                 self.claims.push(claim);
                 self.whole(table.offset, size, "an L2 table", report);
             }
         }
-        let inside = &tables[..tables.partition_point(|t| t.offset.0 < self.layout.file_len)];
+        let inside =
+            &tables[..tables.partition_point(|t| t.offset.from_start() < self.layout.file_len)];
         self.total += inside.len() as u64 * size;
         let runs = Runs { tables: inside, size };
         let mut at = 0;
@@ -472,7 +475,7 @@ impl Scan {
                     self.l2_table(bytes, inside[at], report)?;
                     at += 1;
                 }
-                self.progress(piece.len() as u64, hooks)
+                self.progress(Bytes::of(piece.len()), hooks)
             })
             .await?;
         self.tables = tables;
@@ -491,7 +494,7 @@ impl Scan {
         let raw = source.read("reading the refcount table", table.start, len).await?;
         self.blocks = raw.as_chunks::<8>().0.iter().map(|b| u64::from_be_bytes(*b)).collect();
         let blocks = self.blocks.iter().filter(|entry| **entry != 0).count() as u64;
-        self.total += blocks << self.layout.cluster_bits;
+        self.total += Bytes::of_clusters(blocks, self.layout.cluster_bits);
         Ok(())
     }
 
@@ -512,7 +515,7 @@ impl Scan {
             let cluster = offset >> layout.cluster_bits;
             let wrong = if entry & BLOCK_RESERVED != 0 {
                 "reserved bits are set"
-            } else if layout.in_cluster(offset) != 0 {
+            } else if layout.in_cluster(offset) != Bytes::ZERO {
                 "the block is not aligned"
             } else if cluster >= layout.clusters() {
                 "the block lies behind the end of the file"
@@ -539,7 +542,7 @@ impl Scan {
 /// Reads of L2 tables, neighbours in one.
 struct Runs<'a> {
     tables: &'a [TableUse],
-    size: u64,
+    size: Bytes,
 }
 
 impl Iterator for Runs<'_> {
@@ -547,7 +550,7 @@ impl Iterator for Runs<'_> {
 
     fn next(&mut self) -> Option<(HostOffset, usize)> {
         let start = self.tables.first()?.offset;
-        let max = (READ_BYTES as u64 / self.size).max(1);
+        let max = (Bytes::of(READ_BYTES) / self.size).max(1);
         let mut count = 0u64;
         while count < max
             && let Some(table) = self.tables.get(usize::try_from(count).unwrap_or(usize::MAX))

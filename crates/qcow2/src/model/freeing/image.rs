@@ -14,7 +14,7 @@ use super::super::unlinked::UnlinkedClusters;
 use super::world::{CLUSTERS, World, entry, host, version};
 use super::{Mistake, pause};
 use crate::refcounts::{Blocked, DirtyRefcounts, RefcountParts, Refcounts};
-use crate::units::{HostCluster, HostOffset};
+use crate::units::{Bytes, HostCluster, HostOffset};
 
 /// log2 of the cluster size.
 const BITS: u32 = 9;
@@ -51,7 +51,7 @@ impl Image {
             table: vec![HostOffset(2 << BITS)],
             table_offset: HostOffset(1 << BITS),
             table_clusters: 1,
-            file_len: (CLUSTERS as u64) << BITS,
+            file_len: Bytes((CLUSTERS as u64) << BITS),
             can_grow: false,
             reads_zero_past_end: false,
             disk_clusters: 0,

@@ -14,6 +14,7 @@ use crate::bitmaps::directory::{
     self, AUTO, Entry, GRANULARITY_BITS_MAX, GRANULARITY_BITS_MIN, IN_USE, TYPE_DIRTY_TRACKING,
 };
 use crate::bitmaps::tables::{self, Place};
+use crate::cause::Cause;
 use crate::engine::Qcow2;
 use crate::error::{Error, ErrorKind};
 use crate::header::{self, HeaderImage};
@@ -22,11 +23,11 @@ use crate::limits::{
     RECORDED_BITMAPS_BYTES_MAX,
 };
 use crate::sync::lock;
-use crate::units::GuestOffset;
+use crate::units::{Bytes, GuestOffset};
 
 /// The default granularity is the size of a cluster, but not outside these bounds.
-const DEFAULT_GRANULARITY_MIN: u64 = 4 << 10;
-const DEFAULT_GRANULARITY_MAX: u64 = 64 << 10;
+const DEFAULT_GRANULARITY_MIN: Bytes = Bytes(4 << 10);
+const DEFAULT_GRANULARITY_MAX: Bytes = Bytes(64 << 10);
 
 /// What a bitmap says, apart from its image.
 #[derive(Debug)]
@@ -36,13 +37,13 @@ pub struct BitmapContents {
 
 impl BitmapContents {
     /// Size of the disk in bytes.
-    pub fn disk_bytes(&self) -> u64 {
+    pub fn disk_bytes(&self) -> Bytes {
         self.bits.size()
     }
 
     /// Bytes of disk for each bit.
-    pub fn granularity_bytes(&self) -> u64 {
-        1 << self.bits.granularity_bits()
+    pub fn granularity_bytes(&self) -> Bytes {
+        Bytes(1 << self.bits.granularity_bits())
     }
 
     /// The parts of the disk that are marked, in order: byte ranges, whole units of granularity,
@@ -65,7 +66,7 @@ impl Qcow2 {
         &mut self,
         ring: &Ring,
         name: &str,
-        granularity_bytes: Option<u64>,
+        granularity_bytes: Option<Bytes>,
     ) -> Result<(), Error> {
         self.add_bitmap(ring, name, granularity_bytes, AUTO).await
     }
@@ -77,7 +78,7 @@ impl Qcow2 {
         &mut self,
         ring: &Ring,
         name: &str,
-        granularity_bytes: Option<u64>,
+        granularity_bytes: Option<Bytes>,
     ) -> Result<(), Error> {
         self.add_bitmap(ring, name, granularity_bytes, 0).await
     }
@@ -86,7 +87,7 @@ impl Qcow2 {
         &mut self,
         ring: &Ring,
         name: &str,
-        granularity_bytes: Option<u64>,
+        granularity_bytes: Option<Bytes>,
         flags: u32,
     ) -> Result<(), Error> {
         let granularity_bits = self.check_new_bitmap(name, granularity_bytes)?;
@@ -95,7 +96,8 @@ impl Qcow2 {
             return Err(self.refuse_bitmap(name, "is there already", "choose another name"));
         }
         if flags & AUTO != 0 {
-            self.check_recording_room(name, &entries, granularity_bits)?;
+            let others = tables::recording_bytes(&entries, self.geometry.virtual_size);
+            self.check_recording_room(name, others, granularity_bits)?;
         }
         self.check_room_for_bitmap(&entries, name)?;
         let bits = Bits::new(self.geometry.virtual_size, granularity_bits)
@@ -235,7 +237,8 @@ impl Qcow2 {
             return Ok(());
         }
         if on {
-            self.check_recording_room(name, &entries, entries[at].granularity_bits.into())?;
+            let others = tables::recording_bytes(&entries, self.geometry.virtual_size);
+            self.check_recording_room(name, others, entries[at].granularity_bits.into())?;
         }
         entries[at].flags ^= AUTO;
         self.publish_bitmaps(ring, Update::default(), &entries).await
@@ -256,7 +259,11 @@ impl Qcow2 {
     }
 
     /// Log2 of the granularity of a new bitmap.
-    fn check_new_bitmap(&self, name: &str, granularity: Option<u64>) -> Result<u32, Error> {
+    pub(super) fn check_new_bitmap(
+        &self,
+        name: &str,
+        granularity: Option<Bytes>,
+    ) -> Result<u32, Error> {
         let refuse = |why: &str, advice| Err(self.refuse_bitmap(name, why, advice));
         if self.info.version < 3 {
             let why = "cannot be stored in an image of version 2 (compat 0.10)";
@@ -271,13 +278,13 @@ impl Qcow2 {
             return refuse(&why, "choose another name");
         }
         let size = self.geometry.virtual_size;
-        if size == 0 {
+        if size == Bytes::ZERO {
             return refuse("cannot be added to a disk without bytes", "resize the disk first");
         }
         let default =
             self.geometry.cluster_size().clamp(DEFAULT_GRANULARITY_MIN, DEFAULT_GRANULARITY_MAX);
         let granularity = granularity.unwrap_or(default);
-        let bits = granularity.checked_ilog2().unwrap_or(0);
+        let bits = granularity.0.checked_ilog2().unwrap_or(0);
         let allowed = GRANULARITY_BITS_MIN..=GRANULARITY_BITS_MAX;
         if !granularity.is_power_of_two() || !allowed.contains(&bits) {
             let why = format!(
@@ -295,8 +302,8 @@ impl Qcow2 {
         Ok(bits)
     }
 
-    fn check_room_for_bitmap(&self, entries: &[Entry], name: &str) -> Result<(), Error> {
-        let directory_bytes = directory::to_bytes(entries).len() as u64 + 2048;
+    pub(super) fn check_room_for_bitmap(&self, entries: &[Entry], name: &str) -> Result<(), Error> {
+        let directory_bytes = Bytes::of(directory::to_bytes(entries).len()) + Bytes(2048);
         if entries.len() as u64 >= u64::from(BITMAPS_MAX)
             || directory_bytes > BITMAP_DIRECTORY_BYTES_MAX
         {
@@ -308,20 +315,19 @@ impl Qcow2 {
 
     /// Refuses a bitmap that could not record, since all that record are held in memory.
     ///
-    /// * `entries`: the bitmaps that are there.
-    fn check_recording_room(
+    /// * `others`: bytes of memory that the bitmaps take that are there.
+    pub(super) fn check_recording_room(
         &self,
         name: &str,
-        entries: &[Entry],
+        others: Bytes,
         granularity_bits: u32,
     ) -> Result<(), Error> {
         let size = self.geometry.virtual_size;
-        let others = tables::recording_bytes(entries, size);
         let bytes = tables::content_bytes(size, granularity_bits);
         if others.saturating_add(bytes) <= RECORDED_BITMAPS_BYTES_MAX {
             return Ok(());
         }
-        let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+        let mib = |bytes: Bytes| bytes.clusters(20);
         let why = format!(
             "with a granularity of {} would take {} MiB of memory while it records, beside {} \
              MiB of other bitmaps: together at most {} MiB",
@@ -336,6 +342,7 @@ impl Qcow2 {
     fn find_bitmap(&self, entries: &[Entry], name: &str) -> Result<usize, Error> {
         entries.iter().position(|entry| entry.name == name.as_bytes()).ok_or_else(|| {
             self.refuse_bitmap(name, "is not there", "`ringdisk info` lists the bitmaps")
+                .because(Cause::NoBitmap { name: name.to_owned() })
         })
     }
 
@@ -405,7 +412,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    fn refuse_bitmap(&self, name: &str, why: &str, advice: &'static str) -> Error {
+    pub(super) fn refuse_bitmap(&self, name: &str, why: &str, advice: &'static str) -> Error {
         let reason = format!("bitmap '{name}' {why}");
         Error::new(ErrorKind::InvalidRequest, self.file.name(), reason, advice)
     }
@@ -414,14 +421,14 @@ impl Qcow2 {
         Error::corrupt(self.file.name(), format!("bitmap '{name}' cannot be read: {why}"))
     }
 
-    fn no_memory_for_bitmap(&self, name: &str) -> Error {
+    pub(super) fn no_memory_for_bitmap(&self, name: &str) -> Error {
         Error::too_large(
             self.file.name(),
             format!("there is not enough memory for bitmap '{name}'"),
         )
     }
 
-    fn bitmap_io(&self, errno: Errno) -> Error {
+    pub(super) fn bitmap_io(&self, errno: Errno) -> Error {
         Error::io(self.file.name(), "changing bitmaps", errno)
     }
 }

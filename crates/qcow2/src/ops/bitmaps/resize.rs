@@ -18,7 +18,7 @@ use crate::header::BITMAPS;
 use crate::limits::{BITMAP_BYTES_MAX, RECORDED_BITMAPS_BYTES_MAX};
 use crate::refcounts::Run;
 use crate::table::{bytes_of, words_of};
-use crate::units::{HostCluster, HostOffset};
+use crate::units::{Bytes, HostCluster, HostOffset};
 
 use super::super::mappings::What;
 use super::super::transaction::Transaction;
@@ -31,8 +31,8 @@ const ALL_SET: u64 = 1;
 /// Errors: `Corrupt`; `InvalidRequest` when a bitmap would be too large.
 pub(in crate::ops) async fn resize(
     tx: &mut Transaction<'_>,
-    old: u64,
-    new: u64,
+    old: Bytes,
+    new: Bytes,
 ) -> Result<(), Error> {
     let Some(directory) = directory_of(tx) else { return Ok(()) };
     let cluster_size = tx.geometry.cluster_size();
@@ -72,12 +72,12 @@ pub(in crate::ops) async fn walk<'a>(
         Err(_) => return Ok(false),
         Ok(entries) => entries,
     };
-    let (mut seen, mut left, mut all) = (HashSet::new(), tx.file.len(), true);
+    let (mut seen, mut left, mut all) = (HashSet::new(), Bytes(tx.file.len()), true);
     for entry in &entries {
         if !seen.insert((entry.table_offset, entry.table_entries)) {
             continue;
         }
-        let len = u64::from(entry.table_entries) * 8;
+        let len = Bytes(u64::from(entry.table_entries) * 8);
         let Some(rest) = left.checked_sub(len) else {
             all = false;
             continue;
@@ -116,7 +116,7 @@ pub(in crate::ops) async fn move_behind(
     let mut changed = own.end() > end;
     for entry in &mut entries {
         let mut table = table_of(tx, entry).await?;
-        let run = tx.clusters_of(entry.table_offset, u64::from(entry.table_entries) * 8);
+        let run = tx.clusters_of(entry.table_offset, Bytes(u64::from(entry.table_entries) * 8));
         let mut moves = run.end() > end;
         for word in &mut table {
             let Some(cluster) = cluster_of(tx, *word).filter(|cluster| *cluster >= end) else {
@@ -150,7 +150,7 @@ async fn put_directory(
     let bytes = directory::to_bytes(entries);
     let run = tx.write_new(&bytes, "the bitmap directory").await?;
     let offset = run.start << tx.geometry.cluster_bits;
-    let len = bytes.len() as u64;
+    let len = Bytes::of(bytes.len());
     tx.header.set_bitmaps(Some(BitmapDirectory { offset, len, ..old }))?;
     let old = tx.clusters_of(old.offset, old.len);
     tx.unref_metadata(old.start, old.count).await
@@ -158,7 +158,7 @@ async fn put_directory(
 
 /// The words of the table of a bitmap.
 async fn table_of(tx: &Transaction<'_>, entry: &Entry) -> Result<Vec<u64>, Error> {
-    let len = u64::from(entry.table_entries) * 8;
+    let len = Bytes(u64::from(entry.table_entries) * 8);
     if len > BITMAP_BYTES_MAX || !entry.table_offset.is_multiple_of(tx.geometry.cluster_size()) {
         return Err(tx.corrupt("the table of a bitmap is too large or not aligned"));
     }
@@ -174,8 +174,13 @@ fn cluster_of(tx: &Transaction<'_>, word: u64) -> Option<HostCluster> {
 }
 
 /// Refuses a size with which the bitmaps that record now would not fit into memory any more.
-fn check_room(tx: &Transaction<'_>, entries: &[Entry], old: u64, new: u64) -> Result<(), Error> {
-    let fits = |size: u64| tables::recording_bytes(entries, size) <= RECORDED_BITMAPS_BYTES_MAX;
+fn check_room(
+    tx: &Transaction<'_>,
+    entries: &[Entry],
+    old: Bytes,
+    new: Bytes,
+) -> Result<(), Error> {
+    let fits = |size: Bytes| tables::recording_bytes(entries, size) <= RECORDED_BITMAPS_BYTES_MAX;
     if !fits(old) || fits(new) {
         return Ok(());
     }
@@ -195,22 +200,22 @@ fn check_room(tx: &Transaction<'_>, entries: &[Entry], old: u64, new: u64) -> Re
 async fn resize_one(
     tx: &mut Transaction<'_>,
     bitmap: &mut Entry,
-    old: u64,
-    new: u64,
+    old: Bytes,
+    new: Bytes,
 ) -> Result<bool, Error> {
     let (offset, entries) = (bitmap.table_offset, bitmap.table_entries);
     // At most 63, or the directory would not have been read.
     let granularity_bits = u32::from(bitmap.granularity_bits);
-    let bits_per_cluster = tx.geometry.cluster_size() * 8;
-    let bits = |size: u64| size.div_ceil(1 << granularity_bits);
-    let needed = |size: u64| bits(size).div_ceil(bits_per_cluster);
+    let bits_per_cluster = tx.geometry.cluster_size().0 * 8;
+    let bits = |size: Bytes| size.clusters(granularity_bits);
+    let needed = |size: Bytes| bits(size).div_ceil(bits_per_cluster);
     if needed(old) != u64::from(entries) {
         return Err(
             tx.corrupt(format!("a bitmap has a table of {entries} entries, which is wrong"))
         );
     }
     let wanted = needed(new);
-    if bits(new).div_ceil(8) > BITMAP_BYTES_MAX || wanted == 0 {
+    if Bytes(bits(new).div_ceil(8)) > BITMAP_BYTES_MAX || wanted == 0 {
         return Err(Error::new(
             ErrorKind::InvalidRequest,
             tx.file.name(),
@@ -238,7 +243,7 @@ async fn resize_one(
         return Ok(false);
     }
     let run = tx.write_new(&bytes_of(&table), "a bitmap table").await?;
-    let old_run = tx.clusters_of(offset, entries as u64 * 8);
+    let old_run = tx.clusters_of(offset, Bytes(entries as u64 * 8));
     tx.unref_metadata(old_run.start, old_run.count).await?;
     bitmap.table_offset = run.start << tx.geometry.cluster_bits;
     bitmap.table_entries = u32::try_from(wanted).unwrap_or(0);

@@ -10,7 +10,7 @@ use crate::engine::Qcow2;
 use crate::header::write_bytes;
 use crate::refcounts::Run;
 use crate::table::bytes_of;
-use crate::units::HostOffset;
+use crate::units::{Bytes, HostOffset};
 
 /// Contents are written in pieces of this size, or of a cluster.
 const PIECE_BYTES: usize = 1 << 20;
@@ -32,7 +32,7 @@ pub(crate) async fn store(
     let cluster_words = cluster_size / 8;
     let words = |cluster: usize| cluster * cluster_words..(cluster + 1) * cluster_words;
     let alike = |cluster, value| words(cluster).all(|index| bits.word(index) == value);
-    let count = bits.bytes().div_ceil(cluster_size as u64);
+    let count = bits.bytes().div_ceil(Bytes::of(cluster_size));
     let mut table = vec![0; usize::try_from(count).map_err(|_| Errno::FBIG)?];
     let mut mixed = Vec::new();
     for (cluster, entry) in table.iter_mut().enumerate() {
@@ -53,7 +53,7 @@ pub(crate) async fn store(
             left = later;
             let mut bytes = Vec::with_capacity(now.len() * cluster_size);
             for (index, cluster) in now.iter().enumerate() {
-                table[*cluster] = (start + (index * cluster_size) as u64).0;
+                table[*cluster] = (start + Bytes::of(index * cluster_size)).0;
                 bytes.extend(words(*cluster).flat_map(|index| bits.word(index).to_le_bytes()));
             }
             write_bytes(ring, &image.file, start, &bytes).await?;

@@ -4,6 +4,7 @@
 //! before one sector of the header makes it true; only then is the old given back. A crash leaves
 //! the old bitmaps or the new ones, and leaked clusters at most.
 
+use crate::units::Bytes;
 use ringdisk_ring::{Errno, Ring};
 
 use super::store;
@@ -18,6 +19,15 @@ use crate::sync::lock;
 
 /// Autoclear bits that we keep true.
 const KNOWN_AUTOCLEAR: u64 = header::BITMAPS | header::RAW_EXTERNAL;
+
+/// Who uses the image meanwhile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Use {
+    /// No request: its use was ended.
+    Closed,
+    /// Requests of clients.
+    Running,
+}
 
 /// The clusters that change hands.
 #[derive(Debug, Default)]
@@ -34,12 +44,23 @@ impl Update {
     /// Errors: `ENOSPC` and those of the storage; the image has its old bitmaps then (after an
     /// error of the last write and of taking it back: either).
     pub(crate) async fn publish(
-        mut self,
+        self,
         image: &Qcow2,
         ring: &Ring,
         entries: &[Entry],
     ) -> Result<(), Errno> {
-        let prepared = self.prepare(image, ring, entries).await;
+        self.publish_as(image, ring, entries, Use::Closed).await
+    }
+
+    /// As [`Update::publish`], with requests that run or without.
+    pub(crate) async fn publish_as(
+        mut self,
+        image: &Qcow2,
+        ring: &Ring,
+        entries: &[Entry],
+        usage: Use,
+    ) -> Result<(), Errno> {
+        let prepared = self.prepare(image, ring, entries, usage).await;
         let directory = match prepared {
             Ok(directory) => directory,
             Err(errno) => {
@@ -100,11 +121,12 @@ impl Update {
         image: &Qcow2,
         ring: &Ring,
         entries: &[Entry],
+        usage: Use,
     ) -> Result<Option<BitmapDirectory>, Errno> {
         let bits = image.geometry.cluster_bits;
         let old = lock(&image.engine()?.header).bitmaps();
         if let Some(old) = old.filter(|_| bitmaps_are_valid(image) == Ok(true)) {
-            let count = old.len.div_ceil(1 << bits);
+            let count = old.len.clusters(bits);
             self.old.push(Run::new(old.offset >> bits, count));
         }
         let directory = if entries.is_empty() {
@@ -113,11 +135,14 @@ impl Update {
             let bytes = directory::to_bytes(entries);
             let offset = store::write_clusters(image, ring, &bytes, &mut self.taken).await?;
             let count = u32::try_from(entries.len()).map_err(|_| Errno::FBIG)?;
-            let len = bytes.len() as u64;
-            image.space()?.mark_metadata(offset >> bits, len.div_ceil(1 << bits));
+            let len = Bytes::of(bytes.len());
+            image.space()?.mark_metadata(offset >> bits, len.clusters(bits));
             Some(BitmapDirectory { count, offset, len })
         };
-        image.settle(ring).await?;
+        match usage {
+            Use::Closed => image.settle(ring).await?,
+            Use::Running => image.checkpoint_all(ring).await?,
+        }
         Ok(directory)
     }
 }

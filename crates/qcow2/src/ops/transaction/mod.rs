@@ -21,7 +21,6 @@ use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_storage::Storage;
 
 use crate::engine::Engine;
-use crate::engine::write_all;
 use crate::engine::{Discard, Qcow2};
 use crate::error::{Error, ErrorKind};
 use crate::geometry::Geometry;
@@ -29,7 +28,7 @@ use crate::header::{HeaderImage, write_bytes};
 use crate::refcounts::{Blocked, DirtyRefcounts, DirtyTable, Refcounts, Run};
 use crate::sync::Arc;
 use crate::table;
-use crate::units::{HostCluster, HostOffset};
+use crate::units::{Bytes, HostCluster, HostOffset};
 
 /// Changed refcount blocks in memory before they are written, at most.
 const SPILL_BYTES: usize = 8 << 20;
@@ -295,7 +294,8 @@ impl<'a> Transaction<'a> {
             let data = bytes.get(at..bytes.len().min(at + piece.len())).unwrap_or_default();
             piece.slice(data.len()..piece.len()).fill(0);
             piece.slice(0..data.len()).copy_from_slice(0, data);
-            write_all(&self.file, self.ring, start + at as u64, &piece)
+            self.file
+                .write_all(self.ring, (start + Bytes::of(at)).0, &piece)
                 .await
                 .map_err(|errno| self.io(&format!("writing {what}"), errno))?;
         }

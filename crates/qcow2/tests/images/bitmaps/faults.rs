@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use ringdisk_qcow2::{CreateOptions, GuestOffset, Nothing};
+use ringdisk_qcow2::{Bytes, CreateOptions, GuestOffset, Nothing};
 use ringdisk_ring::{IoBuf, Runtime};
 use ringdisk_testkit::sim::{Fault, SimStorage, When};
 
@@ -10,10 +10,14 @@ use crate::bitmaps::session::{Session, Work, check, info};
 use crate::common::{Images, KIB, MIB, runtime};
 
 /// An image in memory with two bitmaps: `one` records, `two` does not.
-fn simulated(runtime: &mut Runtime, cluster_size: u64) -> Vec<u8> {
+pub(super) fn simulated(runtime: &mut Runtime, cluster_size: u64) -> Vec<u8> {
     let ring = runtime.ring().clone();
     let sim = SimStorage::new(0, 1);
-    let options = CreateOptions { size: 4 * MIB, cluster_size, ..Default::default() };
+    let options = CreateOptions {
+        size: Bytes(4 * MIB),
+        cluster_size: Bytes(cluster_size),
+        ..Default::default()
+    };
     runtime
         .block_on(ringdisk_qcow2::create(&ring, &sim.storage(), None, &options))
         .expect("an image");
@@ -26,9 +30,9 @@ fn simulated(runtime: &mut Runtime, cluster_size: u64) -> Vec<u8> {
 }
 
 /// What an image that somebody else left says about its bitmaps: name, in use, ranges.
-type State = Vec<(String, bool, Vec<Range<u64>>)>;
+pub(super) type State = Vec<(String, bool, Vec<Range<u64>>)>;
 
-fn state_of(runtime: &mut Runtime, image: &[u8]) -> State {
+pub(super) fn state_of(runtime: &mut Runtime, image: &[u8]) -> State {
     let mut session = Session::new(runtime, SimStorage::from_image(image, 1).storage(), false);
     let list = session.list();
     let one = |(name, in_use, _): (String, bool, bool)| {
@@ -40,7 +44,12 @@ fn state_of(runtime: &mut Runtime, image: &[u8]) -> State {
 
 /// Runs `work` on the image with a fault at every single storage operation, and looks at what a
 /// power cut leaves then.
-fn every_crash(runtime: &mut Runtime, image: &[u8], work: &Work, allowed: &dyn Fn(&State) -> bool) {
+pub(super) fn every_crash(
+    runtime: &mut Runtime,
+    image: &[u8],
+    work: &Work,
+    allowed: &dyn Fn(&State) -> bool,
+) {
     let images = Images::new();
     let mut stop = 0;
     loop {

@@ -5,12 +5,13 @@
 // A list of one range is meant where it stands.
 #![allow(clippy::single_range_in_vec_init)]
 
+mod beside;
 mod faults;
 mod session;
 
 use std::path::Path;
 
-use ringdisk_qcow2::{Error, ErrorKind, GuestOffset, Nothing, ResizeOptions};
+use ringdisk_qcow2::{Bytes, Error, ErrorKind, GuestOffset, Nothing, ResizeOptions};
 use ringdisk_ring::{IoBuf, Runtime};
 use session::{Session, Work, according_to_qemu, check, info, ranges};
 
@@ -88,8 +89,8 @@ fn discards_and_zeroes_are_recorded() {
     session
         .runtime
         .block_on(async {
-            image.write_zeroes(ring, GuestOffset(0), 65536, true, &Nothing).await?;
-            image.discard(ring, GuestOffset(MIB), 65536, &Nothing).await
+            image.write_zeroes(ring, GuestOffset(0), Bytes(65536), true, &Nothing).await?;
+            image.discard(ring, GuestOffset(MIB), Bytes(65536), &Nothing).await
         })
         .expect("both work");
     session.close();
@@ -267,7 +268,7 @@ fn a_bitmap_of_another_image_is_merged() {
         session.runtime.block_on(session.image.bitmap_contents(&session.ring, "bitmap"))
     }
     .expect("a good bitmap");
-    assert_eq!((source.disk_bytes(), source.granularity_bytes()), (8 * MIB, 4096));
+    assert_eq!((source.disk_bytes(), source.granularity_bytes()), (Bytes(8 * MIB), Bytes(4096)));
     let mut session = Session::open(&mut runtime, &images.path("image"));
     let (image, ring) = (&mut session.image, &session.ring);
     session.runtime.block_on(image.bitmap_merge(ring, "bitmap", &source)).expect("merged");
@@ -419,7 +420,7 @@ fn a_bitmap_that_could_not_record_is_refused_when_it_is_made_enabled_or_grown() 
     // 128 MiB by itself, and there is another one.
     refused(session.add("together", Some(2048)));
     let ring = session.ring.clone();
-    let added = session.image.bitmap_add_disabled(&ring, "large", Some(512));
+    let added = session.image.bitmap_add_disabled(&ring, "large", Some(Bytes(512)));
     session.runtime.block_on(added).expect("it does not record");
     refused(session.enable("large", true));
     session.remove("large").expect("it is there");
@@ -427,7 +428,7 @@ fn a_bitmap_that_could_not_record_is_refused_when_it_is_made_enabled_or_grown() 
     session.close();
     let mut session = Session::open(&mut runtime, &path);
     let options = ResizeOptions::default();
-    let grown = session.image.resize(&ring, 4096 * GIB, &options, &Nothing);
+    let grown = session.image.resize(&ring, Bytes(4096 * GIB), &options, &Nothing);
     let error = session.runtime.block_on(grown).expect_err("more than 128 MiB");
     assert!(error.reason().contains("128 MiB"), "{error}");
     assert_eq!(session.list().len(), 2, "{error}");

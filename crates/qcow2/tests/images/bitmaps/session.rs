@@ -4,8 +4,8 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use ringdisk_qcow2::{Error, GuestOffset, Nothing, OpenOptions, Qcow2};
-use ringdisk_ring::{IoBuf, Ring, Runtime};
+use ringdisk_qcow2::{Bytes, Error, GuestOffset, Nothing, OpenOptions, Qcow2};
+use ringdisk_ring::{Errno, IoBuf, Ring, Runtime};
 use ringdisk_storage::{Lock, Storage};
 
 use crate::common::Images;
@@ -41,15 +41,22 @@ impl<'a> Session<'a> {
     }
 
     pub(crate) fn write(&mut self, offset: u64, len: usize) {
+        assert_eq!(self.try_write(offset, len), Ok(len));
+    }
+
+    pub(crate) fn try_write(&mut self, offset: u64, len: usize) -> Result<usize, Errno> {
         let buf = IoBuf::new(len, 4096);
         buf.fill(0x5a);
-        let done = self.runtime.block_on(self.image.write(
-            &self.ring,
-            GuestOffset(offset),
-            &buf,
-            &Nothing,
-        ));
-        assert_eq!(done, Ok(len));
+        let write = self.image.write(&self.ring, GuestOffset(offset), &buf, &Nothing);
+        self.runtime.block_on(write)
+    }
+
+    pub(crate) fn try_flush(&mut self) -> Result<(), Errno> {
+        self.runtime.block_on(self.image.flush(&self.ring))
+    }
+
+    pub(crate) fn try_close(&mut self) -> Result<(), Errno> {
+        self.runtime.block_on(self.image.close(&self.ring))
     }
 
     pub(crate) fn close(self) {
@@ -57,7 +64,7 @@ impl<'a> Session<'a> {
     }
 
     pub(crate) fn add(&mut self, name: &str, granularity: Option<u64>) -> Result<(), Error> {
-        self.runtime.block_on(self.image.bitmap_add(&self.ring, name, granularity))
+        self.runtime.block_on(self.image.bitmap_add(&self.ring, name, granularity.map(Bytes)))
     }
 
     pub(crate) fn remove(&mut self, name: &str) -> Result<(), Error> {

@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use ringdisk_qcow2::{CheckHooks, CheckOptions, ErrorKind, Repair, check, check_bytes};
+use ringdisk_qcow2::{Bytes, CheckHooks, CheckOptions, ErrorKind, Repair, check, check_bytes};
 use ringdisk_ring::Errno;
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 
@@ -100,8 +100,8 @@ fn progress_goes_up_to_its_end() {
     let mut runtime = runtime();
     let ring = runtime.ring().clone();
     for (name, bytes) in shapes {
-        let seen = Cell::new((0, 0));
-        let progress = |done: u64, total: u64| {
+        let seen = Cell::new((Bytes::ZERO, Bytes::ZERO));
+        let progress = |done: Bytes, total: Bytes| {
             assert!(done >= seen.get().0 && done <= total, "{name}");
             seen.set((done, total));
         };
@@ -111,7 +111,7 @@ fn progress_goes_up_to_its_end() {
         let checked = check(&ring, &file, None, &options, hooks);
         runtime.block_on(checked).expect("a good image");
         let (done, total) = seen.get();
-        assert!(done == total && total > 0, "{name}: {done} of {total}");
+        assert!(done == total && total > Bytes::ZERO, "{name}: {done} of {total}");
     }
 }
 

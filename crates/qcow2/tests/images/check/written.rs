@@ -5,7 +5,9 @@
 
 use std::collections::BTreeSet;
 
-use ringdisk_qcow2::{ExtentKind, GuestOffset, Nothing, OpenOptions, Qcow2, Repair, check_bytes};
+use ringdisk_qcow2::{
+    Bytes, ExtentKind, GuestOffset, Nothing, OpenOptions, Qcow2, Repair, check_bytes,
+};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_testkit::layout::Layout;
 use ringdisk_testkit::sim::{Prng, SimStorage};
@@ -20,7 +22,7 @@ const REQUESTS: u64 = 40;
 /// The disk cluster by cluster; `None`: cannot be read.
 async fn contents(ring: &Ring, image: &Qcow2, cluster: u64) -> Vec<Option<Vec<u8>>> {
     let mut all = Vec::new();
-    for at in (0..image.virtual_size()).step_by(cluster as usize) {
+    for at in (0..image.virtual_size().0).step_by(cluster as usize) {
         all.push(read(ring, image, &[], at, cluster as usize).await.ok());
     }
     all
@@ -34,11 +36,12 @@ async fn alone(ring: &Ring, image: &Qcow2, bytes: &[u8], cluster: u64) -> Vec<bo
         layout.references.get(&number).is_some_and(|(_, references)| *references == 1)
     };
     let mut all = Vec::new();
-    for at in (0..image.virtual_size()).step_by(cluster as usize) {
-        let (mut from, end) = (at, image.virtual_size().min(at + cluster));
+    for at in (0..image.virtual_size().0).step_by(cluster as usize) {
+        let (mut from, end) = (GuestOffset(at), at + cluster);
+        let end = GuestOffset(end).min(GuestOffset::after(image.virtual_size()));
         let mut sole = true;
         while from < end {
-            let Ok(extent) = image.map(ring, GuestOffset(from), end - from).await else {
+            let Ok(extent) = image.map(ring, from, end - from).await else {
                 sole = false;
                 break;
             };
@@ -66,15 +69,15 @@ async fn request(
     touched: &mut BTreeSet<u64>,
 ) -> Result<(), Errno> {
     let clusters = image.virtual_size() / cluster;
-    let (at, count) = (prng.below(clusters), 1 + prng.below(3));
+    let (at, count) = (prng.below(clusters.0), 1 + prng.below(3));
     let (from, len) = match prng.below(3) {
         0 => (at * cluster + prng.below(cluster / 512) * 512, 512),
         _ => (at * cluster, count * cluster),
     };
     touched.extend(from / cluster..(from + len).div_ceil(cluster));
     match prng.below(6) {
-        0 => image.discard(ring, GuestOffset(from), len, &Nothing).await,
-        1 => image.write_zeroes(ring, GuestOffset(from), len, prng.coin(), &Nothing).await,
+        0 => image.discard(ring, GuestOffset(from), Bytes(len), &Nothing).await,
+        1 => image.write_zeroes(ring, GuestOffset(from), Bytes(len), prng.coin(), &Nothing).await,
         2 => image.flush(ring).await,
         _ => {
             let buf = IoBuf::new(len as usize, 4096);

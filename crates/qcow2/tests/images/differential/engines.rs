@@ -6,7 +6,7 @@ use std::sync::Arc;
 use imago::file::File as ImagoFile;
 use imago::qcow2::Qcow2 as Imago;
 use imago::{FormatAccess, FormatDriverBuilder, PermissiveImplicitOpenGate};
-use ringdisk_qcow2::{Below, GuestOffset, Qcow2, ResizeOptions, compress};
+use ringdisk_qcow2::{Below, Bytes, GuestOffset, Qcow2, ResizeOptions, compress};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_storage::{Lock, Storage};
 use ringdisk_testkit::images::differs_at;
@@ -41,7 +41,7 @@ impl Below for Base<'_> {
         Ok(())
     }
 
-    fn has_data(&self, offset: GuestOffset, _: u64) -> bool {
+    fn has_data(&self, offset: GuestOffset, _: Bytes) -> bool {
         offset < GuestOffset(self.0.len() as u64)
     }
 }
@@ -219,7 +219,7 @@ fn ours(
             Step::Delete => disk.snapshot_delete(&ring, "one").await.map_err(text)?,
             Step::Resize(_) => {
                 let options = ResizeOptions { shrink: true, ..ResizeOptions::default() };
-                disk.resize(&ring, size, &options, &base).await.map_err(text)?;
+                disk.resize(&ring, Bytes(size), &options, &base).await.map_err(text)?;
             }
         }
         disk.close(&ring).await.map_err(|errno| format!("close: {errno}"))
@@ -246,9 +246,9 @@ async fn one(
             Ok(())
         }
         Op::Zero { at, len, unmap } => {
-            disk.write_zeroes(ring, GuestOffset(at), len, unmap, base).await
+            disk.write_zeroes(ring, GuestOffset(at), Bytes(len), unmap, base).await
         }
-        Op::Discard { at, len } => disk.discard(ring, GuestOffset(at), len, base).await,
+        Op::Discard { at, len } => disk.discard(ring, GuestOffset(at), Bytes(len), base).await,
         Op::Packed { at, byte } => {
             let packed = compress(disk.info().compression, None, &bytes(cluster, byte));
             disk.write_compressed(ring, GuestOffset(at), &packed.expect("it gets smaller")).await

@@ -1,7 +1,7 @@
 //! Cases that are no cell of the table: what comes before a change or after it, and images that are
 //! damaged in a way of their own.
 
-use ringdisk_qcow2::{ErrorKind, GuestOffset, Nothing, Preallocation, ResizeOptions};
+use ringdisk_qcow2::{Bytes, ErrorKind, GuestOffset, Nothing, Preallocation, ResizeOptions};
 use ringdisk_ring::Errno;
 use ringdisk_testkit::sim::{OpKind, SimStorage};
 
@@ -9,7 +9,7 @@ use crate::common::{Images, KIB, MIB, runtime};
 use crate::live::{buffer, read, writable};
 use crate::ops_damaged::change::{Change, assert_same, judge};
 use crate::ops_damaged::damage::{Damage, Of};
-use crate::ops_damaged::image::{Bytes, CLUSTER, COPIED, OFFSET, PLACES, SIZE, good, scene};
+use crate::ops_damaged::image::{CLUSTER, COPIED, Contents, OFFSET, PLACES, SIZE, good, scene};
 
 /// Two entries name a cluster that is counted once, and one of them lets it go: a change looks
 /// again, also after one that has looked.
@@ -27,17 +27,20 @@ fn a_change_looks_again_at_what_was_let_go_since_the_last_one() {
         let mut runtime = runtime();
         let ring = runtime.ring().clone();
         // Nobody reads there, so that only the change itself can know what the other entry names.
-        let other = |bytes: &Bytes| bytes.show(bytes.active())[(PLACES[1] / CLUSTER) as usize];
+        let other = |bytes: &Contents| bytes.show(bytes.active())[(PLACES[1] / CLUSTER) as usize];
         runtime.block_on(async {
             let mut image = crate::live::open(&ring, &sim, None, &writable()).await.expect("open");
             Change::Grow.make(&ring, &mut image).await.expect("it grows");
-            image.discard(&ring, GuestOffset(PLACES[0]), CLUSTER, &Nothing).await.expect("discard");
+            image
+                .discard(&ring, GuestOffset(PLACES[0]), Bytes(CLUSTER), &Nothing)
+                .await
+                .expect("discard");
             assert_eq!(image.flush(&ring).await, Ok(()));
-            let before = other(&Bytes(sim.image()));
+            let before = other(&Contents(sim.image()));
             // It may be refused.
             let _ = change.make(&ring, &mut image).await;
             let _ = image.close(&ring).await;
-            assert_eq!(before, other(&Bytes(sim.image())), "{change:?}");
+            assert_eq!(before, other(&Contents(sim.image())), "{change:?}");
         });
     }
 }
@@ -62,7 +65,7 @@ fn writes_go_round_what_a_snapshot_names_past_the_end_of_the_file() {
         assert_eq!(image.fault(), None);
         image.close(&ring).await.expect("close");
     });
-    let after = Bytes(sim.image());
+    let after = Contents(sim.image());
     let before = damaged.show(damaged.snapshot('s').expect("s"));
     assert_same(&before, &after.show(after.snapshot('s').expect("s")), "snapshot s");
 }
@@ -99,7 +102,7 @@ fn what_was_read_before_a_change_is_not_given_away_after_it() {
             assert_eq!(bytes, [0x32; 512], "{change:?}");
             let _ = image.close(&ring).await;
         });
-        let after = Bytes(sim.image());
+        let after = Contents(sim.image());
         let at = after.word(after.entry_at(after.active(), PLACES[1])) & OFFSET;
         assert_eq!(after.0[at as usize], 0x32, "{change:?}");
     }
@@ -113,7 +116,7 @@ fn a_cluster_in_use_that_is_not_counted_is_not_cut_off_the_file() {
     // Free clusters in front, for what the change writes; in the last one data.
     let commands = ["write -q -P 1 6M 128k", "write -q -P 2 0 64k", "discard -q 6M 128k"];
     images.qemu_io("image", &commands.map(String::from));
-    let mut damaged = Bytes(std::fs::read(path).expect("the image"));
+    let mut damaged = Contents(std::fs::read(path).expect("the image"));
     let last = (damaged.clusters() - 1) * CLUSTER;
     assert_eq!(damaged.word(damaged.entry_at(damaged.active(), 60 * KIB)) & OFFSET, last);
     damaged.set_count(last, 0);
@@ -129,7 +132,7 @@ fn a_disk_whose_last_cluster_is_damaged_does_not_grow_and_is_still_read() {
     let images = Images::new();
     let path = images.create("image", "cluster_size=4096", SIZE + 512);
     images.qemu_io("image", &["write -q -P 7 0 64k", "write -q -P 8 8M 512"].map(String::from));
-    let mut damaged = Bytes(std::fs::read(path).expect("the image"));
+    let mut damaged = Contents(std::fs::read(path).expect("the image"));
     let l1 = damaged.active();
     damaged.set(damaged.entry_at(l1, SIZE), l1.0 | COPIED);
     let sim = SimStorage::from_image(&damaged.0, 1);
@@ -139,17 +142,17 @@ fn a_disk_whose_last_cluster_is_damaged_does_not_grow_and_is_still_read() {
         let mut image = crate::live::open(&ring, &sim, None, &writable()).await.expect("open");
         for preallocation in [Preallocation::Off, Preallocation::Metadata] {
             let options = ResizeOptions { shrink: false, preallocation };
-            let result = image.resize(&ring, SIZE + 64 * KIB, &options, &Nothing).await;
+            let result = image.resize(&ring, Bytes(SIZE + 64 * KIB), &options, &Nothing).await;
             let error = result.expect_err("damage");
             assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
-            assert_eq!(image.virtual_size(), SIZE + 512);
+            assert_eq!(image.virtual_size(), Bytes(SIZE + 512));
             let mut bytes = [0; 512];
             read(&ring, &image, &Nothing, 4096, &mut bytes).await.expect("read");
             assert_eq!(bytes, [7; 512]);
         }
         let _ = image.close(&ring).await;
     });
-    assert_eq!(Bytes(sim.image()).word(24), SIZE + 512);
+    assert_eq!(Contents(sim.image()).word(24), SIZE + 512);
 }
 
 /// Thousands of bitmaps that all name one table: it is read once.

@@ -1,12 +1,12 @@
 //! Changes of an image, and whether one has harmed what the image showed.
 
-use ringdisk_qcow2::{Error, Nothing, Preallocation, Qcow2, ResizeOptions};
+use ringdisk_qcow2::{Bytes, Error, Nothing, Preallocation, Qcow2, ResizeOptions};
 use ringdisk_ring::{Errno, Ring};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 
 use crate::common::{KIB, runtime};
 use crate::live::{read, writable};
-use crate::ops_damaged::image::{Bytes, CLUSTER, SIZE, Shown};
+use crate::ops_damaged::image::{CLUSTER, Contents, SIZE, Shown};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
@@ -44,13 +44,15 @@ impl Change {
             Change::Delete(name) => image.snapshot_delete(ring, &name.to_string()).await,
             Change::Grow => {
                 let options = resize(Preallocation::Metadata);
-                image.resize(ring, 3 * SIZE, &options, &Nothing).await
+                image.resize(ring, Bytes(3 * SIZE), &options, &Nothing).await
             }
             Change::Shrink => {
-                image.resize(ring, SIZE / 2 + 8 * KIB, &resize(Preallocation::Off), &Nothing).await
+                image
+                    .resize(ring, Bytes(SIZE / 2 + 8 * KIB), &resize(Preallocation::Off), &Nothing)
+                    .await
             }
             Change::Empty | Change::EmptyFull => image.make_empty(ring).await,
-            Change::Bitmap => image.bitmap_add(ring, "new", Some(64 * KIB)).await,
+            Change::Bitmap => image.bitmap_add(ring, "new", Some(Bytes(64 * KIB))).await,
         }
     }
 }
@@ -58,7 +60,7 @@ impl Change {
 /// Every cluster that shows something shows it still. What shows nothing, since the file ends
 /// before it, may become zeroes when the file has grown over it, and never somebody else's bytes.
 pub(crate) fn assert_same(before: &[Shown], after: &[Shown], what: &str) {
-    const ZEROES: Shown = Shown::Bytes([0; 32]);
+    const ZEROES: Shown = Shown::Contents([0; 32]);
     for (cluster, (before, after)) in before.iter().zip(after).enumerate() {
         let is_hole = *before == Shown::Nothing && *after == ZEROES;
         if *before != Shown::Metadata && !is_hole {
@@ -70,7 +72,7 @@ pub(crate) fn assert_same(before: &[Shown], after: &[Shown], what: &str) {
 /// Returns whether the change was made.
 ///
 /// * `is_known`: all of the disk was read before.
-pub(crate) fn judge(damaged: &Bytes, change: Change, is_known: bool, what: &str) -> bool {
+pub(crate) fn judge(damaged: &Contents, change: Change, is_known: bool, what: &str) -> bool {
     let sim = SimStorage::from_image(&damaged.0, 1);
     let mut runtime = runtime();
     let ring = runtime.ring().clone();
@@ -89,7 +91,7 @@ pub(crate) fn judge(damaged: &Bytes, change: Change, is_known: bool, what: &str)
         let _ = image.close(&ring).await;
         result
     });
-    let after = Bytes(sim.image());
+    let after = Contents(sim.image());
     let disk = damaged.show(damaged.active());
     let shown = after.show(after.active());
     match (change, &result) {
@@ -98,7 +100,7 @@ pub(crate) fn judge(damaged: &Bytes, change: Change, is_known: bool, what: &str)
             assert_same(&damaged.show(l1), &shown, what);
         }
         (Change::Empty | Change::EmptyFull, Ok(())) => {
-            assert!(shown.iter().all(|it| *it == Shown::Bytes([0; 32])), "{what}");
+            assert!(shown.iter().all(|it| *it == Shown::Contents([0; 32])), "{what}");
         }
         (Change::Shrink, Ok(())) => {
             let left = (SIZE / 2 + 8 * KIB) / CLUSTER;
@@ -125,7 +127,7 @@ pub(crate) fn judge(damaged: &Bytes, change: Change, is_known: bool, what: &str)
 }
 
 /// What the bitmap says, where it is believed, is what it said before.
-fn judge_bitmap(before: &Bytes, after: &Bytes, change: Change, what: &str) {
+fn judge_bitmap(before: &Contents, after: &Contents, change: Change, what: &str) {
     // A bit for each sector that stays.
     let len = if change == Change::Shrink { SIZE / 2 + 8 * KIB } else { SIZE } / 512 / 8;
     let len = len as usize;

@@ -1,7 +1,7 @@
 //! What can be wrong with an image.
 
 use crate::common::MIB;
-use crate::ops_damaged::image::{Bytes, CLUSTER, COPIED, OFFSET};
+use crate::ops_damaged::image::{CLUSTER, COPIED, Contents, OFFSET};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Of {
@@ -59,7 +59,7 @@ pub(crate) const DAMAGES: [Damage; 16] = [
 impl Damage {
     /// * `place`: of the cluster; the disk has those of its own there, 20 KiB on one that it shares
     ///   with snapshot t, 40 KiB on one that it shares with both.
-    pub(crate) fn make(self, good: &Bytes, of: Of, place: u64) -> Bytes {
+    pub(crate) fn make(self, good: &Contents, of: Of, place: u64) -> Contents {
         let mut bytes = good.clone();
         let l1 = match of {
             Of::Disk => bytes.active(),

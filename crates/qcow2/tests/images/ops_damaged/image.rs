@@ -15,7 +15,7 @@ pub(crate) const PLACES: [u64; 3] = [0, 2 * MIB, 4 * MIB];
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Shown {
     /// Its first bytes.
-    Bytes([u8; 32]),
+    Contents([u8; 32]),
     /// The entry cannot be right.
     Nothing,
     /// It names metadata, which is rewritten.
@@ -27,9 +27,9 @@ pub(crate) type L1 = (u64, u32);
 
 /// The bytes of an image.
 #[derive(Clone)]
-pub(crate) struct Bytes(pub(crate) Vec<u8>);
+pub(crate) struct Contents(pub(crate) Vec<u8>);
 
-impl Bytes {
+impl Contents {
     pub(crate) fn word(&self, at: u64) -> u64 {
         let raw = self.0.get(at as usize..at as usize + 8);
         raw.map_or(0, |raw| u64::from_be_bytes(raw.try_into().expect("8 bytes")))
@@ -97,9 +97,9 @@ impl Bytes {
                 let is_zero = host == 0 || self.word(l2 + 8 * entry) & 1 != 0;
                 let bytes = self.0.get(host as usize..host as usize + 32);
                 shown.push(match bytes {
-                    _ if is_zero => Shown::Bytes([0; 32]),
+                    _ if is_zero => Shown::Contents([0; 32]),
                     _ if metadata.contains(&host) => Shown::Metadata,
-                    Some(bytes) => Shown::Bytes(bytes.try_into().expect("32 bytes")),
+                    Some(bytes) => Shown::Contents(bytes.try_into().expect("32 bytes")),
                     None => Shown::Nothing,
                 });
             }
@@ -176,12 +176,12 @@ impl Bytes {
 
 /// Three pieces of 64 KiB that snapshot s has, of which the disk has overwritten the first half
 /// before snapshot t, and the first quarter after it; two free clusters.
-pub(crate) fn good() -> Bytes {
+pub(crate) fn good() -> Contents {
     scene(false)
 }
 
 /// As [`good`], with a bitmap that has recorded the last writes, or without.
-pub(crate) fn scene(with_bitmap: bool) -> Bytes {
+pub(crate) fn scene(with_bitmap: bool) -> Contents {
     let images = Images::new();
     let path = images.create("image", "cluster_size=4096", SIZE);
     let write = |fill: u8, len: u64| {
@@ -195,7 +195,7 @@ pub(crate) fn scene(with_bitmap: bool) -> Bytes {
         images.qemu_img(&["bitmap", "--add", "-g", "512", "image", "b"]);
     }
     images.qemu_io("image", &PLACES.iter().map(write(0x30, 16)).collect::<Vec<_>>());
-    let mut bytes = Bytes(std::fs::read(path).expect("the image"));
+    let mut bytes = Contents(std::fs::read(path).expect("the image"));
     // The free clusters.
     bytes.0.resize(bytes.0.len().next_multiple_of(CLUSTER as usize) + 2 * CLUSTER as usize, 0);
     bytes

@@ -12,7 +12,7 @@ mod image;
 
 use change::{CHANGES, Change, judge};
 use damage::{DAMAGES, Of};
-use image::{Bytes, CLUSTER, COPIED, OFFSET, PLACES, good, scene};
+use image::{CLUSTER, COPIED, Contents, OFFSET, PLACES, good, scene};
 
 use crate::common::KIB;
 
@@ -49,7 +49,7 @@ fn a_bitmap_loses_nothing_by_a_change_and_takes_nothing_with_it() {
     let table = good.bitmap_table().expect("a bitmap");
     let bits = good.word(table) & OFFSET;
     assert!(good.bits(2048).expect("bits").iter().any(|byte| *byte != 0));
-    let mut damaged: Vec<(String, Bytes)> = Vec::new();
+    let mut damaged: Vec<(String, Contents)> = Vec::new();
     for (name, host) in [("bits", bits), ("table", table)] {
         let mut one = good.clone();
         one.set_count(host, 0);

@@ -1,14 +1,13 @@
 //! The words of `ringdisk serve --nbd`.
 
-use std::fmt;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
 use ringdisk_daemon::size::parse_time;
+pub(crate) use ringdisk_daemon::sockets::Address;
 use ringdisk_nbd::options::{CONNECTIONS_DEFAULT, CONNECTIONS_MAX, check_text};
 
-use super::{AccelWord, DiskWords, NbdAccessArgs, ServedDisk};
+use super::{Accel, DiskWords, NbdAccessArgs, ServedDisk};
 
 /// A host that only programs of this machine reach.
 const LOOPBACK: &str = "127.0.0.1";
@@ -19,13 +18,13 @@ pub(crate) struct NbdArgs {
     /// Serve over NBD at ADDRESS: unix:PATH or a path, HOST:PORT, or PORT (for this machine only);
     /// once for each address
     ///
-    /// Each disk is an export of every address. fd:N is a listening socket that the process is
-    /// started with, by its number (fd:3), or by the name that a service manager gives it
-    /// (FileDescriptorName). Beside --vhost-user-blk NBD clients have the same disk, read-only
-    /// without --share-rw. Over TCP without --tls-creds anybody who reaches the port reads and
-    /// writes the disk.
+    /// Port 0 is one that is free, which the line that says what is served has. Each disk is an
+    /// export of every address. fd:N is a listening socket that the process is started with, by its
+    /// number (fd:3), or by the name that a service manager gives it (FileDescriptorName). Beside
+    /// --vhost-user-blk NBD clients have the same disk, read-only without --share-rw. Over TCP
+    /// without --tls-creds every process that reaches the port reads and writes the disk.
     #[arg(long, value_name = "ADDRESS", value_parser = parse_address, help_heading = "NBD options",
-          conflicts_with_all = ["upgrade", "keep", "incoming"])]
+          conflicts_with = "incoming")]
     pub(crate) nbd: Vec<Address>,
 
     /// NBD clients at once; further ones wait
@@ -113,7 +112,14 @@ impl NbdArgs {
     /// Errors: words about NBD without an address; words about virtual machines without a socket
     /// for them; disks of which some have such a socket and some do not; what cannot be served to
     /// both.
-    pub(super) fn check(&self, disks: &[ServedDisk], words: &DiskWords) -> Result<(), String> {
+    ///
+    /// * `moves`: the option by which another process goes on with the disks.
+    pub(super) fn check(
+        &self,
+        disks: &[ServedDisk],
+        words: &DiskWords,
+        moves: Option<&str>,
+    ) -> Result<(), String> {
         let refuse = |text: &str| Err(String::from(text));
         let has_words = |disk: &ServedDisk| {
             let NbdDiskArgs { export_name, description, bitmap, .. } = &disk.args.nbd;
@@ -126,6 +132,19 @@ impl NbdArgs {
                 ),
                 false => Ok(()),
             };
+        }
+        if let Some(twice) = twice(&self.nbd) {
+            return Err(format!("--nbd {twice} is given twice"));
+        }
+        let given = |address: &Address| matches!(address, Address::Given(_));
+        if let Some(option) = moves.filter(|_| self.nbd.iter().any(given)) {
+            return Err(format!("{option} does not go with --nbd fd:N: name a path or a port"));
+        }
+        if moves == Some("--keep") && self.access.has_key_of_descriptor() {
+            return refuse(
+                "--keep does not go with keys and certificates of descriptors, which the next \
+                 server could not read again: name files in --tls-creds",
+            );
         }
         let guests = disks.iter().filter(|disk| disk.args.place.is_given()).count();
         if guests == 0 {
@@ -141,6 +160,11 @@ impl NbdArgs {
                 None => Ok(()),
             };
         }
+        if let Some(option) = moves {
+            return Err(format!(
+                "{option} goes with --vhost-user-blk or with --nbd, not with both: leave --nbd out"
+            ));
+        }
         if guests < disks.len() {
             return refuse(
                 "beside --nbd each disk has a socket for a virtual machine, or none has one",
@@ -149,47 +173,18 @@ impl NbdArgs {
         let is_passed = |disk: &ServedDisk| {
             disk.args.place.socket_fd.is_some() || disk.args.place.socket_name.is_some()
         };
-        let given = |address: &Address| matches!(address, Address::Given(_));
         if self.nbd.iter().any(given) && disks.iter().any(is_passed) {
             return refuse(
                 "--nbd fd:N does not go with --socket-fd and --socket-name: name one by its path",
             );
         }
-        if disks.iter().any(|disk| disk.args.device.accel == AccelWord::Require) {
+        if disks.iter().any(|disk| disk.args.device.accel == Accel::Require) {
             return refuse(
                 "--accel require and --nbd contradict each other: NBD clients would not see what \
                  the kernel has in flight",
             );
         }
         Ok(())
-    }
-}
-
-/// Where NBD clients connect.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Address {
-    /// A socket that is made.
-    Unix(PathBuf),
-    /// A port.
-    Tcp {
-        /// A name, or an address without brackets.
-        host: String,
-        /// Not 0.
-        port: u16,
-    },
-    /// A listening socket that the process is started with: its number, or its name at the service
-    /// manager.
-    Given(String),
-}
-
-impl fmt::Display for Address {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Address::Unix(path) => write!(f, "{}", path.display()),
-            Address::Tcp { host, port } if host.contains(':') => write!(f, "[{host}]:{port}"),
-            Address::Tcp { host, port } => write!(f, "{host}:{port}"),
-            Address::Given(name) => write!(f, "fd:{name}"),
-        }
     }
 }
 
@@ -203,7 +198,7 @@ pub(crate) fn parse_new_address(text: &str) -> Result<Address, String> {
         Ok(Address::Given(_)) => {
             Err(String::from("a socket is made here: fd:N is for `serve --nbd`"))
         }
-        Err(_) => Err(String::from(
+        Err(_) | Ok(Address::Tcp { port: 0, .. }) => Err(String::from(
             "write unix:PATH, a path with a slash, HOST:PORT, or PORT (1 to 65535)",
         )),
         address => address,
@@ -212,7 +207,9 @@ pub(crate) fn parse_new_address(text: &str) -> Result<Address, String> {
 
 pub(super) fn parse_address(text: &str) -> Result<Address, String> {
     let wrong = || {
-        String::from("write unix:PATH, a path with a slash, HOST:PORT, PORT (1 to 65535), or fd:N")
+        String::from(
+            "write unix:PATH, a path with a slash, HOST:PORT, PORT (0: a free one), or fd:N",
+        )
     };
     if let Some(path) = text.strip_prefix("unix:") {
         return if path.is_empty() { Err(wrong()) } else { Ok(Address::Unix(path.into())) };
@@ -236,9 +233,26 @@ pub(super) fn parse_address(text: &str) -> Result<Address, String> {
     };
     let host = if host.is_empty() { LOOPBACK } else { host };
     match port.parse() {
-        Ok(port) if port > 0 => Ok(Address::Tcp { host: host.to_owned(), port }),
-        _ => Err(wrong()),
+        Ok(port) => Ok(Address::Tcp { host: host.to_owned(), port }),
+        Err(_) => Err(wrong()),
     }
+}
+
+/// The first address that is the same as one before it.
+fn twice(addresses: &[Address]) -> Option<&Address> {
+    let place = |address: &Address| match address {
+        // Without `.` and doubled slashes.
+        Address::Unix(path) => {
+            let path = std::path::absolute(path).unwrap_or_else(|_| path.clone());
+            Address::Unix(path.components().collect())
+        }
+        other => other.clone(),
+    };
+    let is_free = |address: &Address| matches!(address, Address::Tcp { port: 0, .. });
+    let places: Vec<Address> = addresses.iter().map(place).collect();
+    let mut numbers = 0..places.len();
+    let again = numbers.find(|at| !is_free(&places[*at]) && places[..*at].contains(&places[*at]));
+    again.map(|at| &addresses[at])
 }
 
 fn parse_connections(text: &str) -> Result<usize, String> {
@@ -280,8 +294,27 @@ mod tests {
         assert_eq!(parse_address("localhost:1"), tcp("localhost", 1));
         assert_eq!(parse_address("[::1]:10809"), tcp("::1", 10809));
         assert_eq!(parse_address("[::1]:10809").unwrap().to_string(), "[::1]:10809");
-        for wrong in ["", "unix:", "fd:", "host", "host:", "0", "65536", "::1:10809", "a:b:1"] {
+        assert_eq!(parse_address("0"), tcp("127.0.0.1", 0));
+        assert!(parse_new_address("0").is_err());
+        for wrong in ["", "unix:", "fd:", "host", "host:", "-1", "65536", "::1:10809", "a:b:1"] {
             assert!(parse_address(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn an_address_that_is_given_twice_is_found() {
+        let all = |texts: &[&str]| -> Vec<Address> {
+            texts.iter().map(|text| parse_address(text).unwrap()).collect()
+        };
+        for (texts, found) in [
+            (&["/a", "/b", "unix:/a"][..], Some("/a")),
+            (&["unix:a", "./a"], Some("./a")),
+            (&["1", "127.0.0.1:1"], Some("127.0.0.1:1")),
+            (&["fd:3", "fd:3"], Some("fd:3")),
+            (&["0", "0", "/a", "/b", "1", "2", "fd:3", "fd:4"], None),
+        ] {
+            let all = all(texts);
+            assert_eq!(twice(&all).map(Address::to_string).as_deref(), found, "{texts:?}");
         }
     }
 

@@ -1,7 +1,21 @@
 //! The words of `ringdisk serve --nbd` about who may connect.
 
-use clap::{Args, ValueEnum};
-use ringdisk_nbd::{AllowList, TlsSource};
+use clap::Args;
+use ringdisk_nbd::{AllowList, TlsSource, VerifyPeer};
+
+use crate::cli::words::{Words, one_of};
+
+/// The words of `--tls`: whether it is optional.
+const TLS: &Words<bool> = &[
+    ("required", "Clients that do not encrypt are refused", false),
+    ("allowed", "Clients may encrypt", true),
+];
+
+/// The words of `--tls-verify-peer`.
+const VERIFY: &Words<VerifyPeer> = &[
+    ("yes", "Clients need a certificate", VerifyPeer::Yes),
+    ("no", "Any client may come", VerifyPeer::No),
+];
 
 /// Who may connect, and how.
 #[derive(Args, Clone, Debug)]
@@ -9,7 +23,7 @@ pub(crate) struct NbdAccessArgs {
     /// Encrypt NBD connections by TLS, with the keys and certificates of DIR
     ///
     /// DIR is in QEMU's layout: server-cert.pem and server-key.pem; with ca-cert.pem clients need a
-    /// certificate of that authority, unless ca-crl.pem lists it as revoked. In place of DIR:
+    /// certificate of that authority that ca-crl.pem does not list as revoked. In place of DIR:
     /// cert=FILE,key=FILE[,ca=FILE][,crl=FILE], where fd:N as FILE is a descriptor of this process
     /// (`key=fd:3`). They are read once, at the start.
     #[arg(long, value_name = "DIR", value_parser = TlsSource::parse, requires = "nbd",
@@ -18,18 +32,20 @@ pub(crate) struct NbdAccessArgs {
 
     /// Whether NBD clients have to encrypt [default: required]
     #[arg(
-        long,
+        id = "tls",
+        long = "tls",
         value_name = "WHEN",
-        value_enum,
+        value_parser = one_of(TLS),
         requires = "tls_creds",
         help_heading = "NBD options"
     )]
-    pub(crate) tls: Option<TlsWord>,
+    pub(crate) tls_is_optional: Option<bool>,
 
     /// Whether NBD clients need a certificate: yes or no [default: yes if there is a ca-cert.pem]
-    #[arg(long, value_name = "YES", value_enum, num_args = 0..=1, require_equals = true,
-          default_missing_value = "yes", requires = "tls_creds", help_heading = "NBD options")]
-    pub(crate) tls_verify_peer: Option<VerifyWord>,
+    #[arg(long, value_name = "YES", value_parser = one_of(VERIFY), num_args = 0..=1,
+          require_equals = true, default_missing_value = "yes", requires = "tls_creds",
+          help_heading = "NBD options")]
+    pub(crate) tls_verify_peer: Option<VerifyPeer>,
 
     /// Let in only NBD clients with this name in their certificate; may be repeated
     ///
@@ -53,20 +69,8 @@ pub(crate) struct NbdAccessArgs {
     pub(crate) rules: Option<AllowList>,
 }
 
-/// See [`NbdAccessArgs::tls`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum TlsWord {
-    /// Clients that do not encrypt are refused
-    Required,
-    /// Clients may encrypt
-    Allowed,
-}
-
-/// See [`NbdAccessArgs::tls_verify_peer`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum VerifyWord {
-    /// Clients need a certificate
-    Yes,
-    /// Any client may come
-    No,
+impl NbdAccessArgs {
+    pub(super) fn has_key_of_descriptor(&self) -> bool {
+        self.tls_creds.as_ref().is_some_and(TlsSource::has_descriptor)
+    }
 }

@@ -1,6 +1,8 @@
 use clap::Parser;
 use clap::error::ErrorKind;
 use ringdisk_disk::{Cache, Format};
+use ringdisk_export::Threads;
+use ringdisk_vhost::export::{OnError, Packed};
 
 use super::*;
 use crate::cli::{Cli, Command};
@@ -35,7 +37,7 @@ fn one_disk_has_the_options_of_the_command_line() {
     assert_eq!(disk.args.source.cache_mode(), Cache::None);
     let DeviceArgs { queues, queue_size, threads, serial, packed, on_error, .. } =
         &disk.args.device;
-    assert_eq!((*queues, *queue_size, *threads), (Some(4), 128, Threads::Count(2)));
+    assert_eq!((*queues, *queue_size, threads.threads), (Some(4), 128, Threads::Count(2)));
     assert_eq!((serial.as_str(), *packed, *on_error), ("root", Packed::Off, OnError::Stop));
     assert_eq!(disk.args.device.logical_block_size, 4096);
     assert_eq!(disk.args.device.physical_block_size, Some(65536));

@@ -38,7 +38,7 @@ impl Walk {
     /// Makes a step. Returns what it was.
     pub(super) fn step(&mut self) -> String {
         let chain = self.chain();
-        match self.prng.below(16) {
+        match self.prng.below(18) {
             0..3 if chain.len() < DEPTH_MAX => self.snapshot(),
             3..5 if chain.len() > 1 => self.merge("commit", &chain),
             5 if chain.len() > 1 => self.merge("stream", &chain),
@@ -47,6 +47,7 @@ impl Walk {
             10 => self.refused(&chain),
             11 => self.limit(),
             12 => self.backup(),
+            16..18 => self.backup_job(&chain),
             13..16 if self.how.can_be_upgraded() => self.upgrade(&chain),
             13..16 if self.how.is_kept() => self.kill(&chain),
             _ => {
@@ -179,6 +180,31 @@ impl Walk {
         });
         images::assert_clean(&path);
         String::from("backup")
+    }
+
+    /// A job that copies the disk as it is at one instant, or is given up.
+    fn backup_job(&mut self, chain: &[PathBuf]) -> String {
+        let format = ["qcow2", "raw"][self.below(2)];
+        let path = self.new_path(format);
+        let is_cancelled = self.prng.below(3) == 0;
+        let speed = if is_cancelled { "256k" } else { "0" };
+        let commands = self.commands();
+        let id = format!("b{}", self.next);
+        let words = ["backup", "-f", format, "--background", "--speed", speed, "--name", &id];
+        let code = self.client.beside(|| {
+            commands.ctl(&[&words[..], &[text(&path)]].concat()).ok();
+            if is_cancelled {
+                let cancelled = commands.job("cancel", &[&id]);
+                assert!([0, 2].contains(&cancelled.code), "{}", cancelled.err);
+            }
+            commands.job("wait", &[&id]).code
+        });
+        assert!(code == 0 || is_cancelled && code == 1, "it ended with {code}");
+        assert_eq!(self.chain(), chain);
+        if format == "qcow2" {
+            images::assert_clean(&path);
+        }
+        format!("backup as a job to {format}, cancelled: {is_cancelled}: {code}")
     }
 
     /// Another process takes the disk over.

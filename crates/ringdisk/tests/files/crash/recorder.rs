@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use ringdisk_disk::{Disk, ImageOptions};
+use ringdisk_disk::{Bytes, Disk, ImageOptions};
 use ringdisk_fuse::{CommonOptions, Export, ExportOptions};
 use ringdisk_qcow2::{CheckVerdict, ImageBytes, check_bytes};
 use ringdisk_testkit::fio::Verify;
@@ -66,8 +66,8 @@ impl Drop for Recorded {
 struct Look<'a>(&'a SimStorage);
 
 impl ImageBytes for Look<'_> {
-    fn image_len(&self) -> u64 {
-        self.0.len()
+    fn image_len(&self) -> Bytes {
+        Bytes(self.0.len())
     }
 
     fn read_into(&self, offset: u64, out: &mut [u8]) {

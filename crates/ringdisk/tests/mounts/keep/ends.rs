@@ -75,7 +75,31 @@ fn an_error_at_the_start_is_said_once_with_its_code() {
 }
 
 #[test]
-fn the_mount_ends_cleanly_when_the_process_that_keeps_it_is_killed() {
+fn the_mount_goes_on_when_the_process_that_keeps_it_is_killed_and_an_unmount_ends_it_cleanly() {
+    if !needs_root() {
+        return;
+    }
+    let (_directory, image) = raw_image(MIB, 1);
+    let mut disk = Kept::raw(&image, &[]);
+    let (path, server) = (disk.path(), disk.server().expect("somebody serves"));
+    let file = open(&path);
+    disk.0.process().signal(Signal::KILL);
+    let told = || disk.0.output().contains("that keeps the mount is gone").then_some(());
+    assert_eq!(until(STOP, told), Some(()), "{}", disk.0.output());
+    // Who has it open, and who opens it now.
+    std::os::unix::fs::FileExt::write_all_at(&file, b"open", 4).expect("write");
+    drop(file);
+    std::os::unix::fs::FileExt::write_all_at(&open(&path), b"kept", 0).expect("write");
+    let stats = ok_words(&[&program(), "ctl", text(&path), "stats"]);
+    assert!(stats.contains("helper process is gone"), "{stats}");
+    ok_words(&[&program(), "umount", text(&path)]);
+    assert_eq!(until(STOP, || (!lives(server)).then_some(())), Some(()), "{}", disk.0.output());
+    assert_eq!(mount_at(&path), None);
+    assert_eq!(piece(&image, 0, 8), b"keptopen");
+}
+
+#[test]
+fn a_server_that_nobody_keeps_any_more_flushes_at_a_stop_and_the_next_mount_takes_the_place() {
     if !needs_root() {
         return;
     }
@@ -84,9 +108,14 @@ fn the_mount_ends_cleanly_when_the_process_that_keeps_it_is_killed() {
     let (path, server) = (disk.path(), disk.server().expect("somebody serves"));
     std::fs::write(&path, "kept").expect("write");
     disk.0.process().signal(Signal::KILL);
-    let gone = until(STOP, || (!lives(server) && mount_at(&path).is_none()).then_some(()));
-    assert_eq!(gone, Some(()), "{}", disk.0.output());
+    let told = || disk.0.output().contains("that keeps the mount is gone").then_some(());
+    assert_eq!(until(STOP, told), Some(()), "{}", disk.0.output());
+    kill(server, Signal::TERM);
+    assert_eq!(until(STOP, || (!lives(server)).then_some(())), Some(()), "{}", disk.0.output());
     assert_eq!(piece(&image, 0, 4), b"kept");
+    let next = Mounted::start_at(&program(), &["--format", "raw", text(&image)], &path);
+    assert_eq!(piece(&path, 0, 4), b"kept");
+    drop(next);
 }
 
 #[test]

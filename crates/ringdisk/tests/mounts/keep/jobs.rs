@@ -6,7 +6,7 @@ use std::time::Duration;
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::{scratch, text};
-use ringdisk_testkit::process::{command, run, until};
+use ringdisk_testkit::process::{Process, command, run, until};
 use serde_json::Value;
 
 use super::client::{get_on, judge, load};
@@ -127,6 +127,40 @@ fn a_commit_begins_again_when_its_server_was_killed() {
 #[test]
 fn a_paused_stream_stays_paused_when_its_server_was_killed() {
     killed(&["stream"], true, "over.qcow2", waited_for);
+}
+
+/// The instant is lost with the process; a client that waits for the job hears so from the next
+/// one.
+#[test]
+fn a_backup_has_failed_when_its_server_was_killed_and_who_waits_hears_it_of_the_next_one() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let image = directory.path().join("disk.qcow2");
+    images::qcow2(&image, "64M", "cluster_size=64k");
+    let disk = Kept::start(&["--format", "qcow2", text(&image)]);
+    let path = disk.path();
+    let file = crate::common::open(&path);
+    let bytes = images::pattern(1, 0, 32 << 20);
+    std::os::unix::fs::FileExt::write_all_at(&file, &bytes, 0).expect("write");
+    drop(file);
+    let copy = directory.path().join("copy.qcow2");
+    let background = ["--background", "--name", "j", "--speed", "64k"];
+    here(&[&["ctl", text(&path), "backup", text(&copy)], &background[..]].concat()).ok();
+    let mut wait = std::process::Command::new(crate::common::program());
+    let waits = Process::spawn(wait.args(["job", "wait", text(&path), "j"]));
+    until_state(&path, "j", "running");
+    std::thread::sleep(PAUSE);
+    disk.kill_server();
+    let lost = until_state(&path, "j", "concluded");
+    assert!(lost["why"].to_string().contains("the point in time of the backup was lost"), "{lost}");
+    let told = waits.finish(LIMIT);
+    assert_eq!(told.code(), Some(1), "{}", told.output());
+    assert!(told.stderr.contains("the point in time of the backup was lost"), "{}", told.output());
+    let again = directory.path().join("again.qcow2");
+    here(&["ctl", text(&path), "backup", text(&again)]).ok();
+    disk.stop();
 }
 
 #[test]

@@ -266,3 +266,29 @@ fn limits_that_a_command_has_set_outlive_the_server() {
     }
     kept.stop();
 }
+
+#[test]
+fn copy_on_read_that_a_command_has_switched_outlives_the_server() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let image = directory.path().join("disk.qcow2");
+    images::qcow2(&image, "8M", "");
+    let kept = Kept::start(&[text(&image)]);
+    let path = kept.path();
+    let ctl = |words: &[&str]| {
+        let program = program();
+        let words = [&[program.as_str(), "ctl", text(&path)], words].concat();
+        let answer = || Some(run(command(&words))).filter(|it| it.code() == Some(0));
+        until(STOP, answer).expect("an answer").stdout
+    };
+    for (wanted, is_on) in [("on", true), ("off", false)] {
+        ctl(&["copy-on-read", wanted]);
+        kept.kill_server();
+        let stats: serde_json::Value =
+            serde_json::from_str(&ctl(&["stats", "--json"])).expect("JSON");
+        assert_eq!(stats["copy-on-read"], is_on, "{stats}");
+    }
+    kept.stop();
+}

@@ -53,7 +53,7 @@ fn layers(disk: &Taken) -> Vec<String> {
 fn overlaid() -> (Taken, TempDir, [PathBuf; 2]) {
     let directory = scratch();
     let [base, over] = ["base.qcow2", "over.qcow2"].map(|name| directory.path().join(name));
-    images::qcow2(&base, "64M", "cluster_size=64k");
+    images::qcow2(&base, "96M", "cluster_size=64k");
     let disk = Taken::start(&["--format", "qcow2", text(&base)]);
     let fill = |seed: u64, offset: u64| {
         let file = crate::common::open(disk.path());
@@ -62,6 +62,8 @@ fn overlaid() -> (Taken, TempDir, [PathBuf; 2]) {
         file.sync_all().expect("flush");
     };
     fill(1, SPAN);
+    // Each process copies some MiB before a limit counts: there is more than three of them take.
+    (2..5).for_each(|piece| fill(3, SPAN + piece * 8 * MIB));
     disk.ctl(&["snapshot", text(&over)]);
     fill(2, SPAN + 8 * MIB);
     (disk, directory, [base, over])
@@ -160,6 +162,43 @@ fn a_mirror_that_is_to_switch_over_does_so_in_the_next_process() {
     upgraded(&["mirror", "COPY", "--complete", "--write-blocking"], true, "copy.qcow2", |disk| {
         waited_for(disk);
     });
+}
+
+/// The instant is lost with the process that kept it: the job does not begin again at another one.
+#[test]
+fn a_backup_has_failed_in_the_next_process_which_says_why() {
+    if !needs_root() {
+        return;
+    }
+    let (mut disk, directory, [base, _]) = overlaid();
+    let path = disk.path().to_owned();
+    let copy = directory.path().join("copy.qcow2");
+    let background = ["--background", "--name", "j", "--speed", "64k"];
+    here(&[&["ctl", text(&path), "backup", text(&copy)], &background[..]].concat()).ok();
+    // One that has ended before is known in the next process, too.
+    here(&["ctl", text(&path), "commit", "--name", "before", "--quiet"]).ok();
+    assert_eq!(layers(&disk), ["base.qcow2"]);
+    let mut wait = Command::new(program());
+    let waits = Process::spawn(wait.args(["job", "wait", text(&path), "j"]));
+    disk.upgrade_and_warn(&[]);
+    let lost = until_state(&disk, "j", "concluded");
+    let why = lost["why"].to_string();
+    assert!(why.contains("the point in time of the backup was lost"), "{why}");
+    assert_eq!((&lost["kind"], &lost["exit"]), (&"backup".into(), &1.into()));
+    let told = disk.process.output();
+    assert!(told.contains("job j") && told.contains("the point in time"), "{told}");
+    let waited = waits.finish(LIMIT);
+    assert_eq!(waited.code(), Some(1), "{}", waited.output());
+    assert!(waited.stderr.contains("point in time"), "{}", waited.output());
+    job(&disk, "wait", &["before"]).ok().says("What was written is in");
+    let ended = seen(&disk, "before");
+    assert_eq!((&ended["kind"], &ended["exit"]), (&"commit".into(), &0.into()));
+    // The next backup is possible.
+    let again = directory.path().join("again.qcow2");
+    here(&["ctl", text(&path), "backup", text(&again)]).ok();
+    disk.stop();
+    assert_clean(&again);
+    assert_clean(&base);
 }
 
 #[test]

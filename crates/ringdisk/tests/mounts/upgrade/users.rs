@@ -49,6 +49,22 @@ fn limits_that_a_command_has_set_stay_and_the_hand_over_is_an_event() {
 }
 
 #[test]
+fn copy_on_read_that_a_command_has_switched_stays() {
+    let directory = scratch();
+    let image = directory.path().join("disk.qcow2");
+    images::qcow2(&image, "8M", "");
+    let mut disk = Taken::start(&[text(&image)]);
+    for (wanted, is_on) in [("on", true), ("off", false)] {
+        disk.ctl(&["copy-on-read", wanted]);
+        disk.upgrade(&[]);
+        let stats = disk.ctl(&["stats", "--json"]).stdout;
+        let stats: serde_json::Value = serde_json::from_str(&stats).expect("JSON");
+        assert_eq!(stats["copy-on-read"], is_on, "{stats}");
+    }
+    disk.stop();
+}
+
+#[test]
 fn open_files_modes_and_locks_stay_and_the_last_user_is_waited_for() {
     let directory = scratch();
     let image = image_of(directory.path());

@@ -64,6 +64,17 @@ const DATAGRAM: &str = "0002";
 
 /// Sockets of datagrams that a process has.
 pub(crate) fn datagram_sockets(pid: u32) -> Vec<String> {
+    // The two lists are of two moments: a socket that came between them is in one only, and is not
+    // taken for one that stays.
+    let first = datagram_sockets_now(pid);
+    if first.is_empty() {
+        return first;
+    }
+    let again = datagram_sockets_now(pid);
+    first.into_iter().filter(|socket| again.contains(socket)).collect()
+}
+
+fn datagram_sockets_now(pid: u32) -> Vec<String> {
     // Of the network that the process is in.
     let known = fs::read_to_string(format!("/proc/{pid}/net/unix")).expect("sockets");
     let type_of = |inode: &str| {
@@ -375,13 +386,12 @@ fn a_mount_can_do_what_it_needs_and_nothing_else() {
 /// * `keeper`: the one that keeps it.
 /// * `other`: one that served before.
 fn serving(keeper: u32, other: Option<u32>) -> u32 {
-    // It is confined a moment after it has begun to serve, and then there is its helper process.
-    let serves = |pid: &u32| Some(*pid) != other && !children(*pid).is_empty();
+    // It is confined a moment after it has begun to serve, one thread after the other.
     let is_walled = |pid: &u32| {
-        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-        status.contains("Seccomp_filters:\t2")
+        let filters = of_threads(*pid, "Seccomp_filters");
+        filters.len() > 1 && filters.iter().all(|count| count == "2")
     };
-    let find = || children(keeper).into_iter().find(|pid| serves(pid) && is_walled(pid));
+    let find = || children(keeper).into_iter().find(|pid| Some(*pid) != other && is_walled(pid));
     until(NEXT, find).expect("a process that serves")
 }
 

@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use ringdisk_testkit::process::{self, until};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::fstat;
 use rustix::net::{
     RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketType, recv, send,
     sendmsg, sockopt,
@@ -75,17 +76,22 @@ impl Agent {
         File::from(all.into_iter().next().expect("something that is kept"))
     }
 
-    /// Its lines to helpers: sockets of messages, made by the process with this pid.
-    fn line(&self, maker: Pid) -> OwnedFd {
-        let is_line = |socket: &OwnedFd| {
+    /// Its lines to helpers, in the order in which it got them: sockets of messages, made by the
+    /// process with this pid.
+    fn lines(&self, maker: Pid) -> impl Iterator<Item = OwnedFd> {
+        let is_line = move |socket: &OwnedFd| {
             sockopt::socket_type(socket) == Ok(SocketType::SEQPACKET)
                 && sockopt::socket_peercred(socket).is_ok_and(|peer| peer.pid == maker)
         };
         let sockets = self.all(|name| name.starts_with("socket:"));
-        sockets.into_iter().find(is_line).expect("a line to a helper")
+        sockets.into_iter().filter(is_line)
     }
 
-    /// Its line to the helper process, which it made itself.
+    fn line(&self, maker: Pid) -> OwnedFd {
+        self.lines(maker).next().expect("a line to a helper")
+    }
+
+    /// Its line to the helper process, which it made itself: no parent keeps what it serves.
     pub(crate) fn helper(&self) -> OwnedFd {
         self.line(self.pid)
     }
@@ -93,6 +99,14 @@ impl Agent {
     /// Its line to the process that keeps the mount, which that one made.
     pub(crate) fn holder(&self, holder: u32) -> OwnedFd {
         self.line(i32::try_from(holder).ok().and_then(Pid::from_raw).expect("a process"))
+    }
+
+    /// Its line to the helper process, which is the one that keeps the mount, and made it.
+    pub(crate) fn helper_in(&self, holder: u32) -> OwnedFd {
+        let number = |line: &OwnedFd| fstat(line).expect("a socket").st_ino;
+        let maker = i32::try_from(holder).ok().and_then(Pid::from_raw).expect("a process");
+        let (mut lines, first) = (self.lines(maker), number(&self.holder(holder)));
+        lines.find(|line| number(line) != first).expect("a line to the helper")
     }
 
     /// The process dies.

@@ -51,7 +51,7 @@ fn numbers(path: &Path) -> Vec<u8> {
 }
 
 /// The letter of the answer to an order with a descriptor.
-fn order_with(line: &OwnedFd, what: &[u8], given: &OwnedFd) -> u8 {
+pub(crate) fn order_with(line: &OwnedFd, what: &[u8], given: &OwnedFd) -> u8 {
     give(line, what, &[given.as_fd()]);
     let mut ready = [PollFd::new(line, PollFlags::IN)];
     assert_eq!(poll(&mut ready, Some(&Timespec { tv_sec: 20, tv_nsec: 0 })), Ok(1), "no answer");

@@ -15,6 +15,7 @@ use ringdisk_testkit::limits::{needs, needs_root};
 use ringdisk_testkit::model::{FrontEnd, Request, Vm, VmOptions, bits};
 use ringdisk_testkit::mount::scratch;
 use ringdisk_testkit::process::{LIMIT, Process, has, until};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -299,7 +300,13 @@ fn lingers() -> (OwnedFd, TcpStream) {
     let ours = TcpStream::connect(listener.local_addr().expect("it has")).expect("room");
     let (theirs, _) = listener.accept().expect("it has connected");
     ours.set_nonblocking(true).expect("a setting");
-    while std::io::Write::write(&mut &ours, &[0; 1 << 16]).is_ok() {}
+    // What is on its way may leave room once more.
+    let is_full = || {
+        while std::io::Write::write(&mut &ours, &[0; 1 << 16]).is_ok() {}
+        let mut room = [PollFd::new(&ours, PollFlags::OUT)];
+        poll(&mut room, Some(&Timespec { tv_sec: 0, tv_nsec: 200_000_000 })) == Ok(0)
+    };
+    while !is_full() {}
     ours.set_nonblocking(false).expect("a setting");
     let linger = Some(Duration::from_secs(60));
     rustix::net::sockopt::set_socket_linger(&ours, linger).expect("a setting");

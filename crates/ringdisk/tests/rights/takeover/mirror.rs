@@ -227,6 +227,57 @@ fn a_target_that_is_none_for_the_disk_cannot_be_had() {
     assert_eq!(disk.stop().code(), Some(0));
 }
 
+/// A backup is like a mirror: its target is had on a user's word only, and given back at its end.
+#[test]
+fn after_a_backup_its_target_cannot_be_had_any_more_and_no_other_one_ever_could() {
+    if !needs_root() {
+        return;
+    }
+    let (disk, _directory, place) = world();
+    let [copy, secret] = ["copy", "secret"].map(|name| place.path().join(name));
+    let at = Path::new("/");
+    let backup = |words: &[&str]| ringdisk(at, &[&["ctl", disk.text(), "backup"], words].concat());
+    backup(&["--existing", "-f", "raw", text(&copy)]).ok();
+    let large = place.path().join("small");
+    images::raw(&large, MIB / 2, 7);
+    backup(&["--existing", "-f", "raw", text(&large)]).ends(3).says("as large");
+    let agent = Agent::over(disk.pid());
+    let line = agent.helper();
+    for path in [&copy, &large, &secret] {
+        assert_eq!(opened(&line, path).0, b'E', "{}", path.display());
+    }
+    drop(line);
+    agent.goes_on();
+    assert_eq!(disk.stop().code(), Some(0));
+    assert!(fs::read(&secret).expect("read").len() == usize::try_from(MIB).expect("small"));
+}
+
+/// The word for the target of a backup opens that file, and gives nothing beside it.
+#[test]
+fn the_word_for_the_target_of_a_backup_makes_no_name_in_its_directory() {
+    if !needs_root() {
+        return;
+    }
+    let (disk, _directory, place) = world();
+    let copy = place.path().join("copy");
+    let agent = Agent::over(disk.pid());
+    let line = agent.helper();
+    let (device, inode) = identity(&copy);
+    let said = format!("ringdisk: the target of a backup is raw {device} {inode} {}", text(&copy));
+    let (_kept, given) = word(&said);
+    assert_eq!(hear(&line, &given), b'D');
+    assert_eq!(opened(&line, &copy).0, b'D');
+    let at = |name: &str| [&numbers(place.path())[..], b"\0", name.as_bytes()].concat();
+    assert_eq!(order(&line, b'o', &at("new")), Some(b'E'), "a name is made");
+    assert_eq!(order(&line, b'x', &numbers(&copy)), Some(b'E'), "the target goes");
+    assert!(copy.exists() && !place.path().join("new").exists());
+    assert_eq!(order(&line, b'z', &numbers(&copy)), Some(b'D'));
+    assert_eq!(opened(&line, &copy).0, b'E', "it was given back");
+    drop(line);
+    agent.goes_on();
+    assert_eq!(disk.stop().code(), Some(0));
+}
+
 /// The whole way: what `ringdisk ctl` says of a mirror in the background ends with the command.
 #[test]
 fn after_a_mirror_its_target_cannot_be_had_any_more() {

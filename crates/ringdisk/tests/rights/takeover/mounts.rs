@@ -167,7 +167,8 @@ fn words_that_make_no_sense_are_refused() {
         ("/version", json!(2), "its version is 2"),
         ("/mount/max_pages", json!(65535), "sizes that this machine does not have"),
         ("/mount/page_bytes", json!(u32::MAX), "sizes that this machine does not have"),
-        ("/mount", json!({}), "cannot be read"),
+        ("/mount", json!(7), "cannot be read"),
+        ("/mount", json!({}), "the state of another mount"),
         ("/roles", json!([]), "it names 0"),
         ("/disk", json!("{}"), "ringdisk: error"),
     ] {

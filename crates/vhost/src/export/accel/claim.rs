@@ -20,8 +20,8 @@ pub(super) fn claim(device: BorrowedFd<'_>) -> Result<OwnedFd, String> {
     let flags = OFlags::RDWR | OFlags::EXCL | OFlags::CLOEXEC;
     let claim = open(path, flags, Mode::empty()).map_err(|errno| match errno {
         Errno::BUSY => String::from(
-            "the device is mounted, or somebody else has it exclusively (lsblk and `fuser -v` tell \
-             who)",
+            "the device is mounted, or another process has it exclusively (lsblk and `fuser -v` \
+             tell who)",
         ),
         _ => format!("the device cannot be claimed: {errno}"),
     })?;

@@ -71,7 +71,7 @@ pub(super) struct Accel {
 }
 
 /// What makes up for a module that was not usable at the start.
-const LOOK_AGAIN: &str =
+const RETRY_HINT: &str =
     "this process looked when it started, one with --upgrade takes over and looks again";
 
 impl Accel {
@@ -87,7 +87,7 @@ impl Accel {
         }
         // A process that serves cannot try again: it may be in a sandbox without a way to the
         // device.
-        let vblk = vblk.map_err(|error| format!("{error}; {LOOK_AGAIN}"));
+        let vblk = vblk.map_err(|error| format!("{error}; {RETRY_HINT}"));
         let status = Arc::new(KernelStatus::new(vblk.as_ref().ok().cloned(), &options));
         let in_kernel = vec![false; usize::from(queues)];
         Ok(Accel {
@@ -159,7 +159,7 @@ impl Control {
             trouble: accel.trouble.as_deref(),
             on_error: self.device.on_error,
             logical_block: self.device.logical_block,
-            size: self.disk.size(),
+            size: self.disk.size().0,
             disk: disk.as_ref().map(|align| *align).map_err(String::as_str),
             features: (features != 0).then_some(features),
             regions: self.memory.regions().len(),
@@ -281,7 +281,7 @@ impl Control {
     /// The disk may have another size, which the module is told while none of its virtqueues runs.
     pub(super) fn follow_size_in_kernel(&mut self) {
         let capacity = self.accel.as_ref().map(|accel| accel.capacity);
-        if self.uses_kernel() && capacity != Some(self.disk.size()) {
+        if self.uses_kernel() && capacity != Some(self.disk.size().0) {
             self.take_back_all();
             self.reconsider_kernel();
         }

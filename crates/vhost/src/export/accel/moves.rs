@@ -114,7 +114,7 @@ impl Control {
         });
         match (&mut self.accel, ready) {
             (Some(accel), Ok(claim)) => {
-                (accel.is_prepared, accel.capacity, accel.claim) = (true, plain.size, claim);
+                (accel.is_prepared, accel.capacity, accel.claim) = (true, plain.size.0, claim);
                 // As the module chooses, too (`kernel/vhost-blk/disk.c`).
                 let engine = match accel.options.engine {
                     Engine::Default if plain.is_block_device => Engine::Bio,
@@ -149,7 +149,7 @@ impl Control {
             memory_align: plain.memory_align,
             ranges_max: RANGES_MAX.min(vblk.info().ranges_max),
             range_sectors_max: self.config.longest_range_sectors(),
-            capacity: plain.size,
+            capacity: plain.size.0,
             id,
         };
         vblk.set_disk(Some(&disk)).map_err(refused)

@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use ringdisk_disk::{Disk, NullOptions};
+use ringdisk_disk::{Bytes, Disk, NullOptions};
 use ringdisk_export::{EndThread, Numa};
 use ringdisk_guest::Layout;
 use ringdisk_guest::Segment;
@@ -19,6 +19,7 @@ use crate::device::Device;
 use crate::export::OnError;
 use crate::export::ring_nodes::RingNodes;
 use crate::session::Backend;
+use crate::session::VringSetup;
 use crate::signals::Signals;
 use crate::worker::{ThreadSetup, WorkerThread};
 
@@ -39,7 +40,7 @@ fn config() -> Config {
 
 /// A device of two threads and no front end.
 fn control() -> Control {
-    let null = NullOptions { size: 1 << 20, read_zeroes: true, latency: Duration::ZERO };
+    let null = NullOptions { size: Bytes(1 << 20), read_zeroes: true, latency: Duration::ZERO };
     let disk = Disk::null(&null);
     let signals = Arc::new(Signals::new(false).expect("an eventfd"));
     let device = Device::new(

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ringdisk_disk::{Disk, NullOptions};
+use ringdisk_disk::{Bytes, Disk, NullOptions};
 use ringdisk_ring::{CpuList, Topology, pages_by_node, pin_to_cpus};
 
 use crate::device::Device;
@@ -13,7 +13,7 @@ use crate::signals::Signals;
 use crate::worker::{ThreadSetup, WorkerThread};
 
 fn thread(cpus: CpuList) -> WorkerThread {
-    let null = NullOptions { size: 1 << 20, read_zeroes: true, latency: Duration::ZERO };
+    let null = NullOptions { size: Bytes(1 << 20), read_zeroes: true, latency: Duration::ZERO };
     let signals = Arc::new(Signals::new(false).expect("an eventfd"));
     let device =
         Device::new(("disk", Arc::default()), "", 512, false, true, OnError::Report, signals);

@@ -1,5 +1,6 @@
 //! Sources and targets that fail, and the way out of them.
 
+use ringdisk_qcow2::Bytes;
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -86,7 +87,7 @@ fn what_cannot_be_read_is_salvaged_by_sectors() {
             let last = SIZE as u64 - 512..SIZE as u64;
             let lost = [bad[0].1.clone(), bad[1].1.clone(), last];
             assert_eq!(report.unreadable, lost);
-            assert_eq!(report.unreadable_bytes, 1024 + 512 + 512);
+            assert_eq!(report.unreadable_bytes, Bytes(1024 + 512 + 512));
             let mut expected = noise(SIZE);
             for range in lost {
                 let range =
@@ -106,7 +107,7 @@ fn salvage_of_a_dead_source_ends() {
         let options = ConvertOptions { salvage: true, ..fresh() };
         let report = converted(&ring, &source, &target, &options).await.expect("salvage");
         assert_eq!(report.unreadable, vec![0..SIZE as u64; 1]);
-        assert_eq!(report.unreadable_bytes, SIZE as u64);
+        assert_eq!(report.unreadable_bytes, Bytes::of(SIZE));
         assert_same(&target.image(), &vec![0; SIZE]);
     });
 }

@@ -1,5 +1,6 @@
 //! Conversions to qcow2, read back by `qemu-img`.
 
+use ringdisk_qcow2::Bytes;
 use std::fs;
 use std::sync::Arc;
 use std::time::Duration;
@@ -100,7 +101,8 @@ fn plain_images_are_read_by_qemu() {
     let expected = source(&directory);
     for create in ["cluster_size=512", "cluster_size=64k,extended_l2=on", "cluster_size=2M"] {
         for (sparse_bytes, out_of_order) in [(4096, false), (4096, true), (0, false)] {
-            let options = ConvertOptions { sparse_bytes, out_of_order, ..fresh() };
+            let options =
+                ConvertOptions { sparse_bytes: Bytes(sparse_bytes), out_of_order, ..fresh() };
             to_qcow2(&directory, "source", &["-o", create], &options).expect("convert");
             assert_holds(&directory, &expected);
         }
@@ -124,7 +126,7 @@ fn a_source_of_many_kinds_of_clusters_is_compressed_as_it_reads() {
 fn nothing_is_left_out_of_a_compressed_image_where_that_is_not_wanted() {
     let directory = directory();
     let expected = source(&directory);
-    let options = ConvertOptions { compressed: true, sparse_bytes: 0, ..fresh() };
+    let options = ConvertOptions { compressed: true, sparse_bytes: Bytes::ZERO, ..fresh() };
     to_qcow2(&directory, "source", &[], &options).expect("convert");
     assert_holds(&directory, &expected);
     let map = qemu_img(&directory, &["map", "--output=json", "out.qcow2"]);
@@ -163,7 +165,7 @@ fn a_target_with_a_backing_file_gets_what_the_source_has_itself() {
         let report = to_qcow2(&directory, "top", &create, &options).expect("convert");
         assert_holds(&directory, &expected);
         // Clusters of the top image only.
-        assert!(report.read_bytes <= 5 * 65536, "{compressed} {report:?}");
+        assert!(report.read_bytes <= Bytes(5 * 65536), "{compressed} {report:?}");
     }
 }
 

@@ -1,0 +1,10 @@
+//! The time of this process.
+
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+/// The time since some moment of this process, the same for all threads. Any thread.
+pub(crate) fn now() -> Duration {
+    static START: OnceLock<Instant> = OnceLock::new();
+    START.get_or_init(Instant::now).elapsed()
+}

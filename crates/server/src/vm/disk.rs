@@ -1,0 +1,228 @@
+//! One disk of a virtual machine, from its words to an export with its control sockets.
+//!
+//! Promises: nothing that was made stays when the export cannot be started.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ringdisk_daemon::confine::{self, Reach};
+use ringdisk_daemon::control::disk::{DiskControl, NbdPlace, ServedAs};
+use ringdisk_daemon::control::jobs::HandedJob;
+use ringdisk_daemon::control::registry;
+use ringdisk_daemon::failure::Failure;
+use ringdisk_daemon::keep::jobs::KeptJobs;
+use ringdisk_daemon::sockets::{MadeSocket, Opened, Place};
+use ringdisk_daemon::terminal;
+use ringdisk_daemon::upgrade::{DiskWithNbd, GivenDisk, Shown, SuccessorSocket};
+use ringdisk_disk::Disk;
+use ringdisk_vhost::export::Packed;
+use ringdisk_vhost::{ExportOptions, Listen};
+
+use super::beside::Beside;
+use super::request::{DiskRequest, Request, options};
+use super::{Plan, Running};
+use crate::keeping::{Kept, KeptImage};
+use crate::open::ImagePlan;
+use crate::shown::ShownWords;
+use crate::start::control;
+use crate::vhost::Served;
+
+/// A process that served the disk and was killed has it until its last write has landed.
+const LOCK_WAIT: Duration = Duration::from_secs(3);
+
+/// Errors: options of an image that it cannot have.
+pub(super) fn plan(all: &Request, request: DiskRequest, place: Place) -> Result<Plan, Failure> {
+    let source = &request.source;
+    let image = ImagePlan {
+        // The guest lives on when this process is killed, and was told that its writes are there. A
+        // temporary overlay is gone anyway.
+        outlives_process: !source.snapshot,
+        leaves_directory: all.daemonize || all.keep,
+        inactive: request.incoming,
+        wait_for_locks: Some(LOCK_WAIT),
+        ask_for_raw: true,
+        note_names: confine::is_wanted(all.sandbox),
+        ..ImagePlan::new(source, request.image.clone())
+    };
+    Ok(Plan {
+        shown: shown(&request),
+        new: image.new_image()?,
+        request,
+        image,
+        place,
+        restricted: confine::is_wanted(all.sandbox),
+        confines: confine::confines_files(all.sandbox),
+    })
+}
+
+/// What the guest is shown, as the request says it now.
+fn shown(request: &DiskRequest) -> Shown {
+    let packed = match request.packed {
+        Packed::Auto => "auto",
+        Packed::On => "on",
+        Packed::Off => "off",
+    };
+    let mut words = ShownWords::of_source(&request.source);
+    words.say("--queues", Some(request.queues.to_string()));
+    words.say("--queue-size", Some(request.queue_size.to_string()));
+    words.say("--serial", Some(request.serial.clone()));
+    words.say("--logical-block-size", Some(request.logical_block_size.to_string()));
+    words.number("--physical-block-size", request.physical_block_size.map(u64::from));
+    words.say("--packed", Some(String::from(packed)));
+    words.shown(&request.source, request.image.as_deref())
+}
+
+/// Serves one disk.
+///
+/// * `number`: which one it is.
+/// * `beside`: NBD clients have the disks, too.
+///
+/// Errors: the socket cannot be made, or the export not be started; nothing stays then.
+pub(super) fn start(
+    number: usize,
+    plan: Plan,
+    disk: Arc<Disk>,
+    kept: Option<&Kept>,
+    beside: Option<&Beside>,
+) -> Result<Running, Failure> {
+    let image = KeptImage { plan: &plan.image, confines: plan.confines };
+    let created = plan.new.as_ref().map(|(new, _)| new.format);
+    let keep = kept.map(|kept| kept.keep(number, &image, created, &disk)).transpose()?;
+    let (keep, kept_jobs) = keep.unzip();
+    let mut placed = plan.placed(&disk);
+    placed.kept_jobs = kept_jobs;
+    placed.nbd = beside.map(|beside| beside.place(number));
+    let Opened { listen, path, made } = plan.place.open()?;
+    let front = front(&listen);
+    let (read_only, name) = (disk.is_read_only(), plan.image.name());
+    let options = options(&plan.request, read_only, plan.restricted, listen, name);
+    let accel = options.accel.filter(|_| keep.is_none() && beside.is_none());
+    let handle = beside.map(|beside| beside.disk_handle(number));
+    let options = ExportOptions { held: true, keep, accel, beside: handle, ..options };
+    let mut served = Served::start(Arc::clone(&disk), options)?;
+    if let Some(beside) = beside {
+        served.counts_with(beside.handle());
+    }
+    for note in served.notes() {
+        terminal::warn(note);
+    }
+    Ok(Placed { path, front, made, ..placed }.attend(served, disk))
+}
+
+impl Plan {
+    /// What is known of the disk once its images are open, but for its sockets.
+    pub(super) fn placed(&self, disk: &Disk) -> Placed {
+        let source = &self.image.request;
+        let first = source.overlay.clone().or(self.image.image.clone());
+        Placed {
+            ready: format!("{} is served {}", self.image.describe(disk), self.place.shown()),
+            name: self.image.name(),
+            path: None,
+            front: None,
+            queues: self.request.queues,
+            allowed: source.allow_path.clone(),
+            reach: self.image.reach(),
+            // A command has put another image on top of it.
+            first_top: first.filter(|_| self.image.top.is_some()),
+            restricted: self.restricted,
+            made: None,
+            nbd: None,
+            shown: self.shown.clone(),
+            jobs: Vec::new(),
+            kept_jobs: None,
+        }
+    }
+}
+
+/// The socket of a front end that listens itself.
+pub(super) fn front(listen: &Listen) -> Option<PathBuf> {
+    match listen {
+        Listen::Connect(path) => Some(path.clone()),
+        Listen::Listener(_) | Listen::Stream(_) => None,
+    }
+}
+
+/// What is known of a disk before it is served.
+pub(super) struct Placed {
+    pub(super) ready: String,
+    pub(super) name: String,
+    pub(super) path: Option<PathBuf>,
+    pub(super) front: Option<PathBuf>,
+    pub(super) queues: u16,
+    pub(super) allowed: Vec<PathBuf>,
+    pub(super) reach: Reach,
+    pub(super) first_top: Option<PathBuf>,
+    pub(super) restricted: bool,
+    pub(super) made: Option<MadeSocket>,
+    /// Where NBD clients find it.
+    pub(super) nbd: Option<NbdPlace>,
+    pub(super) shown: Shown,
+    /// Jobs that the process before this one has begun.
+    pub(super) jobs: Vec<HandedJob>,
+    /// What keeps its jobs for the next process.
+    pub(super) kept_jobs: Option<KeptJobs>,
+}
+
+impl Placed {
+    /// Makes the sockets for `ringdisk ctl`, and for the process after this one.
+    pub(super) fn attend(self, served: Served, disk: Arc<Disk>) -> Running {
+        let Placed {
+            mut ready,
+            name,
+            path,
+            front,
+            queues,
+            allowed,
+            reach,
+            first_top,
+            restricted,
+            made,
+            nbd,
+            shown,
+            jobs,
+            kept_jobs,
+        } = self;
+        if let Some(nbd) = &nbd {
+            ready.push_str(&format!(", and over NBD{}", nbd.text()));
+        }
+        let has_nbd = nbd.is_some();
+        let handle = served.handle();
+        let for_control = handle.clone();
+        let commands = DiskControl::new(Arc::clone(&disk), handle, move |_| for_control.stop());
+        let socket = path.clone().unwrap_or_default();
+        let commands = commands.served_as(ServedAs::VhostUser { socket, nbd });
+        let mut commands = commands.confined_later(restricted).takes_up(jobs);
+        if let Some(keeper) = kept_jobs {
+            commands = commands.keeps_jobs_at(keeper);
+        }
+        let commands = Arc::new(commands);
+        let control = control(path.as_ref(), &commands, restricted);
+        let successor = path.as_ref().and_then(|path| {
+            let socket = registry::name_for_successor(path);
+            let handle = served.hand_over_handle();
+            let given = GivenDisk::new(shown, &disk, commands.jobs());
+            let successor = match has_nbd {
+                true => SuccessorSocket::start(&socket, DiskWithNbd, vec![given]),
+                false => SuccessorSocket::start(&socket, handle, vec![given]),
+            };
+            successor.inspect_err(|e| tracing::warn!("`--upgrade` cannot be used: {e}")).ok()
+        });
+        Running {
+            name,
+            ready,
+            path,
+            front,
+            queues,
+            allowed,
+            reach,
+            first_top,
+            served,
+            disk,
+            made,
+            commands,
+            control,
+            successor,
+        }
+    }
+}

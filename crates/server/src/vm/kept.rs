@@ -1,0 +1,119 @@
+//! `--keep`: disks whose process may be killed without their virtual machines noticing more than a
+//! pause.
+//!
+//! Promises: the next process goes on with the same connections; a disk that cannot be gone on with
+//! ends alone. What all kept disks have is in [`crate::keeping`].
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use ringdisk_daemon::control::jobs::HandedJob;
+use ringdisk_daemon::failure::Failure;
+use ringdisk_daemon::io_flusher;
+use ringdisk_daemon::keep::disks::FoundDisk;
+use ringdisk_daemon::keep::jobs::KeptJobs;
+use ringdisk_daemon::signals::{Phase, Watcher};
+use ringdisk_daemon::sockets::{MadeSocket, Opened, Place, SocketOptions};
+use ringdisk_daemon::terminal;
+use ringdisk_disk::Disk;
+use ringdisk_export::keep::{Keeper, KeptState};
+use ringdisk_vhost::ExportOptions;
+use ringdisk_vhost::export::Export;
+use ringdisk_vhost::keep;
+
+use super::request::options;
+use super::{Placed, Plan, Running, front};
+use crate::keeping::{Kept, reopen};
+use crate::vhost::Served;
+
+impl Kept {
+    /// Goes on with all disks that have not ended. One that cannot be served ends alone: its front
+    /// end is disconnected, and the others go on.
+    ///
+    /// Errors: none of them can be served; what was kept goes with this process.
+    pub(super) fn go_on(
+        &mut self,
+        plans: Vec<Plan>,
+        watcher: &Watcher,
+    ) -> Result<Vec<Running>, Failure> {
+        let found = self.found.take().unwrap_or_default();
+        let mut failures = Vec::new();
+        let (mut opened, mut running) = (Vec::new(), Vec::new());
+        for (number, (plan, found)) in plans.into_iter().zip(found).enumerate() {
+            let FoundDisk { first, images, export, keeper, late } = found;
+            let jobs = self.disks.keep_jobs(number, &images);
+            let found_jobs = jobs.found(late);
+            let Some(export) = export else { continue };
+            let (name, place) = (plan.image.name(), made_socket(&plan));
+            let mut plan = Plan { new: None, ..plan };
+            let of = (&first, &images);
+            match reopen(&mut plan.image, plan.confines, of, keep::is_inactive(&export), watcher) {
+                Ok(disk) => opened.push((plan, disk, export, keeper, (jobs, found_jobs))),
+                Err(failure) => {
+                    drop(place.and_then(|path| MadeSocket::adopt(&path).ok()));
+                    keep::end(export, keeper);
+                    failures.push(failure.context(name));
+                }
+            }
+        }
+        watcher.enter(Phase::Mounting);
+        // Before there are threads that shall have it too.
+        io_flusher::become_one_if(
+            opened.iter().any(|(_, disk, ..)| io_flusher::is_on_a_device(disk)),
+        );
+        for (plan, disk, export, keeper, jobs) in opened {
+            let name = plan.image.name();
+            match go_on(plan, disk, export, keeper, jobs) {
+                Ok(disk) => running.push(disk),
+                Err(failure) => failures.push(failure.context(name)),
+            }
+        }
+        self.failed = failures.first().map(Failure::code);
+        if running.is_empty() && failures.len() == 1 {
+            return failures.pop().map_or(Ok(running), Err);
+        }
+        failures.iter().for_each(terminal::complain);
+        Ok(running)
+    }
+}
+
+/// Goes on with one disk.
+///
+/// Errors: its state is not understood; the export cannot be made.
+fn go_on(
+    plan: Plan,
+    disk: Arc<Disk>,
+    export: KeptState,
+    keeper: Box<dyn Keeper>,
+    (jobs, found): (KeptJobs, Vec<HandedJob>),
+) -> Result<Running, Failure> {
+    let name = plan.image.name();
+    let makes = plan.request.socket.make.is_some();
+    let mut placed = plan.placed(&disk);
+    placed.ready.push_str(" again");
+    (placed.kept_jobs, placed.jobs) = (Some(jobs), found);
+    let Opened { listen, path, .. } = plan.place.open()?;
+    let front = front(&listen).filter(|_| !makes);
+    let read_only = disk.is_read_only();
+    let options = options(&plan.request, read_only, plan.restricted, listen, name.clone());
+    let options = ExportOptions { held: true, accel: None, keep: Some(keeper), ..options };
+    let prepared = Export::go_on(Arc::clone(&disk), export, options)?;
+    let served = Served::go(prepared, name.clone());
+    for note in served.notes() {
+        terminal::warn(note);
+    }
+    let made = path.as_deref().filter(|_| makes).and_then(|path| MadeSocket::adopt(path).ok());
+    Ok(Placed { path, front, made, ..placed }.attend(served, disk))
+}
+
+/// The name of the socket that the process before has made.
+fn made_socket(plan: &Plan) -> Option<PathBuf> {
+    let Place::Take(path) = &plan.place else { return None };
+    plan.request.socket.make.is_some().then(|| path.clone())
+}
+
+/// Where the sockets of disks are whose process was killed.
+pub(super) fn place(options: &SocketOptions) -> Place {
+    let path = options.make.clone().or_else(|| options.connect.clone());
+    Place::Take(path.unwrap_or_default())
+}

@@ -1,0 +1,177 @@
+//! Disks that answer: what is told of them, what is taken from the process, and their end.
+//!
+//! Promises: what front ends say is read inside the sandbox only. A disk that was taken over has
+//! guests that depend on it already, so what fails here is complained of and does not end it. Main
+//! thread.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ringdisk_daemon::background::{self, Background};
+use ringdisk_daemon::failure::Failure;
+use ringdisk_daemon::log_target;
+use ringdisk_daemon::metrics::MetricsServer;
+use ringdisk_daemon::notify::Notify;
+use ringdisk_daemon::pidfile::Pidfile;
+use ringdisk_daemon::run_as::Wanted;
+use ringdisk_daemon::signals::{Phase, Watcher};
+use ringdisk_daemon::terminal;
+use ringdisk_daemon::upgrade::SuccessorSocket;
+use ringdisk_daemon::watchdog::Watchdog;
+
+use super::beside::{Attended, Beside};
+use super::end::{actions, wait};
+use super::greet;
+use super::request::Request;
+use super::{Running, Started};
+use crate::keeping::Kept;
+use crate::metrics::MetricsSockets;
+use crate::privileges;
+use crate::start::{make_pidfile, say_why};
+use crate::vhost::Handle;
+
+/// Disks that answer. The fields go in the order in which others rely on them.
+pub(super) struct Serving<'a> {
+    request: &'a Request,
+    /// Answers for Prometheus.
+    answering: Option<MetricsServer>,
+    /// Says to the service manager that the queue threads answer.
+    watchdog: Option<Watchdog>,
+    metrics: MetricsSockets,
+    pidfile: Option<Pidfile>,
+    notify: Arc<Notify>,
+    beside: Option<Beside>,
+    running: Vec<Running>,
+    watcher: Watcher,
+    kept: Option<Kept>,
+    /// A process before this one was killed.
+    is_resumed: bool,
+}
+
+impl<'a> Serving<'a> {
+    /// Makes the pid file and what others watch the disks by.
+    ///
+    /// Errors: one of these cannot be made.
+    pub(super) fn attend(
+        request: &'a Request,
+        (running, beside): Started,
+        watcher: Watcher,
+        kept: Option<Kept>,
+        is_resumed: bool,
+        pidfile: Option<&Path>,
+    ) -> Result<Serving<'a>, Failure> {
+        let notify = match &kept {
+            Some(kept) => Arc::clone(&kept.disks.notify),
+            None => Arc::new(Notify::from_environment()),
+        };
+        let pidfile = make_pidfile(pidfile, request.upgrade)?;
+        let mut metrics = MetricsSockets::make_for(&request.metrics, request.upgrade)?;
+        let commands: Vec<_> = running.iter().map(|disk| Arc::clone(&disk.commands)).collect();
+        let watchdog = Watchdog::start(&notify, &commands);
+        let answering = metrics.start(commands)?;
+        Ok(Serving {
+            request,
+            answering,
+            watchdog,
+            metrics,
+            pidfile,
+            notify,
+            beside,
+            running,
+            watcher,
+            kept,
+            is_resumed,
+        })
+    }
+
+    /// Takes everything away that serving does not need; then front ends are listened to.
+    ///
+    /// * `user`: whom the process becomes.
+    ///
+    /// Errors: as [`privileges::give_up`].
+    pub(super) fn confine(&mut self, user: Wanted) -> Result<(), Failure> {
+        let mut inside = self.running.iter().map(Running::inside).collect::<Vec<_>>();
+        if let Some(first) = inside.first_mut() {
+            first.names.extend(self.metrics.named());
+            first.names.extend(self.beside.iter().flat_map(Beside::named));
+        }
+        let mark = self.kept.as_ref().map(|kept| kept.mark.clone()).unwrap_or_default();
+        privileges::give_up(
+            self.request.sandbox,
+            user,
+            &inside,
+            self.pidfile.as_ref(),
+            &self.notify,
+            self.request.upgrade,
+            mark,
+        )?;
+        // What front ends say is read inside; those that were taken over have been served already.
+        self.running.iter().for_each(|disk| disk.served.release());
+        self.beside.iter_mut().for_each(Beside::release);
+        Ok(())
+    }
+
+    /// Says that the disks answer: to the service manager, the user, and the process that waits for
+    /// that in the foreground.
+    pub(super) fn announce(&self, background: Option<Background>) {
+        let ready = match self.running.as_slice() {
+            [only] => only.ready.clone(),
+            several => format!("{} disks are served", several.len()),
+        };
+        self.notify.ready(&ready);
+        if self.is_resumed {
+            terminal::note(format_args!("{ready}: requests that were not answered go on"));
+        } else if background.is_some() || !terminal::is_interactive() {
+            for disk in &self.running {
+                terminal::say(format_args!("{}: {}", terminal::NAME, disk.ready));
+            }
+        } else {
+            greet::greet(&self.running);
+        }
+        match background {
+            Some(background) => background.ready(),
+            None if self.kept.is_some() && self.request.daemonize => background::let_go(),
+            None => log_target::begin(),
+        }
+        if let Some(kept) = &self.kept {
+            kept.watch_parent("a disk");
+        }
+    }
+
+    /// Serves until the end. Gives the exit code.
+    ///
+    /// Errors: why a disk has ended, if nobody asked for that.
+    pub(super) fn wait(self) -> Result<u8, Failure> {
+        let Serving { request, metrics: _metrics, running, notify, watcher, .. } = self;
+        let (_watchdog, _answering) = (self.watchdog, self.answering);
+        let handles: Vec<Handle> = running.iter().map(|disk| disk.served.handle()).collect();
+        let beside = self.beside.map(|beside| beside.attend(handles.clone()));
+        terminal::serves();
+        if let Some(signal) = watcher.enter(Phase::Serving(actions(&running, &notify))) {
+            notify.stopping(&format!("stopping on {signal}"));
+            handles.iter().for_each(Handle::stop);
+        }
+        let given: Vec<_> = running
+            .iter()
+            .map(|disk| disk.successor.as_ref().map(SuccessorSocket::was_given))
+            .collect();
+        let result = wait(request.stats, running);
+        let result = beside.map_or(Ok(()), Attended::end).and(result);
+        watcher.enter(Phase::Ending);
+        let is_given = |flag: &Option<Arc<AtomicBool>>| {
+            flag.as_ref().is_some_and(|flag| flag.load(Ordering::Acquire))
+        };
+        if given.iter().all(is_given) {
+            // The other process speaks to the service manager from now on, and has the pid file as
+            // soon as this one has ended.
+            if let Some(pidfile) = self.pidfile {
+                pidfile.leave();
+            }
+            return result;
+        }
+        say_why(&notify, &watcher, result.as_ref().err());
+        drop(self.pidfile);
+        result.map(|code| self.kept.map_or(code, |kept| kept.code(code)))
+    }
+}

@@ -1,0 +1,8 @@
+//! What only tests of an export do; no part of the interface for users of the library.
+
+use crate::export::Export;
+
+/// Makes a queue thread of an export panic.
+pub fn panic(export: &Export) {
+    export.panic_on_a_queue();
+}
