@@ -15,7 +15,7 @@ use ringdisk_ring::Ring;
 use super::hold::changed;
 use super::{CheckpointEnd, DirtyRanges, NewBitmap};
 use crate::graph::Graph;
-use crate::live::{bitmap_result, has_bitmap as has};
+use crate::live::{DRAIN_LIMIT, bitmap_result, has_bitmap as has, not_drained};
 use crate::name::printable_path;
 use crate::{Disk, Error, ErrorKind};
 
@@ -147,10 +147,11 @@ impl Chosen {
 /// Finds a bitmap of the top image.
 ///
 /// Errors: `Unsupported` where the image has no bitmaps; `Invalid` where it is missing or
-/// inconsistent; `Io`.
+/// inconsistent; `Busy` where another change of the disk does not end within 2 s; `Io`.
 async fn find(disk: &Disk, ring: &Ring, name: String) -> Result<Since, Error> {
     // Nobody adds a bitmap meanwhile: the directory would move.
-    let _turn = disk.changes().lock().await;
+    let turn = ring.within(DRAIN_LIMIT, disk.changes().lock()).await;
+    let _turn = turn.map_err(|_| not_drained(DRAIN_LIMIT))?;
     let graph = disk.enter_beside_clients().await;
     let Some(image) = graph.top_image() else {
         let shown = printable_path(graph.top().name());

@@ -5,12 +5,12 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use ringdisk_ring::Ring;
 
 use super::{Checkpoint, CheckpointEnd};
 use crate::graph::Graph;
+use crate::live::DRAIN_LIMIT;
 use crate::{Disk, Error};
 
 /// As [`Checkpoint::end`].
@@ -29,9 +29,6 @@ pub(super) async fn end(
     checkpoint.are_bitmaps_done.store(true, Ordering::Release);
     Ok(())
 }
-
-/// Longest wait for requests in flight. Requests that come later wait, too.
-const DRAIN_LIMIT: Duration = Duration::from_secs(2);
 
 /// Takes the record out of the graph, so that its memory is freed. Where requests in flight do not
 /// end in time the record stays, without effect, until the next checkpoint.

@@ -252,10 +252,9 @@ impl Mirror {
         if tracker.covers(offset, len) {
             return None;
         }
-        let claim = self.claim_soon(ring, offset, len).await;
+        let claim = self.claim_soon(ring, offset, len).await?;
         // Recorded unless both have it.
         let mark = Mark::new(graph, offset, len);
-        let Some(claim) = claim else { return Some(write(buf).await) };
         let data = IoBuf::new(buf.len(), ALIGN);
         if let Err(errno) = ring.copy(buf, &data).await {
             return Some(Err(errno));

@@ -12,12 +12,10 @@ use ringdisk_qcow2::Bytes;
 use ringdisk_qcow2::Qcow2;
 use ringdisk_ring::{Errno, Ring};
 
-use super::{again, check_lasting, close_layer, not_drained, reopen};
+use super::{DRAIN_LIMIT, again, check_lasting, close_layer, not_drained, reopen};
 use crate::open::of_qcow2;
 use crate::{Disk, Error, ErrorKind};
 
-/// Longest wait for requests in flight and for other changes. Requests that come later wait, too.
-const DRAIN_LIMIT: Duration = Duration::from_secs(2);
 /// A new bitmap is on stable storage within this time, or is not added. Clients do not wait.
 const ADD_LIMIT: Duration = Duration::from_secs(5);
 

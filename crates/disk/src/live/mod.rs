@@ -240,6 +240,10 @@ fn inactive() -> Error {
     .with_errno(Some(Errno::BUSY))
 }
 
+/// Longest wait of a quick change for requests in flight and for other changes. Requests that come
+/// later wait, too.
+pub(crate) const DRAIN_LIMIT: Duration = Duration::from_secs(2);
+
 /// The error for requests in flight, or another change, that did not end within `limit`.
 pub(crate) fn not_drained(limit: Duration) -> Error {
     Error::new(

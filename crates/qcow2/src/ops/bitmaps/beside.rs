@@ -42,7 +42,7 @@ impl Qcow2 {
     /// after this has returned, and may have recorded others.
     ///
     /// Errors: as [`bitmap_add`](Qcow2::bitmap_add); `Io` with `ENOSPC` where no cluster is free at
-    /// once.
+    /// once, or not [`bitmaps_can_grow`](Qcow2::bitmaps_can_grow).
     pub async fn bitmap_add_beside(
         &self,
         ring: &Ring,
@@ -53,8 +53,11 @@ impl Qcow2 {
         let engine = self.engine().map_err(|errno| self.bitmap_io(errno))?;
         // Who makes the first change waits: it marks bitmaps at places that change here.
         let _claim = engine.start.claim(0, 1).await;
-        if engine.closed.load(Ordering::Acquire) || !self.bitmaps_can_grow() {
+        if engine.closed.load(Ordering::Acquire) {
             return Err(self.bitmap_io(Errno::ROFS));
+        }
+        if !self.bitmaps_can_grow() {
+            return Err(self.bitmap_io(Errno::NOSPC));
         }
         let mut entries = update::entries(self, ring).await?;
         if entries.iter().any(|entry| entry.name == name.as_bytes()) {
