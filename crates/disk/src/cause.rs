@@ -3,7 +3,7 @@
 //! Promises: has what a program needs to act on the error, or to say it in words of its own; the
 //! text for people is that of the [`Error`](crate::Error).
 
-use std::io;
+use ringdisk_storage::words;
 
 /// Why a disk could not be opened or changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -120,9 +120,4 @@ impl Cause {
         let why = cause.and_then(Cause::why).unwrap_or(message).to_owned();
         Cause::BackingFile { file, why, cause: cause.cloned().map(Box::new) }
     }
-}
-
-/// The operating system's text carries "(os error N)"; users need the words only.
-pub(crate) fn words(error: &io::Error) -> String {
-    error.to_string().split(" (os error").next().unwrap_or_default().to_owned()
 }

@@ -7,7 +7,9 @@ use std::error::Error as StdError;
 use std::fmt;
 use std::io;
 
-use crate::cause::{Cause, words};
+use ringdisk_storage::words;
+
+use crate::cause::Cause;
 
 /// What went wrong, for callers that decide by it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

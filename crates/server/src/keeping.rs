@@ -15,7 +15,7 @@ use ringdisk_daemon::keep::jobs::KeptJobs;
 use ringdisk_daemon::keep::{State, StateFile, holder};
 use ringdisk_daemon::new_file::NewFiles;
 use ringdisk_daemon::signals::{Phase, Watcher};
-use ringdisk_disk::{Disk, Format};
+use ringdisk_disk::{Disk, Format, Layer};
 use ringdisk_export::keep::Keeper;
 
 use crate::open::ImagePlan;
@@ -118,7 +118,7 @@ impl Kept {
         state.mark = self.mark.clone();
         let images = self.disks.keep_images(number, state)?;
         let jobs = self.disks.keep_jobs(number, &images);
-        image.watch(disk, images);
+        keep_changes(disk, images, image.allowed().may_be_top());
         Ok((self.disks.keep(number)?, jobs))
     }
 }
@@ -155,22 +155,42 @@ impl<'a> KeptImage<'a> {
             confines: self.confines,
         }
     }
+}
 
-    /// Keeps from now on what the images and the limits are, and whether reads are kept.
-    fn watch(self, disk: &Disk, images: StateFile) {
-        let limited = images.clone();
-        disk.watch_limits(move |limits| limited.set_limits(limits));
-        let copied = images.clone();
-        disk.watch_copy_on_read(move |is_on| copied.set_copy_on_read(is_on));
-        let top = disk.layers().first().map(|top| top.name().to_owned());
-        let top = Mutex::new(top);
-        disk.watch_chain(self.allowed().may_be_top(), move |chain| {
-            let mut top = top.lock().unwrap_or_else(PoisonError::into_inner);
-            let new = chain.first().map(|top| top.name().to_owned());
-            images.set_chain(chain, *top != new);
-            *top = new;
-        });
+/// Keeps from now on what the images and the limits of a disk are, and whether reads are kept, for
+/// the process that goes on with it after this one.
+///
+/// * `may_be_top`: why the next process would not find an image on top of the chain.
+pub(crate) fn keep_changes(
+    disk: &Disk,
+    state: StateFile,
+    may_be_top: impl Fn(&Layer) -> Result<(), String> + Send + Sync + 'static,
+) {
+    let limited = state.clone();
+    disk.watch_limits(move |limits| limited.set_limits(limits));
+    let copied = state.clone();
+    disk.watch_copy_on_read(move |is_on| copied.set_copy_on_read(is_on));
+    let top = disk.layers().first().map(|top| top.name().to_owned());
+    let top = Mutex::new(top);
+    disk.watch_chain(may_be_top, move |chain| {
+        let mut top = top.lock().unwrap_or_else(PoisonError::into_inner);
+        let new = chain.first().map(|top| top.name().to_owned());
+        state.set_chain(chain, *top != new);
+        *top = new;
+    });
+}
+
+/// Gives a disk that was opened again what commands had changed in the process before.
+///
+/// Errors: the disk takes no limits.
+pub(crate) fn follow_changes(disk: &Disk, state: &State) -> Result<(), Failure> {
+    if let Some(limits) = state.limits() {
+        disk.follow_limits(&limits)?;
     }
+    if let Some(is_on) = state.copy_on_read {
+        disk.follow_copy_on_read(is_on);
+    }
+    Ok(())
 }
 
 /// Opens the images of a process that was killed, as the plan says it from then on.
@@ -203,12 +223,7 @@ pub fn reopen(
     let disk = when_free(watcher, FREE, || plan.open(&NewFiles::default(), None))?;
     let image = KeptImage { plan, confines };
     image.allowed().check_same(first, &now, &disk.layers())?;
-    if let Some(limits) = now.limits() {
-        disk.follow_limits(&limits)?;
-    }
-    if let Some(is_on) = now.copy_on_read {
-        disk.follow_copy_on_read(is_on);
-    }
-    image.watch(&disk, images.clone());
+    follow_changes(&disk, &now)?;
+    keep_changes(&disk, images.clone(), image.allowed().may_be_top());
     Ok(disk)
 }

@@ -111,9 +111,9 @@ pub(crate) fn not_opened(file: &str, why: &str, is_missing: bool) -> Cause {
     Cause::NotOpened { file: file.to_owned(), why: why.to_owned(), is_missing }
 }
 
-/// The words of the system, without the number that the standard library adds.
-pub(crate) fn words(errno: Errno) -> String {
-    let text = std::io::Error::from(errno).to_string();
+/// The words of the system, without the number `(os error N)` that the standard library adds.
+pub fn words(error: &std::io::Error) -> String {
+    let text = error.to_string();
     text.split(" (os error").next().unwrap_or_default().to_owned()
 }
 

@@ -94,7 +94,7 @@ pub use cause::{Cause, OtherUse};
 pub use custom::{CustomStorage, LocalFuture};
 pub use device_limits::DeviceLimits;
 pub use endpoint::NbdEndpoint;
-pub use error::{Error, ErrorKind};
+pub use error::{Error, ErrorKind, words};
 pub use failure::Failure;
 pub use ffi::local_offset;
 pub use kinds::{Allocation, Kind, Limits, Lock, Preallocation};

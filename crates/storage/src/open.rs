@@ -115,7 +115,7 @@ fn open_error(path: &Path, name: &str, options: &OpenOptions, errno: Errno) -> E
         Errno::MFILE | Errno::NFILE => "too many open files; raise the limit (ulimit -n)",
         Errno::LOOP => "too many symbolic links",
         _ => {
-            let why = words(errno);
+            let why = words(&errno.into());
             let error = Error::system(format!("cannot open '{name}'"), errno);
             return error.because(not_opened(name, &why, false));
         }

@@ -6,7 +6,7 @@
 
 use std::fs::File;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ringdisk_daemon::background::{self, Background};
@@ -39,6 +39,7 @@ use super::plan::Plan;
 use super::request::Request;
 use super::{signals, users};
 use crate::hand_over::{complain_of, handed_over};
+use crate::keeping::keep_changes;
 use crate::metrics::MetricsSockets;
 
 /// A mount that ends when this is dropped, also while clients use it.
@@ -176,19 +177,7 @@ impl<'a> Serving<'a> {
     }
 
     fn park_with(&mut self, kept: &mut Kept) -> Result<(), Failure> {
-        let state_file = kept.state_file();
-        let top = self.disk.layers().first().map(|top| top.name().to_owned());
-        let top = Mutex::new(top);
-        self.disk.watch_chain(self.plan.may_be_top(), move |chain| {
-            let mut top = top.lock().unwrap_or_else(PoisonError::into_inner);
-            let new = chain.first().map(|top| top.name().to_owned());
-            state_file.set_chain(chain, *top != new);
-            *top = new;
-        });
-        let state_file = kept.state_file();
-        self.disk.watch_limits(move |limits| state_file.set_limits(limits));
-        let state_file = kept.state_file();
-        self.disk.watch_copy_on_read(move |is_on| state_file.set_copy_on_read(is_on));
+        keep_changes(&self.disk, kept.state_file(), self.plan.may_be_top());
         let parked = self.answering.served()?.take_parked();
         let Some(parked) = parked.filter(|_| kept.resumed().is_none()) else { return Ok(()) };
         let devices = parked.devices.len();

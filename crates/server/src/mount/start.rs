@@ -25,6 +25,7 @@ use super::plan::Plan;
 use super::request::{Paths, Request};
 use super::serving::{Answering, Serving};
 use super::signals::{watch_resumed, watch_start};
+use crate::keeping::follow_changes;
 use crate::open::ImagePlan;
 use crate::reopen::{FREE, FREE_STOPPED};
 
@@ -108,11 +109,8 @@ impl<'a> Start<'a> {
         };
         // The signal thread knows what was made too, so it does not go by itself.
         let disk = opened.inspect_err(|_| self.made.undo())?;
-        if let Some(limits) = self.resumed.as_ref().and_then(|(state, _)| state.limits()) {
-            disk.follow_limits(&limits)?;
-        }
-        if let Some(is_on) = self.resumed.as_ref().and_then(|(state, _)| state.copy_on_read) {
-            disk.follow_copy_on_read(is_on);
+        if let Some((state, _)) = &self.resumed {
+            follow_changes(&disk, state)?;
         }
         Ok(Opened::Disk(disk))
     }

@@ -171,9 +171,8 @@ pub(super) fn target_of(request: &Request) -> Result<PathBuf, Failure> {
             Failure::system(format!("cannot find '{}'", path.display()), &error, Exit::Mountpoint)
         });
     }
-    let name =
-        request.addresses.first().and_then(|at| address::name_of(Path::new(&at.to_string())));
-    name.ok_or_else(|| {
+    let mut names = request.addresses.iter().map(|at| address::name_of(Path::new(&at.to_string())));
+    names.find_map(|name| name).ok_or_else(|| {
         Failure::new(Exit::Usage, "--upgrade finds the disk by the path or the port of --nbd")
             .hint("name the port that is in use in place of 0")
     })

@@ -174,7 +174,7 @@ fn refused(name: &str, server: &NbdServer, why: &Refusal) -> Error {
             format!("no server listens at {server}; start it, or correct the name")
         }
         Refusal::Broken(errno) if !matches!(*errno, Errno::TIMEDOUT | Errno::CONNRESET) => {
-            words(*errno)
+            words(&(*errno).into())
         }
         why => why.to_string(),
     };
