@@ -4,12 +4,14 @@
 //! While they work, one piece of it is under way at a time, a small one, and as long as a piece
 //! took the storage is left to the clients after it (twice as long after one of a reader). So a
 //! request of a client waits for one small piece at most, and the work goes on however much clients
-//! do. It takes its turn before it enters the graph and before it claims a range: a change or a
+//! do. Where a small piece takes longer than [`SLOW`], which its bytes are seldom the reason for (a
+//! far storage, no free CPU), the next one has four times the bytes and waits for others no longer
+//! than that: otherwise the work would hardly go on. It takes its turn before it enters the graph and before it claims a range: a change or a
 //! client's write never waits for a turn.
 //!
 //! Clients pay one store for each request ([`Gateway::entered`](crate::graph::Gateway::entered)).
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use ringdisk_qcow2::{Bytes, GuestOffset};
@@ -35,10 +37,17 @@ const READER_RESTS: u64 = 2;
 const REST_MAX: Duration = Duration::from_millis(50);
 /// Shorter rests are added to the next one.
 const REST_MIN: Duration = Duration::from_micros(100);
+/// What a small piece takes at most where storage and CPUs are near.
+const SLOW: Duration = Duration::from_millis(20);
+/// A piece after a slow one has so many times the bytes.
+const SLOW_FACTOR: u64 = 4;
+/// But not more than this for that reason, bytes.
+const SLOW_BYTES: Bytes = Bytes(256 << 10);
 /// Parts without data grow by so many powers of two at most.
 const GROWTH_MAX: u32 = 8;
-/// Longest wait for one piece of others: one whose target hangs does not hold up the rest.
-const TURN_MAX: Duration = Duration::from_millis(200);
+/// Longest wait for one piece of others: one whose target is slow, or hangs, does not hold up the
+/// rest.
+const TURN_MAX: Duration = SLOW;
 
 /// Whose turn it is, and since when clients are quiet.
 #[derive(Debug, Default)]
@@ -53,6 +62,8 @@ pub(crate) struct Background {
     turn: TaskMutex,
     /// Turns that were taken.
     turns: AtomicU64,
+    /// The last piece took longer than its bytes explain.
+    is_slow: AtomicBool,
 }
 
 /// The right to copy one piece beside the clients. Dropped when the piece is done.
@@ -64,6 +75,8 @@ pub(crate) struct Turn<'a> {
     begun: u64,
     /// So many times as long as the piece takes is left to the clients.
     rests: u64,
+    /// The piece before was slow.
+    is_long: bool,
     /// `None`: another one takes longer than [`TURN_MAX`].
     _guard: Option<TaskGuard<'a>>,
 }
@@ -91,7 +104,8 @@ impl Background {
         if rest >= REST_MIN {
             ring.sleep(rest).await;
         }
-        Turn { beside: Some(self), begun: nanos(), rests: 1, _guard: guard }
+        let is_long = self.is_slow.load(Ordering::Relaxed);
+        Turn { beside: Some(self), begun: nanos(), rests: 1, is_long, _guard: guard }
     }
 
     /// Whether clients are at work.
@@ -118,6 +132,15 @@ impl Background {
     fn rest(&self, now: u64) -> Duration {
         let wait = self.free_at.load(Ordering::Relaxed).saturating_sub(now);
         Duration::from_nanos(wait).min(REST_MAX)
+    }
+
+    /// Decides how long the next piece is.
+    ///
+    /// * `took`: by the last one, nanoseconds.
+    /// * `was_long`: it was after a slow one.
+    fn look_at_pace(&self, took: u64, was_long: bool) {
+        let limit = as_nanos(SLOW) * if was_long { SLOW_FACTOR } else { 1 };
+        self.is_slow.store(took > limit, Ordering::Relaxed);
     }
 
     /// A piece has ended.
@@ -162,7 +185,11 @@ impl Parts {
         if turn.beside.is_none() {
             return (self.at, left);
         }
-        let unit = self.unit.saturating_mul(1 << self.empty.min(GROWTH_MAX));
+        let unit = match turn.is_long {
+            true => self.unit.max(self.unit.saturating_mul(SLOW_FACTOR).min(SLOW_BYTES)),
+            false => self.unit,
+        };
+        let unit = unit.saturating_mul(1 << self.empty.min(GROWTH_MAX));
         (self.at, (self.at.align_down(unit) + unit - self.at).min(left))
     }
 
@@ -183,7 +210,7 @@ impl Parts {
 impl Turn<'_> {
     /// A turn of work that yields to nobody: what is left of it grows while it does.
     pub(crate) fn at_once() -> Turn<'static> {
-        Turn { beside: None, begun: 0, rests: 1, _guard: None }
+        Turn { beside: None, begun: 0, rests: 1, is_long: false, _guard: None }
     }
 
     /// The turn of a reader of a checkpoint.
@@ -197,7 +224,9 @@ impl Turn<'_> {
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
         if let Some(background) = self.beside {
-            background.ended(self.begun, nanos(), self.rests);
+            let now = nanos();
+            background.look_at_pace(now.saturating_sub(self.begun), self.is_long);
+            background.ended(self.begun, now, self.rests);
         }
     }
 }

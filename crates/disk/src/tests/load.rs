@@ -5,6 +5,7 @@ use ringdisk_qcow2::Bytes;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use ringdisk_ring::{Config, IoBuf, Ring, Runtime};
 use ringdisk_testkit::sim::Prng;
@@ -15,6 +16,9 @@ use crate::Disk;
 const THREADS: u64 = 2;
 /// Clients of each thread; each has a part of the disk for itself.
 const CLIENTS: u64 = 4;
+/// Longest time between two requests of a client, microseconds: clients that never rest would take
+/// all CPUs from what is tested.
+const THINK_MAX_MICROS: u64 = 600;
 /// Longest request, bytes.
 const REQUEST_MAX: u64 = 96 << 10;
 
@@ -64,7 +68,7 @@ impl Load {
         let until = self.requests.load(Ordering::Relaxed) + requests;
         while self.requests.load(Ordering::Relaxed) < until {
             assert!(!self.threads.iter().any(JoinHandle::is_finished), "a client has failed");
-            ring.sleep(std::time::Duration::from_millis(2)).await;
+            ring.sleep(Duration::from_millis(2)).await;
         }
     }
 
@@ -73,7 +77,7 @@ impl Load {
     pub(crate) async fn halt(self, ring: &Ring) -> Vec<u8> {
         self.stop.store(true, Ordering::Relaxed);
         while !self.threads.iter().all(JoinHandle::is_finished) {
-            ring.sleep(std::time::Duration::from_millis(1)).await;
+            ring.sleep(Duration::from_millis(1)).await;
         }
         let mut bytes = Vec::new();
         for thread in self.threads {
@@ -114,7 +118,7 @@ fn run(
             match receiver.try_recv() {
                 Ok(part) => done.push(part),
                 Err(std::sync::mpsc::TryRecvError::Empty) => {
-                    ring.sleep(std::time::Duration::from_millis(2)).await;
+                    ring.sleep(Duration::from_millis(2)).await;
                 }
                 Err(error) => panic!("a client has failed: {error}"),
             }
@@ -164,6 +168,7 @@ async fn client(
             }
         }
         requests.fetch_add(1, Ordering::Relaxed);
+        ring.sleep(Duration::from_micros(prng.below(THINK_MAX_MICROS))).await;
     }
     part
 }

@@ -25,7 +25,7 @@ use ringdisk_images::new_image::NewImage;
 
 use super::export::Options;
 use super::request::{Paths, Request, StopTimeout};
-use crate::open::{ImagePlan, reach};
+use crate::open::{ImagePlan, LOCK_WAIT, reach};
 use crate::reopen::{AllowedImages, when_free};
 use crate::shown::ShownWords;
 
@@ -90,10 +90,15 @@ impl<'a> Plan<'a> {
         let is_new = table::at(&mountpoint)?.is_none()
             && fs::symlink_metadata(&mountpoint)
                 .is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
+        let mut is_replaced = false;
         if !is_new {
-            mountpoint = free_mountpoint(&mountpoint)?;
+            (mountpoint, is_replaced) = free_mountpoint(&mountpoint)?;
         }
-        Plan::of(request, paths, mountpoint, false)
+        let mut plan = Plan::of(request, paths, mountpoint, false)?;
+        if is_replaced {
+            plan.image.wait_for_locks = Some(LOCK_WAIT);
+        }
+        Ok(plan)
     }
 
     /// * `is_taken`: the mount is taken over.
@@ -355,9 +360,6 @@ fn checked_top(
     first.map_or(Ok(None), |first| allowed_images(request, image).checked_top(first, state))
 }
 
-/// How long the kernel may take to let go of an image that was passed through.
-const LOCK_WAIT: Duration = Duration::from_secs(3);
-
 /// How long a stop waits for users; `None`: as long as they take.
 ///
 /// * `is_managed`: a service manager waits for us.
@@ -368,13 +370,14 @@ fn stop_timeout(asked: Option<StopTimeout>, is_managed: bool) -> Option<Duration
     }
 }
 
-/// Checks a mountpoint; what a ringdisk that was killed left on it goes.
+/// Checks a mountpoint; what a ringdisk that was killed left on it goes. Gives the real path, and
+/// whether something was there.
 ///
 /// Errors: those of the check.
-fn free_mountpoint(path: &Path) -> Result<PathBuf, Failure> {
+fn free_mountpoint(path: &Path) -> Result<(PathBuf, bool), Failure> {
     let stale = match mountpoint::check(path) {
         Err(error) if error.kind() == ringdisk_fuse::ErrorKind::Stale => error,
-        checked => return Ok(checked?),
+        checked => return Ok((checked?, false)),
     };
     if unmount(path, Unmount::Lazy).is_err() {
         return Err(stale.into());
@@ -383,7 +386,7 @@ fn free_mountpoint(path: &Path) -> Result<PathBuf, Failure> {
         "'{}' still carried the mount of a ringdisk that was killed; it is replaced",
         path.display()
     ));
-    Ok(mountpoint::check(path)?)
+    Ok((mountpoint::check(path)?, true))
 }
 
 /// What is wrong with a mountpoint whose directory is missing; `None` if that is not the matter.

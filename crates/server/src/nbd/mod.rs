@@ -24,7 +24,7 @@ use ringdisk_daemon::terminal;
 use ringdisk_nbd::{CommonOptions, NbdOptions};
 
 use crate::keeping::{self, Kept};
-use crate::open::ImagePlan;
+use crate::open::{ImagePlan, LOCK_WAIT};
 use crate::start::pidfile_of;
 
 use access::{Access, access};
@@ -119,6 +119,7 @@ fn image_plan(request: &Request, disk: &DiskRequest) -> ImagePlan {
         outlives_process: !source.snapshot,
         leaves_directory: request.daemonize || request.keep,
         note_names: confine::is_wanted(request.sandbox),
+        wait_for_locks: Some(LOCK_WAIT),
         ..ImagePlan::new(source, disk.image.clone())
     }
 }

@@ -4,7 +4,6 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 use ringdisk_daemon::confine::{self, Reach};
 use ringdisk_daemon::control::disk::{DiskControl, NbdPlace, ServedAs};
@@ -23,13 +22,10 @@ use super::beside::Beside;
 use super::request::{DiskRequest, Request, options};
 use super::{Plan, Running};
 use crate::keeping::{Kept, KeptImage};
-use crate::open::ImagePlan;
+use crate::open::{ImagePlan, LOCK_WAIT};
 use crate::shown::ShownWords;
 use crate::start::control;
 use crate::vhost::Served;
-
-/// A process that served the disk and was killed has it until its last write has landed.
-const LOCK_WAIT: Duration = Duration::from_secs(3);
 
 /// Errors: options of an image that it cannot have.
 pub(super) fn plan(all: &Request, request: DiskRequest, place: Place) -> Result<Plan, Failure> {
