@@ -18,7 +18,17 @@ const DEVICE: &str = "/dev/fuse";
 /// Whether all combinations are wanted in place of pairs (`RINGDISK_FULL=1`).
 #[must_use]
 pub fn full() -> bool {
-    std::env::var("RINGDISK_FULL").is_ok_and(|value| !value.is_empty() && value != "0")
+    is_set("RINGDISK_FULL")
+}
+
+/// Whether a quarter of the longest tables and walks is enough (`RINGDISK_QUICK=1`).
+#[must_use]
+pub fn quick() -> bool {
+    is_set("RINGDISK_QUICK")
+}
+
+fn is_set(name: &str) -> bool {
+    std::env::var(name).is_ok_and(|value| !value.is_empty() && value != "0")
 }
 
 /// Whether this process may mount without help.

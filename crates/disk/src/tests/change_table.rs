@@ -20,7 +20,7 @@
 //! that was made although an error was told; never wrong bytes, damaged images, or a bitmap that is
 //! wrong.
 //!
-//! A seeded part of the table runs in each test run. With `RINGDISK_FULL=1` all of it for the usual
+//! A seeded part of the table runs in each test run, a quarter of it with `RINGDISK_QUICK=1`. With `RINGDISK_FULL=1` all of it for the usual
 //! chain, and a larger part for the other disks and for pairs.
 
 mod clients;
@@ -28,6 +28,7 @@ mod frozen;
 mod judge;
 mod world;
 
+use ringdisk_testkit::limits::{full, quick};
 use ringdisk_testkit::sim::Prng;
 
 use super::run;
@@ -44,6 +45,8 @@ const CELLS_OF_OTHERS_IN_FULL: u64 = 300;
 const PAIRS: u64 = 6;
 const PAIRS_IN_FULL: u64 = 200;
 const APART: u64 = 24;
+/// The part of these with `RINGDISK_QUICK=1`.
+const QUICK: u64 = 4;
 /// One of so many cells has a disk with a limit, for which its clients wait.
 const LIMITED: u64 = 8;
 /// Operations of a storage that no change makes: a table longer than this is a loop that does not
@@ -58,7 +61,8 @@ fn table(change: Change) {
 }
 
 fn table_of(change: Change, shape: Shape) {
-    let is_full = std::env::var_os("RINGDISK_FULL").is_some();
+    let is_full = full();
+    let part = if quick() { QUICK } else { 1 };
     let fixture = Fixture::new(change, shape);
     run(async |ring| {
         let mut prng = Prng::new(15 + change as u64 + 100 * shape as u64);
@@ -83,8 +87,8 @@ fn table_of(change: Change, shape: Shape) {
             let (wanted, pairs) = match (shape, is_full) {
                 (Shape::Chain, true) => (all, PAIRS_IN_FULL),
                 (_, true) => (CELLS_OF_OTHERS_IN_FULL.min(all), PAIRS_IN_FULL),
-                (Shape::Chain, false) => (CELLS.min(all), PAIRS),
-                (_, false) => (CELLS_OF_OTHERS.min(all), PAIRS),
+                (Shape::Chain, false) => ((CELLS / part).min(all), PAIRS / part),
+                (_, false) => ((CELLS_OF_OTHERS / part).min(all), PAIRS / part),
             };
             for index in 0..wanted + pairs.min(all) {
                 let is_pair = index >= wanted;

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ringdisk_ring::Ring;
-use ringdisk_testkit::limits::full;
+use ringdisk_testkit::limits::{full, quick};
 use ringdisk_testkit::process::patient;
 use ringdisk_testkit::sim::Prng;
 use tempfile::TempDir;
@@ -231,7 +231,11 @@ async fn opened(ring: &Ring, path: PathBuf) -> Arc<Disk> {
 
 fn walk(seed: u64) {
     println!("seed {seed}: RINGDISK_WALK_SEED={seed} runs this walk again");
-    let steps = if full() { STEPS_IN_FULL } else { STEPS };
+    let steps = match (full(), quick()) {
+        (true, _) => STEPS_IN_FULL,
+        (_, true) => STEPS / 4,
+        (false, false) => STEPS,
+    };
     let begun = Instant::now();
     run(async |ring| {
         let mut walk = Walk::start(ring, seed).await;

@@ -5,8 +5,8 @@
 //! Main thread.
 
 use std::fs::File;
-use std::sync::atomic::Ordering;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use ringdisk_daemon::background::{self, Background};

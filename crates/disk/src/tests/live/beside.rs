@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ringdisk_ring::Ring;
+use ringdisk_testkit::limits::full;
 use ringdisk_testkit::sim::SimStorage;
 use tempfile::TempDir;
 
@@ -179,7 +180,6 @@ fn a_mirror_stays_in_step_over_the_end_of_a_commit_below_the_top() {
 /// Whether the one named first begins or ends first, and whether the first and the second one end by
 /// themselves. Two for each case, each of them in one of three cases; all with `RINGDISK_FULL=1`.
 fn endings(case: usize) -> Vec<(bool, bool, bool)> {
-    let is_full = std::env::var_os("RINGDISK_FULL").is_some();
     let all = [
         (true, true, true),
         (false, true, true),
@@ -188,7 +188,7 @@ fn endings(case: usize) -> Vec<(bool, bool, bool)> {
         (true, true, false),
         (false, true, false),
     ];
-    let of_case = all.into_iter().enumerate().filter(|(at, _)| is_full || at % 3 == case % 3);
+    let of_case = all.into_iter().enumerate().filter(|(at, _)| full() || at % 3 == case % 3);
     of_case.map(|(_, ending)| ending).collect()
 }
 
