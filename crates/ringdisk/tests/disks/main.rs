@@ -4,6 +4,7 @@
 mod beside;
 mod checkpoint;
 mod checkpoint_hangs;
+mod checkpoint_kills;
 #[path = "../common/mod.rs"]
 mod common;
 mod jobs;
