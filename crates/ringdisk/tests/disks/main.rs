@@ -3,6 +3,7 @@
 
 mod beside;
 mod checkpoint;
+mod checkpoint_fleece;
 mod checkpoint_hangs;
 mod checkpoint_kills;
 #[path = "../common/mod.rs"]
