@@ -16,6 +16,7 @@ mod migrate;
 mod mirrors;
 mod nbd;
 mod nbd_crowd;
+mod nbd_flush;
 mod nbd_moves;
 mod nbd_tls;
 mod other_host;
