@@ -21,6 +21,7 @@ mod nbd_moves;
 mod nbd_tls;
 mod other_host;
 mod qemu_nbd;
+mod qemu_nbd_options;
 mod serve;
 mod serve_cli;
 mod serve_qemu;
