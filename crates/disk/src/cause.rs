@@ -54,6 +54,13 @@ pub enum Cause {
     NoBase,
     /// The user has not allowed a path; the text says that `--allow-path` does.
     PathNotAllowed,
+    /// A part of a disk was asked for that begins behind its end.
+    BeginsBehindEnd {
+        /// Where the part begins, bytes.
+        offset: u64,
+        /// Bytes of the disk.
+        size: u64,
+    },
     /// Anything else.
     Other,
     /// This happened to a part of what the error is about, such as an external data file.

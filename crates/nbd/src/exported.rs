@@ -87,7 +87,7 @@ impl Exported {
 
     /// The flags for a client.
     ///
-    /// * `has_contexts`: it has chosen contexts.
+    /// * `has_contexts`: it has chosen contexts, or may still do so.
     pub(crate) fn flags(&self, style: Style, has_contexts: bool) -> u16 {
         use export_flags as flags;
         // A disk has no memory of its own for each connection: what is answered on one is there on

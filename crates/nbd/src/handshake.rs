@@ -212,10 +212,11 @@ impl Handshake<'_> {
         })
     }
 
-    fn export_info(&self, export: &Arc<Exported>) -> ExportInfo {
+    /// * `option`: the one that asks. A client that only asks may still choose contexts.
+    fn export_info(&self, export: &Arc<Exported>, option: u32) -> ExportInfo {
         let chosen = self.contexts.as_ref();
-        let has_contexts =
-            chosen.is_some_and(|(named, ids)| Arc::ptr_eq(named, export) && !ids.is_empty());
+        let has_contexts = option == option::INFO
+            || chosen.is_some_and(|(named, ids)| Arc::ptr_eq(named, export) && !ids.is_empty());
         let flags = export.flags(self.style, has_contexts);
         ExportInfo { size: export.disk.size().0, flags }
     }
@@ -227,7 +228,7 @@ impl Handshake<'_> {
         let name = parse_export_name(data)?;
         let found = self.find(name);
         let export = found.map_err(|_| End::Protocol("it asks for an export that is not there"))?;
-        let info = self.export_info(&export);
+        let info = self.export_info(&export, option::EXPORT_NAME);
         info.push_export_name_reply(!self.no_zeroes, &mut self.out);
         Ok(Next::Transmission(export))
     }
@@ -291,7 +292,7 @@ impl Handshake<'_> {
             preferred: export.preferred_block,
             maximum: PAYLOAD_BYTES_MAX,
         }));
-        infos.push(InfoReply::Export(self.export_info(&export)));
+        infos.push(InfoReply::Export(self.export_info(&export, option)));
         for info in infos {
             let mut data = Vec::new();
             info.push(&mut data);

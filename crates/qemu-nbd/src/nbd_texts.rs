@@ -102,6 +102,11 @@ pub fn of_failure(asked: &Serve, failure: &Failure, is_nowhere: bool) -> String 
         (Some(Image::NotQcow2 { .. }), _) => {
             return not_opened(&file, "Image is not in qcow2 format");
         }
+        (Some(Image::BeginsBehindEnd { offset, size }), _) if asked.images.offset > 0 => {
+            return format!(
+                "Offset ({offset}) cannot be greater than size of the containing file ({size})"
+            );
+        }
         (Some(Image::Qcow2(Qcow2::NoSnapshotToLoad)), _) => {
             return String::from("Failed to load snapshot: Can't find snapshot");
         }
@@ -197,6 +202,15 @@ mod tests {
             said(Exit::Image, Cause::Image(Image::NotQcow2 { file: name() }.of_part())),
             "Failed to blk_new_open 'disk': Image is not in qcow2 format"
         );
+        let behind = Cause::Image(Image::BeginsBehindEnd { offset: 9, size: 8 });
+        let part = serve("-k /run/s -o 9 disk");
+        let behind = Failure::new(Exit::Image, "our words").because(behind);
+        assert_eq!(
+            of_failure(&part, &behind, false),
+            "Offset (9) cannot be greater than size of the containing file (8)"
+        );
+        // The part that a list of options asks for.
+        assert_eq!(of_failure(&asked, &behind, false), "Failed to blk_new_open 'disk': our words");
         let lock = Storage::InUse { file: name(), by: ringdisk_storage::OtherUse::Alone };
         assert_eq!(
             said(Exit::Locked, Cause::Image(Image::Storage(lock))),

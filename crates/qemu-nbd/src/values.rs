@@ -52,10 +52,21 @@ pub(crate) fn handshake_limit(value: &OsStr) -> Result<u32, String> {
     read.ok_or_else(|| format!("Invalid handshake limit '{given}'"))
 }
 
-/// `-o`: bytes, decimal, without a unit.
+/// `-o`: bytes, without a unit. As strtoul(3) reads it: a minus sign gives the number below 2^64,
+/// and what is no `int64_t` then is shown as one.
 pub(crate) fn offset(value: &OsStr) -> Result<u64, String> {
     let given = text(value);
-    number(&given).ok_or_else(|| format!("Invalid offset '{given}'"))
+    let read = match given.trim_start().strip_prefix('-') {
+        Some(rest) if rest.starts_with(|first: char| first.is_ascii_digit()) => {
+            number(rest).map(u64::wrapping_neg)
+        }
+        _ => number(&given),
+    };
+    let read = read.ok_or_else(|| format!("Invalid offset '{given}'"))?;
+    match read.cast_signed() {
+        signed @ ..0 => Err(format!("Value '{signed}' is out of range for parameter 'offset'")),
+        _ => Ok(read),
+    }
 }
 
 /// Blanks and a plus sign may come first, as for strtol(3); nothing may follow.

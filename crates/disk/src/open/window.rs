@@ -7,7 +7,7 @@ use ringdisk_ring::Ring;
 
 use crate::graph::{Graph, Window};
 use crate::name::printable_path;
-use crate::{Disk, Error, ErrorKind, ImageOptions, partition};
+use crate::{Cause, Disk, Error, ErrorKind, ImageOptions, partition};
 
 impl Disk {
     /// Restricts the disk to the window that `options` ask for. For a disk that serves no client
@@ -49,12 +49,16 @@ fn asked(options: &ImageOptions, size: Bytes, name: &str) -> Result<Window, Erro
     if end.is_some_and(|end| end.from_start() <= size) {
         return Ok(Window::new(GuestOffset(start), len));
     }
-    Err(Error::new(
+    let error = Error::new(
         ErrorKind::Invalid,
         format!(
             "the window of '{name}' (offset {start}, size {}) goes past the end of the disk at \
              {size} bytes",
             len.map_or("to the end".to_owned(), |len| len.to_string()),
         ),
+    );
+    let begins_behind_end = start > size.0;
+    Err(error.because(
+        begins_behind_end.then_some(Cause::BeginsBehindEnd { offset: start, size: size.0 }),
     ))
 }

@@ -74,6 +74,10 @@ fn go_and_info_say_what_was_asked_for() {
     assert_eq!(client.go("b").flags, 0x0ded);
     let mut client = greeted(&server);
     client.agree(Style::Extended);
+    // What it could have, before it chooses contexts.
+    let asked = client.info(option::INFO, "", &[]).unwrap();
+    let asked: Vec<_> = asked.iter().map(|data| InfoReply::parse(data).unwrap()).collect();
+    assert!(asked.contains(&InfoReply::Export(ExportInfo { size: SIZE, flags: 0x1ded })));
     client.set_contexts(&["base:allocation"]);
     assert_eq!(client.go("").flags, 0x1ded);
     // Contexts of another export do not count.

@@ -116,6 +116,13 @@ fn wrong_words_have_the_texts_of_qemu_nbd() {
         (&["-e", "2x", "disk"], "Invalid shared device number '2x'"),
         (&["-e", "", "disk"], "Invalid shared device number ''"),
         (&["-o", "1G", "disk"], "Invalid offset '1G'"),
+        (&["-o", "- 5", "disk"], "Invalid offset '- 5'"),
+        (&["-o", "18446744073709551616", "disk"], "Invalid offset '18446744073709551616'"),
+        (&["-o", " -5", "disk"], "Value '-5' is out of range for parameter 'offset'"),
+        (
+            &["-o", "9223372036854775808", "disk"],
+            "Value '-9223372036854775808' is out of range for parameter 'offset'",
+        ),
         (&["--handshake-limit=-1", "disk"], "Invalid handshake limit '-1'"),
         (&["--cache=bad", "disk"], "Invalid cache mode `bad'"),
         (&["--aio=bad", "disk"], "Invalid aio mode 'bad'"),

@@ -9,6 +9,8 @@ pub(crate) mod disks;
 pub(crate) mod forbid;
 pub(crate) mod kept;
 pub(crate) mod mapping;
+pub(crate) mod nbd_client;
+pub(crate) mod nbd_storage;
 pub(crate) mod numa;
 pub(crate) mod peer;
 pub(crate) mod serving;

@@ -1,7 +1,7 @@
 //! `--nbd` beside `--vhost-user-blk`: NBD clients of a disk that a guest uses, and how each of the
 //! two ends.
 
-use std::io::{Read, Write};
+use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -11,6 +11,7 @@ use ringdisk_testkit::mount::{scratch, text};
 use ringdisk_testkit::process::{LIMIT, Process, command, ok_words, until};
 use serde_json::Value;
 
+use crate::common::nbd_client::NbdClient;
 use crate::common::serving::{Daemon, Place, ctl, load, meanwhile, serve_command, stats};
 use crate::common::tools::ringdisk;
 
@@ -63,18 +64,6 @@ fn qemu_io_read(uri: &str, io: &str) {
     ok_words(&["qemu-io", "-r", "-f", "raw", "-c", io, uri]);
 }
 
-/// A client whose handshake is over (EXPORT_NAME, the default export).
-fn connected(socket: &Path) -> UnixStream {
-    let mut stream = UnixStream::connect(socket).expect("connect");
-    let mut greeting = [0; 18];
-    stream.read_exact(&mut greeting).expect("a greeting");
-    // Flags: fixed newstyle, no zeroes; IHAVEOPT, EXPORT_NAME, an empty name.
-    let words = [&3_u32.to_be_bytes()[..], b"IHAVEOPT", &1_u32.to_be_bytes(), &[0; 4]];
-    stream.write_all(&words.concat()).expect("sent");
-    stream.read_exact(&mut [0; 10]).expect("size and flags");
-    stream
-}
-
 /// Asks for so many reads of 256 KiB, and takes no reply.
 fn ask_and_stall(stream: &mut UnixStream, count: u64) {
     stream.set_write_timeout(Some(Duration::from_millis(200))).expect("a limit");
@@ -118,7 +107,7 @@ fn nbd_clients_read_what_a_guest_writes_and_are_listed_with_it() {
                 .status
                 .success()
         );
-        let client = connected(&both.nbd);
+        let client = NbdClient::connect(&both.nbd, "").stream;
         let pid = std::process::id();
         let clients = || {
             let described = stats(&both.place.socket);
@@ -177,7 +166,7 @@ fn a_stop_waits_neither_for_clients_that_stall_nor_for_limits() {
         let mut vm = both.vm();
         // One says nothing, one takes no replies.
         let silent = UnixStream::connect(&both.nbd).expect("connect");
-        let mut stalls = connected(&both.nbd);
+        let mut stalls = NbdClient::connect(&both.nbd, "").stream;
         ask_and_stall(&mut stalls, 200);
         let _ = vm.submit(0, Request::read(0, 4096));
         let begun = Instant::now();
@@ -271,7 +260,7 @@ fn what_cannot_be_served_to_both_is_refused_in_words() {
 fn an_upgrade_that_would_leave_nbd_clients_behind_is_refused_and_both_go_on() {
     let both = Both::start("qcow2", &[]);
     let mut vm = both.vm();
-    let _client = connected(&both.nbd);
+    let _client = NbdClient::connect(&both.nbd, "").stream;
     let (image, socket) = (text(&both.place.image), text(&both.place.socket));
     let guest = ["serve", image, "-f", "qcow2", "--vhost-user-blk", socket, "--upgrade"];
     let without = ringdisk(Path::new("/"), &guest);

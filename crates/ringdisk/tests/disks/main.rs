@@ -3,7 +3,9 @@
 
 mod beside;
 mod checkpoint;
+mod checkpoint_fleece;
 mod checkpoint_hangs;
+mod checkpoint_kills;
 #[path = "../common/mod.rs"]
 mod common;
 mod jobs;
@@ -14,10 +16,12 @@ mod migrate;
 mod mirrors;
 mod nbd;
 mod nbd_crowd;
+mod nbd_flush;
 mod nbd_moves;
 mod nbd_tls;
 mod other_host;
 mod qemu_nbd;
+mod qemu_nbd_options;
 mod serve;
 mod serve_cli;
 mod serve_qemu;

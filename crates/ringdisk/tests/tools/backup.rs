@@ -85,12 +85,12 @@ fn a_directory_holds_a_chain_of_which_each_link_can_be_restored() {
 }
 
 /// The time in the name of a backup.
-fn stamp(name: &str) -> &str {
+pub(super) fn stamp(name: &str) -> &str {
     name.split_once('-').and_then(|(_, rest)| rest.strip_suffix(".qcow2")).expect("a name")
 }
 
 /// Blocks that a writer fills one after the other with a number that grows.
-const BLOCKS: u64 = 256;
+pub(super) const BLOCKS: u64 = 256;
 
 /// Writes the numbers 1, 2, 3… to the blocks in turn until it is told to end.
 fn count(disk: &Path, is_done: &AtomicBool) {
@@ -105,7 +105,7 @@ fn count(disk: &Path, is_done: &AtomicBool) {
 }
 
 /// Looks whether a disk shows one instant of [`count`]. Gives the number of that instant.
-fn instant(bytes: &[u8]) -> u64 {
+pub(super) fn instant(bytes: &[u8]) -> u64 {
     let at = |slot: u64| {
         let start = usize::try_from(slot).expect("small") * BLOCK;
         u64::from_le_bytes(bytes[start..start + 8].try_into().expect("8 bytes"))

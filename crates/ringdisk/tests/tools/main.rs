@@ -2,6 +2,7 @@
 //! of the README.
 
 mod backup;
+mod backup_rounds;
 mod chain;
 mod change;
 mod cli;
