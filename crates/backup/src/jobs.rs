@@ -20,6 +20,9 @@ use serde_json::Value;
 use crate::checkpoint::Fleece;
 use crate::target::{self, Named, Rest};
 
+/// Why the target of a copy of what a bitmap has marked is there.
+const MARKED: &str = "with --bitmap the target has the rest of the disk already";
+
 /// Where a job copies to.
 #[derive(Clone, Debug)]
 pub struct CopyTo {
@@ -38,8 +41,10 @@ pub struct CopyTo {
 pub struct MirrorRequest {
     /// Where to.
     pub to: CopyTo,
-    /// What is copied at the beginning: full, top or none.
-    pub sync: String,
+    /// What is copied at the beginning: full, top or none; `None`: full, or what the bitmap says.
+    pub sync: Option<String>,
+    /// A bitmap of the image on top: what it has marked is copied at the beginning.
+    pub bitmap: Option<String>,
     /// Writes of clients go to the target before they are answered.
     pub write_blocking: bool,
     /// The disk switches over to the target, and the answer comes then.
@@ -73,9 +78,12 @@ pub fn mirror(
     fresh: &NewFiles,
     progress: &Progress,
 ) -> Result<Value, Failure> {
-    let rest = match wanted.sync.as_str() {
-        "none" => Rest::There("with --sync none the target has what the disk holds already"),
-        "top" => Rest::Below,
+    let rest = match (wanted.sync.as_deref(), &wanted.bitmap) {
+        (_, Some(_)) => Rest::There(MARKED),
+        (Some("none"), None) => {
+            Rest::There("with --sync none the target has what the disk holds already")
+        }
+        (Some("top"), None) => Rest::Below,
         _ => Rest::Nothing,
     };
     let target = prepare(client, limit, (&wanted.to, rest), fresh, progress)?;
@@ -85,7 +93,8 @@ pub fn mirror(
         target: target.name,
         format: target.format.map(|format| format.name().to_owned()),
         protect_raw: target.protect_raw,
-        sync: Some(wanted.sync.clone()),
+        sync: wanted.sync.clone(),
+        bitmap: wanted.bitmap.clone(),
         write_blocking: wanted.write_blocking,
         complete: wanted.complete,
         job: Some(terms),
@@ -106,7 +115,7 @@ pub fn backup(
     progress: &Progress,
 ) -> Result<Value, Failure> {
     let rest = match (wanted.sync.as_deref(), &wanted.bitmap) {
-        (_, Some(_)) => Rest::There("with --bitmap the target has the rest of the disk already"),
+        (_, Some(_)) => Rest::There(MARKED),
         (Some("top"), None) => Rest::Below,
         _ => Rest::Nothing,
     };

@@ -92,7 +92,7 @@ fn export(to: &Path) -> Result<String, Failure> {
     let endpoints = address.server.look_up().map_err(cannot)?;
     let server = match (endpoints.first(), &address.tls) {
         // The name is what the certificate of the server has.
-        (_, Some(_)) => return Ok(to.to_string_lossy().into_owned()),
+        (_, Some(_)) => return Ok(address.to_string()),
         (Some(NbdEndpoint::Unix(path)), None) => NbdServer::Unix(path.clone()),
         (Some(NbdEndpoint::Tcp(at)), None) => NbdServer::Tcp(at.ip().to_string(), at.port()),
         (None, None) => return Err(Failure::new(Exit::Usage, "the host has no address")),

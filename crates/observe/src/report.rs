@@ -1,12 +1,16 @@
 //! What a bug report needs, in one text.
 //!
-//! Promises: nothing of the content of a disk and no password goes into it. What cannot be found
-//! out is said so in its place, and the rest is written all the same. A server that does not answer
-//! costs some seconds.
+//! Promises: nothing of the content of a disk, of the environment of a process and of a file that no
+//! server writes as its log goes into it, and no password or key that can be known as one. What
+//! cannot be found out is said so in its place, and the rest is written all the same. A server that
+//! does not answer costs some seconds.
+
+mod secrets;
 
 use std::fmt::Write as _;
 use std::fs;
 use std::io::{Read as _, Seek as _, SeekFrom};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::{Command as Program, Stdio};
 use std::time::{Duration, SystemTime};
@@ -20,6 +24,9 @@ use ringdisk_daemon::terminal::{visible, visible_lines};
 use ringdisk_daemon::when::utc_time;
 use ringdisk_disk::{Disk, ImageOptions, Source, describe};
 use ringdisk_images::look;
+use rustix::fs::OFlags;
+
+use secrets::{without_secrets, words_without_secrets};
 
 /// How long servers may take.
 const LIMIT: Duration = Duration::from_secs(3);
@@ -38,7 +45,8 @@ pub fn report() -> Result<String, Failure> {
     section(&mut text, "Served", &json_text(&processes::to_json(&entries)));
     for entry in &entries {
         if let Some(pid) = entry.pid {
-            section(&mut text, &format!("Options of process {pid}"), &options(pid));
+            let said = words_without_secrets(&words(pid));
+            section(&mut text, &format!("Options of process {pid}"), &said);
         }
     }
     for (found, asked) in processes::ask_all(&Command::Stats, LIMIT) {
@@ -56,9 +64,11 @@ pub fn report() -> Result<String, Failure> {
     Ok(text)
 }
 
-/// * `said`: may come from any process.
+/// * `said`: may come from any process, and have secrets in it: names of images, of backing files in
+///   headers, lines of logs.
 fn section(text: &mut String, title: &str, said: &str) {
-    let _ = writeln!(text, "\n== {} ==\n{}", visible(title), visible_lines(said.trim_end()));
+    let (title, said) = (without_secrets(title), without_secrets(said));
+    let _ = writeln!(text, "\n== {} ==\n{}", visible(&title), visible_lines(said.trim_end()));
 }
 
 fn versions() -> String {
@@ -74,33 +84,11 @@ fn versions() -> String {
     text
 }
 
-/// The command line of a process, without what is secret.
-fn options(pid: u32) -> String {
+/// The command line of a process.
+fn words(pid: u32) -> Vec<String> {
     let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-    let words: Vec<String> = line
-        .split(|byte| *byte == 0)
-        .filter(|word| !word.is_empty())
-        .map(|word| without_secrets(&String::from_utf8_lossy(word)))
-        .collect();
-    words.join("\n")
-}
-
-/// A word of a command line without passwords: those of addresses, and values of keys that are
-/// called so.
-fn without_secrets(word: &str) -> String {
-    const NAMES: [&str; 4] = ["password", "secret", "token", "key="];
-    let small = word.to_lowercase();
-    if let Some(at) = NAMES.iter().filter_map(|name| small.find(name)).min() {
-        let end = word[at..].find(['=', ':']).map_or(word.len(), |end| at + end + 1);
-        return format!("{}(left out)", word.get(..end).unwrap_or_default());
-    }
-    match (word.find("://"), word.find('@')) {
-        (Some(scheme), Some(at)) if scheme < at => {
-            let (before, after) = (&word[..scheme + 3], &word[at..]);
-            format!("{before}(left out){after}")
-        }
-        _ => word.to_owned(),
-    }
+    let words = line.split(|byte| *byte == 0).filter(|word| !word.is_empty());
+    words.map(|word| String::from_utf8_lossy(word).into_owned()).collect()
 }
 
 /// The images that are files, each once.
@@ -136,15 +124,8 @@ fn header(image: &Path) -> String {
 fn log(entries: &[Entry]) -> String {
     let mut text = String::new();
     for pid in entries.iter().filter_map(|entry| entry.pid) {
-        let line = options(pid);
-        let mut words = line.lines();
-        while let Some(word) = words.next() {
-            let file = match word.strip_prefix("--log-file") {
-                Some("") => words.next().unwrap_or_default(),
-                Some(rest) => rest.trim_start_matches('='),
-                None => continue,
-            };
-            let _ = writeln!(text, "{file}:\n{}", tail(Path::new(file)));
+        for file in log_files(&words(pid)) {
+            let _ = writeln!(text, "{file}:\n{}", tail(Path::new(&file), pid));
         }
     }
     let journal = Program::new("journalctl")
@@ -160,37 +141,110 @@ fn log(entries: &[Entry]) -> String {
     text
 }
 
-/// The end of a file; of a regular one only, as a FIFO has none.
-fn tail(path: &Path) -> String {
+/// The log files that a command line names.
+fn log_files(words: &[String]) -> Vec<String> {
+    let mut words = words.iter();
+    let mut files = Vec::new();
+    while let Some(word) = words.next() {
+        match word.strip_prefix("--log-file") {
+            Some("") => files.extend(words.next().cloned()),
+            Some(rest) => files.extend(rest.strip_prefix('=').map(str::to_owned)),
+            None => {}
+        }
+    }
+    files
+}
+
+/// The end of a log file, in whole lines; of a regular one only, as a FIFO has none.
+///
+/// * `pid`: the process that writes it. What a command line says any process may say, and the user
+///   of this one may read more than the user of that one.
+fn tail(path: &Path, pid: u32) -> String {
     let read = || -> std::io::Result<String> {
-        if !fs::metadata(path)?.is_file() {
-            return Err(std::io::ErrorKind::InvalidInput.into());
+        let meta = fs::metadata(path)?;
+        if !meta.is_file() {
+            return Err(std::io::Error::other("it is no regular file"));
         }
         let mut file = fs::File::open(path)?;
-        let len = file.metadata()?.len();
-        file.seek(SeekFrom::Start(len.saturating_sub(LOG_BYTES_MAX)))?;
+        let meta = file.metadata()?;
+        if !is_written_by(&meta, pid) {
+            return Err(std::io::Error::other("the process does not write it"));
+        }
+        let from = meta.len().saturating_sub(LOG_BYTES_MAX);
+        file.seek(SeekFrom::Start(from))?;
         let mut bytes = Vec::new();
         file.take(LOG_BYTES_MAX).read_to_end(&mut bytes)?;
-        Ok(String::from_utf8_lossy(&bytes).into_owned())
+        let text = String::from_utf8_lossy(&bytes).into_owned();
+        // Half a line may be half a secret, of which nothing says that it is one.
+        let is_whole = |(_, rest): (&str, &str)| rest.to_owned();
+        Ok(if from == 0 { text } else { text.split_once('\n').map(is_whole).unwrap_or_default() })
     };
-    read().unwrap_or_else(|error| format!("it cannot be read: {error}"))
+    read().unwrap_or_else(|error| format!("it is not shown: {error}"))
+}
+
+/// Whether a process has a file open for writing.
+fn is_written_by(file: &fs::Metadata, pid: u32) -> bool {
+    let is_it = |number: &str| {
+        let open = fs::metadata(format!("/proc/{pid}/fd/{number}"));
+        open.is_ok_and(|open| (open.dev(), open.ino()) == (file.dev(), file.ino()))
+            && is_for_writing(pid, number)
+    };
+    let Ok(numbers) = fs::read_dir(format!("/proc/{pid}/fd")) else { return false };
+    numbers.flatten().any(|number| number.file_name().to_str().is_some_and(is_it))
+}
+
+/// Whether a descriptor of a process was opened for writing, and not as a mere place (`O_PATH`).
+///
+/// Source: proc_pid_fdinfo(5): `flags` in octal.
+fn is_for_writing(pid: u32, number: &str) -> bool {
+    let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}")).unwrap_or_default();
+    let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
+    let flags = flags.and_then(|flags| u32::from_str_radix(flags.trim(), 8).ok());
+    let flags = flags.map_or(OFlags::empty(), OFlags::from_bits_retain);
+    flags.intersects(OFlags::WRONLY | OFlags::RDWR) && !flags.contains(OFlags::PATH)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write as _;
+
     use super::*;
 
     #[test]
-    fn passwords_are_left_out_and_other_words_are_not() {
-        for (word, expected) in [
-            ("--pidfile=/run/a", "--pidfile=/run/a"),
-            ("nbd://host/name", "nbd://host/name"),
-            ("nbd://me:pw@host/name", "nbd://(left out)@host/name"),
-            ("rbd:pool/a:key=AQ==", "rbd:pool/a:key=(left out)"),
-            ("--token=abc", "--token=(left out)"),
-            ("a@b", "a@b"),
-        ] {
-            assert_eq!(without_secrets(word), expected);
+    fn log_files_are_found_in_either_form() {
+        let words = ["mount", "--log-file", "/a", "--log-file=/b", "--log-files", "--log-file"];
+        let words: Vec<String> = words.iter().map(|&word| word.to_owned()).collect();
+        assert_eq!(log_files(&words), ["/a", "/b"]);
+    }
+
+    #[test]
+    fn only_a_process_that_has_a_file_open_for_writing_writes_it() {
+        use rustix::fs::{Mode, open};
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("log");
+        fs::write(&path, "a line\n").expect("write");
+        let meta = path.metadata().expect("it is there");
+        let this = std::process::id();
+        assert!(!is_written_by(&meta, this), "it is not open");
+        for flags in [OFlags::RDONLY, OFlags::PATH, OFlags::PATH | OFlags::RDWR] {
+            let _open = open(&path, flags | OFlags::CLOEXEC, Mode::empty()).expect("open");
+            assert!(!is_written_by(&meta, this), "{flags:?}");
         }
+        assert!(tail(&path, this).contains("does not write it"));
+        for flags in [OFlags::WRONLY, OFlags::RDWR, OFlags::WRONLY | OFlags::APPEND] {
+            let _open = open(&path, flags | OFlags::CLOEXEC, Mode::empty()).expect("open");
+            assert!(is_written_by(&meta, this), "{flags:?}");
+            assert_eq!(tail(&path, this), "a line\n");
+        }
+    }
+
+    #[test]
+    fn the_end_of_a_log_begins_with_a_whole_line() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("log");
+        let cut = "x".repeat(usize::try_from(LOG_BYTES_MAX).expect("small"));
+        let mut file = fs::File::create(&path).expect("a file");
+        file.write_all(format!("password={cut}\nthe last\n").as_bytes()).expect("write");
+        assert_eq!(tail(&path, std::process::id()), "the last\n");
     }
 }

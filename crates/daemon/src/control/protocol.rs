@@ -121,9 +121,12 @@ pub struct Mirror {
     /// It is raw, and keeps no note of that, so its first sector is protected.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub protect_raw: bool,
-    /// What is copied at the beginning: full, top or none; `None`: full.
+    /// What is copied at the beginning: full, top or none; `None`: full, or what the bitmap says.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sync: Option<String>,
+    /// A bitmap of the image on top: what it has marked is copied at the beginning.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bitmap: Option<String>,
     /// Writes of clients go to the target before they are answered.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub write_blocking: bool,

@@ -15,7 +15,7 @@ use ringdisk_ring::Ring;
 use super::hold::changed;
 use super::{CheckpointEnd, DirtyRanges, NewBitmap};
 use crate::graph::Graph;
-use crate::live::{DRAIN_LIMIT, bitmap_result, has_bitmap as has, not_drained};
+use crate::live::{DRAIN_LIMIT, Marks, bitmap_result, has_bitmap as has, not_drained};
 use crate::name::printable_path;
 use crate::{Disk, Error, ErrorKind};
 
@@ -23,22 +23,15 @@ use crate::{Disk, Error, ErrorKind};
 #[derive(Debug, Default)]
 pub(super) struct Wanted {
     added: Option<String>,
-    since: Option<Since>,
-}
-
-/// The old bitmap.
-#[derive(Clone, Debug)]
-struct Since {
-    name: String,
-    /// Its content, if it does not record.
-    fixed: Option<Arc<BitmapContents>>,
+    /// The old bitmap.
+    since: Option<Marks>,
 }
 
 /// The bitmaps of a running checkpoint.
 #[derive(Debug, Default)]
 pub(super) struct Chosen {
     added: Option<String>,
-    since: Option<(Since, Arc<BitmapContents>)>,
+    since: Option<(Marks, Arc<BitmapContents>)>,
     /// First byte of the window of the disk, bytes.
     start: u64,
 }
@@ -74,21 +67,16 @@ impl Wanted {
     ///
     /// Errors: `Busy` where one of the bitmaps is not there any more.
     pub(super) fn at_instant(&self, graph: &Graph) -> Result<Chosen, Error> {
-        let image = graph.top_image();
-        let recorded = |name: &str| image.and_then(|image| image.bitmap_recorded(name));
         if let Some(name) = &self.added
-            && !image.is_some_and(|image| image.bitmap_records(name))
+            && !graph.top_image().is_some_and(|image| image.bitmap_records(name))
         {
             return Err(changed("its bitmaps"));
         }
         let since = match &self.since {
             None => None,
             Some(since) => {
-                let contents = match &since.fixed {
-                    Some(contents) => Some(Arc::clone(contents)),
-                    None => recorded(&since.name).map(Arc::new),
-                };
-                Some((since.clone(), contents.ok_or_else(|| changed("its bitmaps"))?))
+                let contents = since.at_instant(graph).ok_or_else(|| changed("its bitmaps"))?;
+                Some((since.clone(), contents))
             }
         };
         Ok(Chosen { added: self.added.clone(), since, start: graph.window.start.0 })
@@ -113,7 +101,7 @@ impl Chosen {
             .filter(|(start, end)| start < end)
             .collect();
         let granularity_bytes = contents.granularity_bytes();
-        Some(DirtyRanges { name: since.name.clone(), granularity_bytes, ranges })
+        Some(DirtyRanges { name: since.name().to_owned(), granularity_bytes, ranges })
     }
 
     /// Treats the bitmaps as `end` says.
@@ -129,13 +117,13 @@ impl Chosen {
         let since = self.since.as_ref().map(|(since, _)| since);
         match (end, &self.added, since) {
             (CheckpointEnd::Drop, Some(_), Some(since)) => {
-                check_top(disk, &since.name)?;
-                disk.remove_bitmap(ring, since.name.clone()).await
+                check_top(disk, since.name())?;
+                disk.remove_bitmap(ring, since.name().to_owned()).await
             }
             (CheckpointEnd::Merge, Some(added), since) => {
                 check_top(disk, added)?;
-                match since.filter(|since| since.fixed.is_some()) {
-                    Some(since) => merge(disk, ring, added.clone(), since.name.clone()).await,
+                match since.filter(|since| !since.records()) {
+                    Some(since) => merge(disk, ring, added.clone(), since.name().to_owned()).await,
                     None => disk.remove_bitmap(ring, added.clone()).await,
                 }
             }
@@ -148,21 +136,10 @@ impl Chosen {
 ///
 /// Errors: `Unsupported` where the image has no bitmaps; `Invalid` where it is missing or
 /// inconsistent; `Busy` where another change of the disk does not end within 2 s; `Io`.
-async fn find(disk: &Disk, ring: &Ring, name: String) -> Result<Since, Error> {
-    // Nobody adds a bitmap meanwhile: the directory would move.
+async fn find(disk: &Disk, ring: &Ring, name: String) -> Result<Marks, Error> {
     let turn = ring.within(DRAIN_LIMIT, disk.changes().lock()).await;
     let _turn = turn.map_err(|_| not_drained(DRAIN_LIMIT))?;
-    let graph = disk.enter_beside_clients().await;
-    let Some(image) = graph.top_image() else {
-        let shown = printable_path(graph.top().name());
-        let text = format!("'{shown}' has no bitmaps: they need a qcow2 image; leave them out");
-        return Err(Error::new(ErrorKind::Unsupported, text));
-    };
-    if image.bitmap_records(&name) {
-        return Ok(Since { name, fixed: None });
-    }
-    let contents = bitmap_result(image.bitmap_contents(ring, &name).await)?;
-    Ok(Since { name, fixed: Some(Arc::new(contents)) })
+    Marks::find(disk, ring, name).await
 }
 
 /// Checks that a bitmap is in the top image: an overlay that was put above it has none of its

@@ -8,16 +8,65 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use ringdisk_qcow2::Bytes;
-use ringdisk_qcow2::Qcow2;
+use ringdisk_qcow2::{BitmapContents, Bytes, Qcow2};
 use ringdisk_ring::{Errno, Ring};
 
 use super::{DRAIN_LIMIT, again, check_lasting, close_layer, not_drained, reopen};
+use crate::graph::Graph;
+use crate::name::printable_path;
 use crate::open::of_qcow2;
 use crate::{Disk, Error, ErrorKind};
 
 /// A new bitmap is on stable storage within this time, or is not added. Clients do not wait.
 const ADD_LIMIT: Duration = Duration::from_secs(5);
+
+/// A bitmap of the top image whose marks are asked for at an instant.
+#[derive(Clone, Debug)]
+pub(crate) struct Marks {
+    name: String,
+    /// Its content, if it does not record.
+    fixed: Option<Arc<BitmapContents>>,
+}
+
+impl Marks {
+    /// Finds a bitmap of the top image. The caller holds the lock of changes until the instant:
+    /// with another bitmap the directory would move.
+    ///
+    /// Errors: `Unsupported` where the image has no bitmaps; `Invalid` where this one is missing or
+    /// inconsistent; `Io`.
+    pub(crate) async fn find(disk: &Disk, ring: &Ring, name: String) -> Result<Marks, Error> {
+        let graph = disk.enter_beside_clients().await;
+        let Some(image) = graph.top_image() else {
+            let shown = printable_path(graph.top().name());
+            let text = format!("'{shown}' has no bitmaps: they need a qcow2 image; leave them out");
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        };
+        if image.bitmap_records(&name) {
+            return Ok(Marks { name, fixed: None });
+        }
+        let contents = bitmap_result(image.bitmap_contents(ring, &name).await)?;
+        Ok(Marks { name, fixed: Some(Arc::new(contents)) })
+    }
+
+    /// What is marked. No request is in flight. `None`: the bitmap is not there any more, or there
+    /// is no memory for the copy.
+    pub(crate) fn at_instant(&self, graph: &Graph) -> Option<Arc<BitmapContents>> {
+        match &self.fixed {
+            Some(contents) => Some(Arc::clone(contents)),
+            None => graph.top_image()?.bitmap_recorded(&self.name).map(Arc::new),
+        }
+    }
+
+    /// The bitmap.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Whether it records what clients write.
+    pub(crate) fn records(&self) -> bool {
+        self.fixed.is_none()
+    }
+}
 
 impl Disk {
     /// Adds an empty bitmap to the top image, which records from then on. Clients do not wait,

@@ -43,7 +43,7 @@ use crate::{Disk, Error, ErrorKind};
 
 pub use backing::Backing;
 pub(crate) use backing::snapshots_show_the_same;
-pub(crate) use bitmaps::{bitmap_result, has_bitmap};
+pub(crate) use bitmaps::{Marks, bitmap_result, has_bitmap};
 pub(crate) use copy::{all_of, buffer, equal, pieces};
 pub(crate) use mirror::{Destination, GIVEN_UP_WAIT, check_target, data_bytes, reads_as_zeroes};
 pub use mirror::{MirrorControl, MirrorEnd, MirrorLeft, MirrorOptions, MirrorSync};

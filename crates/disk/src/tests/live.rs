@@ -3,6 +3,7 @@
 
 mod backups;
 mod beside;
+mod bitmap_mirrors;
 mod commits;
 mod copy_on_read;
 mod mirror_targets;

@@ -147,6 +147,8 @@ pub(crate) enum CtlCommand {
     /// `ringdisk job complete` has the disk switch over to the target, and `ringdisk job cancel`
     /// leaves the target as a copy of that moment. The command waits until the job is ready, with
     /// --complete until the disk has switched over. Errors of the target are none of the disk's.
+    /// With --bitmap only what the bitmap has marked is copied before, into a target that has the
+    /// rest already, such as the last copy or an overlay over it; the bitmap goes on as it is.
     Mirror(MirrorArgs),
     /// Copy the disk as it is at this instant to TARGET, while clients write on
     ///
@@ -239,9 +241,13 @@ pub(crate) struct MirrorArgs {
     pub(crate) existing: bool,
     /// What is copied at the beginning: full (all), top (what the image on top has: the target has
     /// the images below that one as its backing file), none (the target has it all already)
-    #[arg(long, value_name = "WHAT", default_value = "full",
+    /// [default: full]
+    #[arg(long, value_name = "WHAT",
           value_parser = PossibleValuesParser::new(["full", "top", "none"]))]
-    pub(crate) sync: String,
+    pub(crate) sync: Option<String>,
+    /// Copy at the beginning what this bitmap of the image on top has marked by then
+    #[arg(long, value_name = "NAME", conflicts_with = "sync")]
+    pub(crate) bitmap: Option<String>,
     /// Answer a client's write when the target has it, too; so the rest never grows
     #[arg(long)]
     pub(crate) write_blocking: bool,

@@ -12,10 +12,10 @@ Examples:
 /// Lists the serving processes of this user, as root those of all users, with the processes,
 /// virtual machines, NBD clients, loop devices and mounts that use each disk. What a killed process
 /// has left (a dead mount, a socket) is listed with the command that clears it away. States:
-/// serving; stopping (its users have it open); silent (its process does not answer); fault (the
-/// image takes no more changes); needs-reset (the guest has to reset the device); helper-gone (it
-/// serves, and can no longer unmount by itself); no-control (a mount without a control socket);
-/// dead, stale (left).
+/// serving; inactive (its images are with another process, before or after a migration); stopping
+/// (its users have it open); silent (its process does not answer); fault (the image takes no more
+/// changes); needs-reset (the guest has to reset the device); helper-gone (it serves, and can no
+/// longer unmount by itself); no-control (a mount without a control socket); dead, stale (left).
 #[derive(Args, Debug)]
 #[command(after_help = PS_EXAMPLES)]
 pub(crate) struct PsArgs {

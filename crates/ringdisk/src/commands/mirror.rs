@@ -33,6 +33,7 @@ pub(crate) fn run(
             terms: wanted.job.terms(),
         },
         sync: wanted.sync.clone(),
+        bitmap: wanted.bitmap.clone(),
         write_blocking: wanted.write_blocking,
         complete: wanted.complete,
     };

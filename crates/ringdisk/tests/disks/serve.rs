@@ -10,13 +10,15 @@ use ringdisk_testkit::images;
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::model::{BaseRule, FrontEnd, Request, Vm, ask, bits};
 use ringdisk_testkit::mount::text;
-use ringdisk_testkit::process::{ok_words, patient, pause, run, until};
+use ringdisk_testkit::process::{Process, command, ok_words, patient, pause, run, until};
 use rustix::process::Signal;
 use serde_json::Value;
 
+use crate::common::program;
 use crate::common::serving::{
     Daemon, Place, SIZE, ctl, judge, load, meanwhile, options, serve_command, stats,
 };
+use crate::common::tools::ringdisk;
 
 /// Bytes of a disk, as its guest sees them.
 fn capacity(vm: &mut Vm) -> u64 {
@@ -351,6 +353,14 @@ fn a_device_that_its_guest_has_broken_says_why() {
     let place = Place::new("raw");
     let daemon = place.start(&[]);
     let mut vm = place.vm(false);
+    let mut events = command(&[&program(), "ctl", text(&place.socket), "events"]);
+    let events = Process::spawn(&mut events);
+    // It follows when it tells of something.
+    let follows = || {
+        ctl(&place.socket, &["limit", "none"]).ok();
+        events.output().contains("\"event\":\"limited\"").then_some(())
+    };
+    until(Duration::from_secs(10), follows).expect("it follows");
     assert_eq!(vm.status(0, Request::read(SIZE >> 9, 512)), 1, "past the end");
     // The index of the avail ring of the second virtqueue jumps.
     vm.queues[1].driver.areas().driver.store_u16(2, 1000, Ordering::Release);
@@ -369,6 +379,13 @@ fn a_device_that_its_guest_has_broken_says_why() {
     );
     let shown = ctl(&place.socket, &["stats"]).ok().out;
     assert!(shown.contains(&format!("NEEDS A RESET by its driver: {reason}")), "{shown}");
+    let listed = ringdisk(Path::new("/"), &["ps", "--json"]).ok().json();
+    let mut listed = listed.as_array().expect("a list").iter();
+    let one = listed.find(|one| one["where"] == text(&place.socket)).expect("it is listed");
+    assert_eq!((&one["state"], &one["why"]), (&"needs-reset".into(), &reason.as_str().into()));
+    let told = || events.output().contains("\"event\":\"needs-reset\"").then_some(());
+    assert!(until(Duration::from_secs(10), told).is_some(), "{}", events.output());
+    drop(events);
     vm.reset().expect("a reset");
     assert_eq!(vm.status(1, Request::read(0, 512)), 0);
     let device = stats(&place.socket)["device"].clone();

@@ -469,6 +469,10 @@ fn damage_that_a_write_finds_is_told_everywhere() {
     let fault = ctl(&disk, &["stats", "--json"]).ok().json()["fault"].clone();
     let fault = fault.as_str().expect("a reason");
     assert!(fault.contains("marked corrupt"), "{fault}");
+    let listed = ringdisk(Path::new("/"), &["ps", "--json"]).ok().json();
+    let mut listed = listed.as_array().expect("a list").iter();
+    let one = listed.find(|one| one["where"] == disk.text()).expect("it is listed");
+    assert_eq!((&one["state"], &one["why"]), (&"fault".into(), &fault.into()));
     let text = ctl(&disk, &["stats"]).ok().out;
     assert!(text.contains(&format!("fault    {fault}")), "{text}");
     let ended = disk.stop();

@@ -7,7 +7,7 @@ use std::process::Command;
 
 use ringdisk_testkit::images::{self, assert_clean, pattern, piece};
 use ringdisk_testkit::limits::needs_root;
-use ringdisk_testkit::mount::{FileSystem, text};
+use ringdisk_testkit::mount::{FileSystem, scratch, text};
 use ringdisk_testkit::process::{Process, ok_words, until};
 use serde_json::Value;
 use tempfile::TempDir;
@@ -135,6 +135,55 @@ fn a_mirror_of_the_top_image_has_the_images_below_it_below_it() {
     assert_pattern(disk.path(), 2, 0, WRITTEN);
     assert_eq!(disk.stop().code(), Some(0));
     assert_clean(&base);
+}
+
+/// To an overlay over the last copy, which gets what has changed since and nothing else.
+#[test]
+fn a_disk_switches_over_to_its_last_copy_with_what_a_bitmap_has_marked_since() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let at = directory.path();
+    let [image, full, inc] = ["disk.qcow2", "full.qcow2", "inc.qcow2"].map(|name| at.join(name));
+    images::qcow2(&image, "64M", "cluster_size=64k");
+    qemu_img(at, &["bitmap", "--add", "disk.qcow2", "since"]).ok();
+    let disk = serve(&image, &["--allow-path", text(at)]);
+    write(&disk, 1, 0, 8 * MIB);
+    ctl(&disk, &["backup", text(&full)]).ok();
+    write(&disk, 2, 4 * MIB, MIB);
+    let mirror = |words: &[&str]| ctl(&disk, &[&["mirror", text(&inc)], words].concat());
+    let told = mirror(&["--bitmap", "since"]).ends(2);
+    told.says("has the rest of the disk already").says("there is no such file");
+    mirror(&["--bitmap", "since", "--sync", "top"]).ends(2).says("--sync");
+    qemu_img(at, &["create", "-q", "-f", "qcow2", "-b", "full.qcow2", "-F", "qcow2", "inc.qcow2"])
+        .ok();
+    mirror(&["--existing", "--bitmap", "none"]).ends(3).says("none");
+    let written = beside_a_writer(&disk, || {
+        mirror(&["--existing", "--bitmap", "since", "--name", "m"]).ok();
+        write(&disk, 3, 0, MIB);
+        job(&disk, "complete", &["m"]).ok();
+        job(&disk, "wait", &["m"]).ok();
+    });
+    assert_eq!(layers(&disk), ["inc.qcow2", "full.qcow2"]);
+    write(&disk, 5, 20 * MIB, MIB);
+    assert_pattern(disk.path(), 3, 0, MIB);
+    assert_eq!(disk.stop().code(), Some(0));
+    assert_clean(&inc);
+    let map = qemu_img(at, &["map", "--output=json", "inc.qcow2"]).ok().json();
+    let own = map.as_array().expect("a map").iter().filter(|piece| piece["depth"] == 0);
+    let own: u64 = own.filter_map(|piece| piece["length"].as_u64()).sum();
+    assert!(own < SIZE / 2, "all of it was copied: {own} bytes");
+    let reference = images::reference(&inc, "qcow2");
+    assert_pattern(&reference, 3, 0, MIB);
+    assert_pattern(&reference, 1, MIB, 3 * MIB);
+    assert_pattern(&reference, 2, 4 * MIB, MIB);
+    assert_pattern(&reference, 1, 5 * MIB, 3 * MIB);
+    assert_pattern(&reference, 5, 20 * MIB, MIB);
+    assert_written(&reference, written);
+    // The bitmap is where it was.
+    let listed = qemu_img(at, &["info", "disk.qcow2"]).ok();
+    assert!(listed.out.contains("since"), "{}", listed.out);
 }
 
 #[test]

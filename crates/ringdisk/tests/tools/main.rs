@@ -22,5 +22,6 @@ mod package;
 mod ps;
 mod qemu_img;
 mod readme;
+mod report;
 mod top;
 mod watch;

@@ -6,11 +6,13 @@ use std::time::Duration;
 
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::needs_root;
-use ringdisk_testkit::mount::{scratch, text};
-use ringdisk_testkit::process::{Process, until};
-use rustix::process::Signal;
+use ringdisk_testkit::model::{FrontEnd, Request, Vm, VmOptions};
+use ringdisk_testkit::mount::{Mounted, scratch, text};
+use ringdisk_testkit::process::{Process, run, until};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
+use crate::common::confined::children;
 use crate::common::tools::ringdisk;
 use crate::common::{program, serve};
 
@@ -137,37 +139,143 @@ fn disks_over_sockets_are_listed_with_their_clients_and_when_killed_as_stale() {
     drop(nbd);
 }
 
+/// A server whose control socket is below a directory of the test: others do not clear it away.
+fn serve_below(directory: &Path, words: &[&str]) -> Process {
+    let mut command = Command::new(program());
+    command.arg("serve").args(words).env("XDG_RUNTIME_DIR", directory).env_remove("NOTIFY_SOCKET");
+    Process::spawn(&mut command)
+}
+
+/// The list that a user with that directory sees, with its text.
+fn listed_below(directory: &Path, words: &[&str]) -> String {
+    let mut command = Command::new(program());
+    command.arg("ps").args(words).env("XDG_RUNTIME_DIR", directory);
+    let finished = run(&mut command);
+    assert_eq!(finished.code(), Some(0), "{}", finished.output());
+    if words.is_empty() { finished.output() } else { finished.stdout }
+}
+
+/// The entry of a directory whose place, or command, holds this text, once it is so.
+fn found_below(directory: &Path, part: &str, is_it: impl Fn(&Value) -> bool) -> Value {
+    let mut last = Value::Null;
+    let found = until(LIMIT, || {
+        last = serde_json::from_str(&listed_below(directory, &["--json"])).expect("JSON");
+        let has = |one: &Value, key: &str| one[key].as_str().is_some_and(|it| it.contains(part));
+        let mut all = last.as_array().expect("a list").iter();
+        all.find(|one| (has(one, "where") || has(one, "command")) && is_it(one)).cloned()
+    });
+    found.unwrap_or_else(|| panic!("{part}: {last}"))
+}
+
 #[test]
-fn a_report_has_what_a_bug_report_needs_and_no_byte_of_the_disk() {
+fn the_control_socket_of_a_killed_server_is_listed_as_stale_with_what_clears_it_away() {
+    let directory = scratch();
+    let d = directory.path();
+    let socket = d.join("vm.sock");
+    let mut server = serve_below(d, &["--null", "1G", "--vhost-user-blk", text(&socket)]);
+    found_below(d, text(&socket), |one| one["state"] == "serving");
+    server.signal(Signal::KILL);
+    until(LIMIT, || server.ended().map(|_| ())).expect("it ends");
+    let stale = found_below(d, text(d), |one| one["state"] == "stale");
+    assert_eq!((&stale["pid"], &stale["used-by"]), (&Value::Null, &serde_json::json!([])));
+    let clears = stale["command"].as_str().expect("a command");
+    let told = listed_below(d, &[]);
+    assert!(told.contains(&format!("its control socket is left: `{clears}`")), "{told}");
+    run(Command::new("sh").args(["-c", clears]));
+    let left = listed_below(d, &["--json"]);
+    assert!(!left.contains(text(d)), "{left}");
+}
+
+#[test]
+fn a_disk_that_waits_for_a_migration_is_listed_as_inactive_until_a_front_end_starts_it() {
+    let directory = scratch();
+    let d = directory.path();
+    let [image, socket, metrics] =
+        ["disk.qcow2", "vm.sock", "metrics.sock"].map(|name| d.join(name));
+    images::qcow2(&image, "16M", "");
+    let served = ["--vhost-user-blk", text(&socket), "--metrics", text(&metrics)];
+    let server =
+        serve_below(d, &[&[text(&image), "--incoming", "--queues", "1"], &served[..]].concat());
+    let one = found_below(d, text(&socket), |one| one["state"] == "inactive");
+    assert!(one["why"].as_str().is_some_and(|why| why.contains("migration")), "{one}");
+    // It is as it should be, for who watches it.
+    let asked = |path: &str| {
+        let mut stream = std::os::unix::net::UnixStream::connect(&metrics).expect("connect");
+        std::io::Write::write_all(&mut stream, format!("GET {path} HTTP/1.0\r\n\r\n").as_bytes())
+            .expect("asked");
+        std::io::read_to_string(stream).expect("an answer")
+    };
+    assert!(asked("/readyz").ends_with("ready\n"), "{}", asked("/readyz"));
+    let told = asked("/metrics");
+    let healthy = told.lines().find(|line| line.starts_with("ringdisk_healthy{"));
+    assert!(healthy.is_some_and(|line| line.ends_with(" 1")), "{told}");
+    let options = VmOptions { queues: 1, ..VmOptions::default() };
+    let mut vm = Vm::started(FrontEnd::connect(&socket), options);
+    assert_eq!(vm.status(0, Request::read(0, 512)), 0);
+    found_below(d, text(&socket), |one| one["state"] == "serving" && one["why"].is_null());
+    drop(vm);
+    server.signal(Signal::TERM);
+    assert_eq!(server.finish(LIMIT).code(), Some(0));
+}
+
+#[test]
+fn a_mount_in_use_that_was_told_to_end_is_listed_as_stopping_with_its_users() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let image = directory.path().join("disk.qcow2");
+    images::qcow2(&image, "16M", "");
+    let mut disk = serve(&image, &[]);
+    let file = crate::common::open(disk.path());
+    disk.process().signal(Signal::TERM);
+    let one = found(disk.text(), |one| one["state"] == "stopping");
+    let why = one["why"].as_str().expect("a reason");
+    assert!(why.contains(&format!("process {}", std::process::id())), "{why}");
+    drop(file);
+    let finished = disk.finish();
+    assert_eq!(finished.code(), Some(0), "{}", finished.output());
+}
+
+#[test]
+fn a_mount_whose_helper_was_killed_is_listed_and_serves_on() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let image = directory.path().join("disk.qcow2");
+    images::qcow2(&image, "16M", "");
+    let disk = serve(&image, &["--sandbox", "on", "--transport", "dev"]);
+    found(disk.text(), |one| one["state"] == "serving");
+    let helpers = children(disk.pid());
+    assert_eq!(helpers.len(), 1, "the helper process");
+    let helper = i32::try_from(helpers[0]).ok().and_then(Pid::from_raw).expect("a pid");
+    kill_process(helper, Signal::KILL).expect("it runs");
+    let one = found(disk.text(), |one| one["state"] == "helper-gone");
+    assert!(one["why"].as_str().is_some_and(|why| why.contains("unmount")), "{one}");
+    let file = crate::common::open(disk.path());
+    std::os::unix::fs::FileExt::write_all_at(&file, b"served on", 0).expect("write");
+    drop(file);
+    let path = disk.path().to_owned();
+    ringdisk(Path::new("/"), &["umount", text(&path)]).ok();
+    disk.finish();
+    assert_eq!(entry(text(&path)), None);
+}
+
+#[test]
+fn a_mount_whose_control_socket_is_elsewhere_is_listed_all_the_same() {
     if !needs_root() {
         return;
     }
     let directory = scratch();
     let d = directory.path();
-    let image = d.join("disk.qcow2");
+    let (image, path) = (d.join("disk.qcow2"), d.join("disk"));
     images::qcow2(&image, "16M", "");
-    images::qemu_io(&image, "qcow2", &["write -P 0x5a 0 1M"]);
-    let log = d.join("log");
-    std::fs::write(&log, "ringdisk: warning: an old line\n").expect("write");
-    let disk = serve(&image, &["--log-file", text(&log)]);
-    ringdisk(d, &["report", "-o", "report.txt"]).ok();
-    let report = std::fs::read_to_string(d.join("report.txt")).expect("text");
-    for words in [
-        "== Versions ==",
-        "== Served ==",
-        disk.text(),
-        "--log-file",
-        "\"enters\"",
-        "cluster-size",
-        "warning: an old line",
-    ] {
-        assert!(report.contains(words), "{words}: {report}");
-    }
-    assert!(!report.contains(&"Z".repeat(64)), "it has data of the disk");
-    // It is made new, for its user alone.
-    ringdisk(d, &["report", "-o", "report.txt"]).ends(1).says("cannot write the report");
-    use std::os::unix::fs::PermissionsExt;
-    let mode = d.join("report.txt").metadata().expect("it is there").permissions().mode();
-    assert_eq!(mode & 0o777, 0o600);
+    let mut command = Command::new(program());
+    command.args(["mount", text(&image), text(&path)]).env("XDG_RUNTIME_DIR", d);
+    let disk = Mounted::from_command(&mut command, &path);
+    let one = found(text(&path), |one| one["state"] == "no-control");
+    assert_eq!((&one["kind"], &one["command"]), (&"mount".into(), &Value::Null));
+    found_below(d, text(&path), |one| one["state"] == "serving" && one["pid"] == disk.pid());
     assert_eq!(disk.stop().code(), Some(0));
 }

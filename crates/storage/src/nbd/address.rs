@@ -143,7 +143,8 @@ impl NbdAddress {
         let mut authority = authority;
         if is_encrypted && transport == "+unix" && !authority.is_empty() {
             // As libnbd's and QEMU's users write it.
-            hostname = hostname.or(Some(authority.to_owned()));
+            let host = Some(without_user(authority)).filter(|host| !host.is_empty());
+            hostname = hostname.or(host.map(str::to_owned));
             authority = "";
         }
         let tls = match (is_encrypted, certificates) {
@@ -257,9 +258,15 @@ fn unix(path: Vec<u8>) -> Result<NbdServer, BadAddress> {
     }
 }
 
+/// What is behind `user@`. A user, and a password, mean nothing to a server of exports, and are in
+/// no name that is shown.
+fn without_user(authority: &str) -> &str {
+    authority.rsplit_once('@').map_or(authority, |(_, address)| address)
+}
+
 /// `[user@]host[:port]`.
 fn tcp(authority: &str) -> Result<NbdServer, BadAddress> {
-    let address = authority.rsplit_once('@').map_or(authority, |(_, address)| address);
+    let address = without_user(authority);
     let (host, port) = match address.strip_prefix('[') {
         Some(rest) => match rest.split_once(']') {
             Some((host, "")) => (host, None),
@@ -442,6 +449,16 @@ mod tests {
                 "nbds+unix://name/x?socket=/a&tls-certificates=/p%20q",
                 with(unix("/a", b"x"), Some("name")),
                 "nbds+unix:///x?socket=/a&tls-certificates=/p%20q&tls-hostname=name",
+            ),
+            (
+                "nbds+unix://me:p@w@name/x?socket=/a&tls-certificates=/p%20q",
+                with(unix("/a", b"x"), Some("name")),
+                "nbds+unix:///x?socket=/a&tls-certificates=/p%20q&tls-hostname=name",
+            ),
+            (
+                "nbds+unix://me@/x?socket=/a&tls-certificates=/p%20q",
+                with(unix("/a", b"x"), None),
+                "nbds+unix:///x?socket=/a&tls-certificates=/p%20q",
             ),
             (
                 "nbd://host/x?x-dirty-bitmap=qemu:dirty-bitmap:b%200",

@@ -186,7 +186,7 @@ impl DiskControl {
             kind,
             format: top_format(&disk),
             size: disk.size().0,
-            is_healthy: self.state(&disk).0 == "serving",
+            is_healthy: is_well(self.state(&disk).0),
             since: self.since.duration_since(UNIX_EPOCH).unwrap_or_default(),
             clients: (kind != "mount").then(|| self.clients().len()),
             waits: disk.limit_waits(),
@@ -201,7 +201,7 @@ impl DiskControl {
     pub fn not_ready(&self) -> Option<String> {
         let disk = self.disk().ok()?;
         match self.state(&disk) {
-            ("serving", _) => None,
+            (word, _) if is_well(word) => None,
             (word, why) => Some(format!("{}: {word}: {}", self.served_as.parts().1, why?)),
         }
     }
@@ -222,6 +222,11 @@ impl DiskControl {
             Some(Stage::Ended) => return ("ended", None),
             _ => {}
         }
+        if !disk.is_active() {
+            let why = "it holds requests back, as its images are with another process until a \
+                       front end starts the disk here (a migration)";
+            return (INACTIVE, Some(String::from(why)));
+        }
         match self.sandbox.get().is_some() && helper::is_gone() {
             true => {
                 let why = "its helper process is gone: it can neither unmount, nor reconnect, nor \
@@ -240,6 +245,14 @@ impl DiskControl {
             clients.filter(|client| client.export.is_none() || client.export.as_ref() == export);
         ours.map(|client| json!({ "pid": client.pid, "address": client.address })).collect()
     }
+}
+
+/// A disk that is not owned: before a migration to this process, and after one from it.
+const INACTIVE: &str = "inactive";
+
+/// Whether nothing is wrong with a disk in this state.
+fn is_well(state: &str) -> bool {
+    ["serving", INACTIVE].contains(&state)
 }
 
 /// What metrics say of a job.

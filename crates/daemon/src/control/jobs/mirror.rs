@@ -135,13 +135,17 @@ pub(super) fn check_named(target: &Disk) -> Result<(), Failure> {
 
 /// What the words of a client mean.
 ///
-/// Errors: no such word.
+/// Errors: no such word; a bitmap beside one.
 pub(super) fn options(wanted: &Mirror) -> Result<MirrorOptions, Failure> {
-    let sync = match wanted.sync.as_deref() {
-        None | Some("full") => MirrorSync::Full,
-        Some("top") => MirrorSync::Top,
-        Some("none") => MirrorSync::None,
-        Some(other) => {
+    let sync = match (wanted.sync.as_deref(), &wanted.bitmap) {
+        (None, Some(bitmap)) => MirrorSync::Bitmap(bitmap.clone()),
+        (None | Some("full"), None) => MirrorSync::Full,
+        (Some("top"), None) => MirrorSync::Top,
+        (Some("none"), None) => MirrorSync::None,
+        (Some(_), Some(_)) => {
+            return Err(Failure::new(Exit::Usage, "give either a sync or a bitmap for a mirror"));
+        }
+        (Some(other), None) => {
             let text = format!("no such sync: '{}'; known: full, top, none", visible(other));
             return Err(Failure::new(Exit::Usage, text));
         }

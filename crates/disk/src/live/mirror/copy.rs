@@ -75,8 +75,12 @@ impl Run<'_> {
         if left == Bytes::ZERO {
             return Ok(());
         }
-        self.progress.set_total(size);
-        self.progress.set_done(size.saturating_sub(left));
+        let total = match self.options.sync {
+            MirrorSync::Bitmap(_) => left.min(size),
+            MirrorSync::Full | MirrorSync::Top | MirrorSync::None => size,
+        };
+        self.progress.set_total(total);
+        self.progress.set_done(total.saturating_sub(left));
         let mut at = GuestOffset(0);
         all_of(|| {
             let (offset, len) = self.first.next(at, COPY_BYTES)?;

@@ -1,22 +1,22 @@
-//! What the target of a mirror that was suspended does not have.
+//! What the target of a mirror does not have: at its beginning, and where it was suspended.
 //!
 //! Promises: it is noted while no request is in flight, and holds every range that differs; more is
-//! harmless, it is copied once more. The target has a fixed time to answer. It stays short: ranges
-//! that are near each other become one.
+//! harmless, it is copied once more. The target has a fixed time to answer. What another process
+//! gets stays short: ranges that are near each other become one.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use ringdisk_qcow2::{Bytes, GuestOffset};
+use ringdisk_qcow2::{BitmapContents, Bytes, GuestOffset};
 use ringdisk_ring::{Errno, Ring};
 
-use super::super::LongChange;
 use super::super::backing::{start_recording, stop_recording};
+use super::super::{LongChange, Marks};
 use super::copy::GIVEN_UP_WAIT;
 use super::{MirrorOptions, MirrorSync, Run};
-use crate::Disk;
 use crate::graph::{Graph, Tracker};
 use crate::task_join::spawn;
+use crate::{Disk, Error, ErrorKind};
 
 /// Ranges of each kind, at most: a description that goes to another process holds them.
 const RANGES_MAX: usize = 4096;
@@ -45,8 +45,19 @@ impl Begun {
     ///
     /// * `options`: everything is copied where it is not known what clients wrote since.
     /// * `is_new`: whether the target holds nothing yet; of one that begins again as it was.
-    pub(super) fn of(graph: &Graph, options: &mut MirrorOptions, is_new: &mut bool) -> Begun {
-        match (&options.left, &graph.tracker) {
+    /// * `marks`: the bitmap of a new one that goes by one.
+    ///
+    /// Errors: `Io` where there is no memory for a copy of that.
+    pub(super) fn of(
+        graph: &Graph,
+        (options, is_new): (&mut MirrorOptions, &mut bool),
+        marks: Option<&Marks>,
+    ) -> Result<Begun, Error> {
+        let marked = match marks {
+            Some(marks) => Some(marks.at_instant(graph).ok_or_else(|| no_copy(marks))?),
+            None => None,
+        };
+        Ok(match (&options.left, &graph.tracker) {
             (Some(left), Some(since)) => {
                 *is_new = left.is_new;
                 Begun::again(graph.size(), left, since)
@@ -54,17 +65,27 @@ impl Begun {
             // What clients wrote since is not known.
             (Some(_), None) => {
                 options.sync = MirrorSync::Full;
-                Begun::new(graph.size(), options.sync)
+                Begun::new(graph.size(), &options.sync, None)
             }
-            (None, _) => Begun::new(graph.size(), options.sync),
-        }
+            (None, _) => Begun::new(graph.size(), &options.sync, marked.as_deref()),
+        })
     }
 
     /// * `size`: of the disk, bytes.
-    pub(super) fn new(size: Bytes, sync: MirrorSync) -> Begun {
+    /// * `marked`: by the bitmap that `sync` names.
+    fn new(size: Bytes, sync: &MirrorSync, marked: Option<&BitmapContents>) -> Begun {
         let (changed, first) = (Tracker::new(size), Tracker::new(size));
-        if sync != MirrorSync::None {
-            first.set(GuestOffset(0), size);
+        match (sync, marked) {
+            (MirrorSync::None, _) => {}
+            (MirrorSync::Bitmap(_), Some(marked)) => {
+                // A bitmap may be of a longer disk.
+                let end = GuestOffset::after(size);
+                let inside = marked.ranges().filter(|range| range.start < end);
+                inside.for_each(|range| first.set(range.start, range.end.min(end) - range.start));
+            }
+            (MirrorSync::Full | MirrorSync::Top | MirrorSync::Bitmap(_), _) => {
+                first.set(GuestOffset(0), size);
+            }
         }
         Begun { changed, first }
     }
@@ -82,6 +103,27 @@ impl Begun {
         }
         Begun { changed, first }
     }
+}
+
+/// The bitmap whose marks say what a new mirror copies. The caller holds the lock of changes.
+///
+/// Errors: as [`Marks::find`].
+pub(super) async fn marks_of(
+    disk: &Disk,
+    ring: &Ring,
+    options: &MirrorOptions,
+) -> Result<Option<Marks>, Error> {
+    match (&options.sync, &options.left) {
+        (MirrorSync::Bitmap(name), None) => Marks::find(disk, ring, name.clone()).await.map(Some),
+        // One that goes on knows what is left.
+        _ => Ok(None),
+    }
+}
+
+fn no_copy(marks: &Marks) -> Error {
+    let name = marks.name().escape_debug();
+    let text = format!("there is no memory for a copy of the bitmap '{name}', or it is gone");
+    Error::new(ErrorKind::Io, text).with_errno(Some(Errno::NOMEM))
 }
 
 impl Disk {
@@ -192,7 +234,7 @@ mod tests {
         for (sync, bytes) in
             [(MirrorSync::Full, size), (MirrorSync::Top, size), (MirrorSync::None, 0)]
         {
-            let Begun { changed, first } = Begun::new(Bytes(size), sync);
+            let Begun { changed, first } = Begun::new(Bytes(size), &sync, None);
             assert_eq!((changed.bytes(), first.bytes()), (Bytes::ZERO, Bytes(bytes)), "{sync:?}");
         }
     }

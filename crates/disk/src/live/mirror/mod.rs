@@ -53,7 +53,7 @@ use left::Begun;
 pub use left::MirrorLeft;
 
 /// What is copied at the beginning.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum MirrorSync {
     /// All of the disk.
     #[default]
@@ -63,6 +63,10 @@ pub enum MirrorSync {
     Top,
     /// Nothing: the target has the content of the disk already.
     None,
+    /// What this bitmap of the top image has marked when the mirror begins, in whole granules of
+    /// the record of changes (64 KiB on most disks). The target has the rest already. The bitmap
+    /// goes on as it is.
+    Bitmap(String),
 }
 
 /// Options of a mirror.
@@ -209,9 +213,10 @@ impl Disk {
     /// * `control`: a new one.
     ///
     /// Errors: `Invalid` where the target is too small, is an image of this disk, or lies above
-    /// one; `PermissionDenied` where it is read-only; `Unsupported` for a disk that is a part of
-    /// its image, or that the kernel writes itself; `Busy` during another change of this kind, of
-    /// either; `Cancelled`; those of the storage. The disk is as it was.
+    /// one, and for a bitmap that is missing or inconsistent; `PermissionDenied` where it is
+    /// read-only; `Unsupported` for a disk that is a part of its image, or that the kernel writes
+    /// itself, and for a bitmap of an image that has none; `Busy` during another change of this
+    /// kind, of either; `Cancelled`; those of the storage. The disk is as it was.
     pub async fn mirror(
         &self,
         ring: &Ring,
@@ -256,12 +261,14 @@ impl Disk {
                 is_new.ok_or_else(|| refusal(Errno::CANCELED))?,
             )
         };
+        let marks = left::marks_of(self, ring, &options).await?;
         control.begin(checks::pivot_refusal(self, target));
         let mut drained = self.gateway().drain(ring, turn).await;
         let busy = Busy::begin(self, LongChange::Mirror)?;
         let (mut options, mut is_new) = (options, is_new);
         let graph = drained.graph();
-        let Begun { changed, first } = Begun::of(graph, &mut options, &mut is_new);
+        let begun = Begun::of(graph, (&mut options, &mut is_new), marks.as_ref())?;
+        let Begun { changed, first } = begun;
         let tracker = Arc::new(changed);
         let mirror = Arc::new(Mirror::new(Arc::new(Destination(Arc::clone(target)))));
         let mut graph = Graph::clone(drained.graph());

@@ -1,6 +1,7 @@
 //! Upgrades in the middle of jobs: they go on in the next process.
 
 use std::io::{Read, Write};
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -58,7 +59,7 @@ fn overlaid() -> (Taken, TempDir, [PathBuf; 2]) {
     let fill = |seed: u64, offset: u64| {
         let file = crate::common::open(disk.path());
         let bytes = images::pattern(seed, offset, 8 << 20);
-        std::os::unix::fs::FileExt::write_all_at(&file, &bytes, offset).expect("write");
+        file.write_all_at(&bytes, offset).expect("write");
         file.sync_all().expect("flush");
     };
     fill(1, SPAN);
@@ -162,6 +163,52 @@ fn a_mirror_that_is_to_switch_over_does_so_in_the_next_process() {
     upgraded(&["mirror", "COPY", "--complete", "--write-blocking"], true, "copy.qcow2", |disk| {
         waited_for(disk);
     });
+}
+
+/// What is left of it: what nobody has marked is not copied in any process.
+#[test]
+fn a_mirror_from_a_bitmap_goes_on_in_the_next_process() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let [image, copy] = ["disk.qcow2", "copy.raw"].map(|name| directory.path().join(name));
+    images::qcow2(&image, "96M", "cluster_size=64k");
+    images::qemu_img(&["bitmap", "--add", text(&image), "since"]);
+    images::sparse(&copy, 96 * MIB);
+    // Nobody writes there, so this stays where only what is marked is copied.
+    let unlike = vec![7; 1 << 20];
+    let file = crate::common::open(&copy);
+    file.write_all_at(&unlike, 95 * MIB).expect("write");
+    let mut disk = Taken::start(&["--format", "qcow2", text(&image)]);
+    let path = disk.path().to_owned();
+    let file = crate::common::open(&path);
+    file.write_all_at(&images::pattern(1, SPAN, 40 << 20), SPAN).expect("write");
+    file.sync_all().expect("flush");
+    drop(file);
+    let written = load(&path, SPAN, DEPTH, |done| {
+        get_on(done, DEPTH * 8, || disk.process.output());
+        let words = ["--existing", "-f", "raw", "--bitmap", "since"];
+        let background = ["--background", "--name", "j", "--speed", "512k"];
+        let begun = [&["ctl", text(&path), "mirror", text(&copy)], &words[..], &background];
+        here(&begun.concat()).ok();
+        for _ in 0..2 {
+            until_state(&disk, "j", "running");
+            get_on(done, DEPTH * 8, || disk.process.output());
+            disk.upgrade(&[]);
+        }
+        job(&disk, "limit", &["j", "0"]).ok();
+        until_state(&disk, "j", "ready");
+        get_on(done, DEPTH * 8, || disk.process.output());
+    });
+    job(&disk, "cancel", &["j"]).ok();
+    waited_for(&disk);
+    judge(&path, &written);
+    judge(&copy, &written);
+    assert!(images::piece(&copy, SPAN, 40 << 20) == images::pattern(1, SPAN, 40 << 20));
+    assert!(images::piece(&copy, 95 * MIB, 1 << 20) == unlike, "all of it was copied");
+    disk.stop();
+    assert_clean(&image);
 }
 
 /// The instant is lost with the process that kept it: the job does not begin again at another one.
