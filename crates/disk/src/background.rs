@@ -6,8 +6,8 @@
 //! request of a client waits for one small piece at most, and the work goes on however much clients
 //! do. Where a small piece takes longer than [`SLOW`], which its bytes are seldom the reason for (a
 //! far storage, no free CPU), the next one has four times the bytes and waits for others no longer
-//! than that: otherwise the work would hardly go on. It takes its turn before it enters the graph and before it claims a range: a change or a
-//! client's write never waits for a turn.
+//! than that: otherwise the work would hardly go on. It takes its turn before it enters the graph
+//! and before it claims a range: a change or a client's write never waits for a turn.
 //!
 //! Clients pay one store for each request ([`Gateway::entered`](crate::graph::Gateway::entered)).
 

@@ -22,8 +22,8 @@ use ringdisk_images::new_image::{Described, NewImage, not_created};
 use crate::limits;
 use crate::request::ImageRequest;
 
-/// Longest wait for the locks of an image that a process had which was killed: the kernel lets go of
-/// them when the last write of that process has landed.
+/// Longest wait for the locks of an image that a process had which was killed: the kernel lets go
+/// of them when the last write of that process has landed.
 pub(crate) const LOCK_WAIT: Duration = Duration::from_secs(3);
 
 /// What is to be served.

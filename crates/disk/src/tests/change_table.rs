@@ -20,8 +20,9 @@
 //! that was made although an error was told; never wrong bytes, damaged images, or a bitmap that is
 //! wrong.
 //!
-//! A seeded part of the table runs in each test run, a quarter of it with `RINGDISK_QUICK=1`. With `RINGDISK_FULL=1` all of it for the usual
-//! chain, and a larger part for the other disks and for pairs.
+//! A seeded part of the table runs in each test run, a quarter of it with `RINGDISK_QUICK=1`. With
+//! `RINGDISK_FULL=1` all of it for the usual chain, and a larger part for the other disks and for
+//! pairs.
 
 mod clients;
 mod frozen;

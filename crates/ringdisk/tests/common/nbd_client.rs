@@ -1,5 +1,5 @@
-//! An NBD client that sends what a test wants, when it wants it, in the oldest style of the protocol
-//! (`EXPORT_NAME`, simple replies), written from its text and not with code of ours.
+//! An NBD client that sends what a test wants, when it wants it, in the oldest style of the
+//! protocol (`EXPORT_NAME`, simple replies), written from its text and not with code of ours.
 //!
 //! Promises: nothing waits for longer than [`LIMIT`]; the client judges nothing itself.
 

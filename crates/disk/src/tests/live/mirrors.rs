@@ -450,8 +450,8 @@ fn a_mirrored_disk_is_not_larger_than_its_data() {
 ///
 /// * `records`: what clients change before the mirror goes on is recorded; else all is copied.
 fn suspended(options: &MirrorOptions, is_ready: bool, records: bool) {
-    // In memory: a target whose flush takes longer than 2 s counts as one that hangs, and then it is
-    // not known what is left.
+    // In memory: a target whose flush takes longer than 2 s counts as one that hangs, and then it
+    // is not known what is left.
     let directory = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
     let (top, bytes) = source(&directory, false);
     run(async |ring| {
