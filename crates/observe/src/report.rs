@@ -1,7 +1,7 @@
 //! What a bug report needs, in one text.
 //!
-//! Promises: nothing of the content of a disk, of the environment of a process and of a file that no
-//! server writes as its log goes into it, and no password or key that can be known as one. What
+//! Promises: nothing of the content of a disk, of the environment of a process, or of a file that
+//! no server writes as its log goes into it, and no password or key that can be known as one. What
 //! cannot be found out is said so in its place, and the rest is written all the same. A server that
 //! does not answer costs some seconds.
 
@@ -64,8 +64,8 @@ pub fn report() -> Result<String, Failure> {
     Ok(text)
 }
 
-/// * `said`: may come from any process, and have secrets in it: names of images, of backing files in
-///   headers, lines of logs.
+/// * `said`: may come from any process, and have secrets in it: names of images, of backing files
+///   in headers, lines of logs.
 fn section(text: &mut String, title: &str, said: &str) {
     let (title, said) = (without_secrets(title), without_secrets(said));
     let _ = writeln!(text, "\n== {} ==\n{}", visible(&title), visible_lines(said.trim_end()));

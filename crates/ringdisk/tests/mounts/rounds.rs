@@ -139,7 +139,7 @@ fn snapshots_and_commits_follow_one_another_under_clients_without_an_error() {
     });
     let lasted = begun.elapsed();
     assert_eq!(chain.snapshots, rounds());
-    assert_eq!(chain.images, [base.clone()]);
+    assert_eq!(chain.images, std::slice::from_ref(&base));
     judge(disk.path(), &written);
     let (before, memory) = warm.expect("the base was alone once");
     // The last connection of a command may live for a moment.
