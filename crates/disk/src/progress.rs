@@ -105,14 +105,23 @@ impl Progress {
         if self.is_cancelled() || self.is_suspended() { Err(Errno::CANCELED) } else { Ok(()) }
     }
 
-    /// Sets the total work, bytes.
+    /// Sets the total work, bytes. The operation has begun when there is some, which those who
+    /// watch it hear.
     pub fn set_total(&self, bytes: Bytes) {
-        self.total.store(bytes.0, Ordering::Relaxed);
+        let before = self.total.swap(bytes.0, Ordering::Relaxed);
+        self.may_have_begun(before, bytes);
     }
 
-    /// Adds to the total work, bytes.
+    /// Adds to the total work, bytes. As [`Progress::set_total`].
     pub fn add_total(&self, bytes: Bytes) {
-        self.total.fetch_add(bytes.0, Ordering::Relaxed);
+        let before = self.total.fetch_add(bytes.0, Ordering::Relaxed);
+        self.may_have_begun(before, bytes);
+    }
+
+    fn may_have_begun(&self, before: u64, more: Bytes) {
+        if before == 0 && !more.is_zero() {
+            self.gate().wake();
+        }
     }
 
     /// Adds to the finished work, bytes.

@@ -1,6 +1,6 @@
 //! What a bug report needs, in one text.
 //!
-//! Promises: nothing of the content of a disk, of the environment of a process and of a file that
+//! Promises: nothing of the content of a disk, of the environment of a process, or of a file that
 //! no server writes as its log goes into it, and no password or key that can be known as one. What
 //! cannot be found out is said so in its place, and the rest is written all the same. A server that
 //! does not answer costs some seconds.

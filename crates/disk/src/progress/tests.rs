@@ -181,3 +181,19 @@ fn an_operation_that_failed_or_was_cancelled_was_not_suspended() {
     progress.cancel();
     assert!(!progress.was_suspended(&cut));
 }
+
+#[test]
+fn those_who_watch_hear_when_an_operation_begins() {
+    let progress = Progress::new();
+    let hears = |change: &dyn Fn(&Progress)| {
+        let turn = progress.turn();
+        change(&progress);
+        progress.turn() != turn
+    };
+    assert!(!hears(&|progress| progress.set_total(Bytes::ZERO)), "it has not begun");
+    assert!(hears(&|progress| progress.add_total(Bytes(1))));
+    assert!(!hears(&|progress| progress.add_total(Bytes(1))), "it has begun before");
+    assert!(!hears(&|progress| progress.set_total(Bytes(9))), "it has begun before");
+    progress.begin_again();
+    assert!(hears(&|progress| progress.set_total(Bytes(9))));
+}

@@ -14,7 +14,10 @@
 //! has failed; no request of a client has. In some cells clients wait for a limit of the disk.
 //!
 //! A mirror is a change with one storage more, its target: no failure of that is one of a client,
-//! until the disk has switched over to it. So is a backup, whose disk stays where it is.
+//! until the disk has switched over to it. So is a backup, whose disk stays where it is. Where a
+//! mirror copies what the top has, or nothing, a client writes once more while the target is in
+//! step. A read of the whole disk that keeps what it reads (copy-on-read) is a change, too, and
+//! fails only where a read of a storage does.
 //!
 //! Two failures may leave a disk that answers with errors until it is opened again, and a change
 //! that was made although an error was told; never wrong bytes, damaged images, or a bitmap that is
@@ -24,6 +27,7 @@
 //! `RINGDISK_FULL=1` all of it for the usual chain, and a larger part for the other disks and for
 //! pairs.
 
+mod changes;
 mod clients;
 mod frozen;
 mod judge;
@@ -187,6 +191,21 @@ fn a_disk_switches_over_to_a_raw_image_in_step_or_stays() {
 #[test]
 fn a_copy_is_left_or_refused() {
     table(Change::MirrorLeft);
+}
+
+#[test]
+fn a_disk_switches_over_to_another_top_or_stays() {
+    table(Change::MirrorTop);
+}
+
+#[test]
+fn a_disk_switches_over_to_a_target_that_has_it_all_or_stays() {
+    table(Change::MirrorNone);
+}
+
+#[test]
+fn what_is_read_is_kept_or_only_read() {
+    table(Change::CopyOnRead);
 }
 
 #[test]

@@ -10,6 +10,7 @@ mod given_up;
 mod keep;
 mod passthrough;
 mod refused;
+mod rounds;
 mod stopped_server;
 mod upgrade;
 mod uring;

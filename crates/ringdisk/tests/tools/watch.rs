@@ -17,6 +17,7 @@ use ringdisk_testkit::process::{Process, ok_words, until};
 use rustix::process::Signal;
 use serde_json::Value;
 
+use crate::common::serving::{Daemon, serve_command};
 use crate::common::tools::ringdisk;
 use crate::common::{MIB, open, program, serve};
 
@@ -157,6 +158,128 @@ fn clients_of_nbd_are_events_and_metrics_count_them() {
     assert_eq!(server.finish(LIMIT).code(), Some(0));
     assert!(!metrics.exists(), "its socket is removed");
     child.wait().expect("it ends");
+}
+
+/// The lines that `ringdisk ctl TARGET events` prints from now on.
+fn following(target: &str) -> Process {
+    let mut command = Command::new(program());
+    let events = Process::spawn(command.args(["ctl", target, "events"]));
+    // It follows when it tells of something.
+    let follows = || {
+        ringdisk(Path::new("/"), &["ctl", target, "limit", "none"]).ok();
+        events.output().contains("\"event\":\"limited\"").then_some(())
+    };
+    until(LIMIT, follows).unwrap_or_else(|| panic!("{}", events.output()));
+    events
+}
+
+/// The events of a follower that are so.
+fn told(events: &Process, is_it: impl Fn(&Value) -> bool) -> Vec<Value> {
+    let output = events.output();
+    // The last line may be on its way.
+    let lines = output.lines().filter_map(|line| serde_json::from_str(line).ok());
+    lines.filter(|event| is_it(event)).collect()
+}
+
+/// The states of a job that were told, once the last one is `end`.
+fn states(events: &Process, id: &str, end: &str) -> Vec<String> {
+    let found = until(LIMIT, || {
+        let of = told(events, |event| event["event"] == "job" && event["id"] == id);
+        let mut states: Vec<String> =
+            of.iter().filter_map(|event| event["state"].as_str().map(str::to_owned)).collect();
+        // A state that is told again says how far the job is.
+        states.dedup();
+        Some(states).filter(|states| states.last().is_some_and(|last| last == end))
+    });
+    found.unwrap_or_else(|| panic!("{id} is not {end}: {}", events.output()))
+}
+
+#[test]
+fn each_state_of_a_job_is_an_event_with_its_name() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let d = directory.path();
+    let image = d.join("disk.qcow2");
+    images::qcow2(&image, "32M", "");
+    let disk = serve(&image, &[]);
+    let file = open(disk.path());
+    file.write_all_at(&pattern(1, 0, 16 << 20), 0).and_then(|()| file.sync_all()).expect("write");
+    drop(file);
+    let events = following(disk.text());
+    let run = |words: &[&str]| ringdisk(d, words);
+    let mirror = ["ctl", disk.text(), "mirror", "--background", "--name"];
+    run(&[&mirror[..], &["m", "copy.qcow2"]].concat()).ok();
+    states(&events, "m", "ready");
+    run(&["job", "cancel", "m"]).ok();
+    let mut seen = states(&events, "m", "concluded");
+    // One that is ready at once does not run for long enough.
+    seen.retain(|state| state != "running");
+    assert_eq!(seen, ["created", "ready", "concluded"]);
+    run(&[&mirror[..], &["slow", "slow.qcow2", "--speed", "64k"]].concat()).ok();
+    states(&events, "slow", "running");
+    run(&["job", "pause", "slow"]).ok();
+    states(&events, "slow", "paused");
+    run(&["job", "resume", "slow"]).ok();
+    states(&events, "slow", "running");
+    run(&["job", "cancel", "slow"]).ok();
+    let seen = states(&events, "slow", "concluded");
+    assert_eq!(seen, ["created", "running", "paused", "running", "aborting", "concluded"]);
+    let ended = told(&events, |event| event["id"] == "slow" && event["state"] == "concluded");
+    assert_eq!(ended[0]["kind"], "mirror");
+    assert!(ended[0]["why"].as_str().is_some_and(|why| why.contains("cancelled")), "{ended:?}");
+    run(&["ctl", disk.text(), "stop"]).ok();
+    let stopping =
+        || (!told(&events, |event| event["event"] == "stopping").is_empty()).then_some(());
+    assert!(until(LIMIT, stopping).is_some(), "{}", events.output());
+    assert_eq!(disk.finish().code(), Some(0));
+}
+
+#[test]
+fn a_front_end_that_comes_and_goes_is_two_events() {
+    let directory = scratch();
+    let socket = directory.path().join("vm.sock");
+    // A command that comes too early connects to see who listens, which is a front end, too.
+    let server = Daemon::start(&socket, &["--null", "1G"]);
+    let events = following(text(&socket));
+    let count = |name: &str| told(&events, |event| event["event"] == name).len();
+    for round in 1..3 {
+        let front = UnixStream::connect(&socket).expect("connect");
+        let came = || (count("client-came") == round).then_some(());
+        assert!(until(LIMIT, came).is_some(), "{}", events.output());
+        assert_eq!(count("client-gone"), round - 1);
+        drop(front);
+        let gone = || (count("client-gone") == round).then_some(());
+        assert!(until(LIMIT, gone).is_some(), "{}", events.output());
+    }
+    server.stop(&[&socket]);
+}
+
+#[test]
+fn an_error_of_the_storage_that_a_client_gets_is_an_event() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let d = directory.path();
+    let (image, socket) = (d.join("disk.img"), d.join("nbd.sock"));
+    images::sparse(&image, 16 << 20);
+    let words = [text(&image), "-f", "raw", "--nbd", text(&socket)];
+    let server = Daemon::of(&mut serve_command(&words));
+    let address = format!("nbd+unix:///?socket={}", text(&socket));
+    let disk = serve(Path::new(&address), &["-f", "raw", "--reconnect", "0s"]);
+    let events = following(disk.text());
+    server.kill();
+    let file = open(disk.path());
+    let wrote = file.write_all_at(&[1; 4096], 0).and_then(|()| file.sync_all());
+    assert!(wrote.is_err(), "nobody has taken it");
+    let failed = || told(&events, |event| event["event"] == "io-error").first().cloned();
+    let failed = until(LIMIT, failed).unwrap_or_else(|| panic!("{}", events.output()));
+    assert!(failed["text"].as_str().expect("text").starts_with("a write of "), "{failed}");
+    drop(file);
+    // What was written is lost with its server.
+    disk.stop();
 }
 
 #[test]

@@ -9,7 +9,7 @@ use std::path::Path;
 use crate::tree::{files, relative, root};
 
 /// Pages whose tables end with the tests of each promise.
-const PAGES: [&str; 2] = ["docs/security.md", "docs/data-safety.md"];
+const PAGES: [&str; 3] = ["docs/security.md", "docs/data-safety.md", "docs/compatibility-jobs.md"];
 
 /// The tests that a line names, each with its crate: "`ringdisk-vhost: session`, `devices::life`".
 /// The crate of a name without one is that of the name before.

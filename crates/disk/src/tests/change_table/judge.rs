@@ -11,6 +11,7 @@ use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 use ringdisk_throttle::{Limits, Rate, Rates};
 
+use super::changes::followed;
 use super::clients::{Effect, Request, write};
 use super::frozen;
 use super::world::{
@@ -138,10 +139,9 @@ async fn limit(ring: &Ring, disk: &Disk) {
     }
 }
 
-/// Runs one cell.
-pub(super) async fn judge(ring: &Ring, fixture: &Fixture, cell: Cell) -> Run {
-    let overlay = fixture.place.path().join(OVERLAY);
-    let _ = std::fs::remove_file(&overlay);
+/// Opens the disk of a cell, on which clients have written already.
+async fn begin(ring: &Ring, fixture: &Fixture, cell: Cell) -> (World, Arc<Disk>, Model) {
+    let _ = std::fs::remove_file(fixture.place.path().join(OVERLAY));
     let mut world = fixture.world(cell.change);
     let disk = world.open(ring, fixture).await;
     let mut model = Model { a: fixture.bytes.clone(), b: fixture.bytes.clone() };
@@ -149,10 +149,48 @@ pub(super) async fn judge(ring: &Ring, fixture: &Fixture, cell: Cell) -> Run {
         assert_eq!(write(ring, &disk, Some(effect.clone())).await, Ok(()));
         model.apply(&effect, true);
     }
+    if cell.change == Change::MirrorNone {
+        // What is in flight when the mirror begins, and what may come before it.
+        let mut there = model.clone();
+        let effects = [cell.request.effect()].into_iter().chain(later().map(Some));
+        effects.flatten().for_each(|effect| there.apply(&effect, true));
+        world.fill_target(&there.a);
+    }
     if cell.is_limited {
         limit(ring, &disk).await;
     }
+    (world, disk, model)
+}
 
+/// What a change that was refused has left.
+///
+/// * `failed`, `is_pair`: the operation that did; another one did, too.
+fn check_refusal(
+    fixture: &Fixture,
+    world: &World,
+    disk: &Disk,
+    cell: Cell,
+    (failed, is_pair): (Option<OpKind>, bool),
+    error: &Error,
+) {
+    assert!(failed.is_some(), "{error:?} without a failure, {cell:?}");
+    if is_pair {
+        return;
+    }
+    // What cannot be kept is read all the same.
+    let is_kept = cell.change != Change::CopyOnRead || failed == Some(OpKind::Read);
+    assert!(is_kept, "{error:?} of {failed:?}, {cell:?}");
+    assert!(!fixture.place.path().join(OVERLAY).exists(), "an overlay is left, {cell:?}");
+    if cell.shape == Shape::DataRaw {
+        // It is used by itself, too.
+        let len = world.victim(Victim::Data).len();
+        assert_eq!(Bytes(len), disk.size(), "the data file has another length, {cell:?}");
+    }
+}
+
+/// Runs one cell.
+pub(super) async fn judge(ring: &Ring, fixture: &Fixture, cell: Cell) -> Run {
+    let (mut world, disk, mut model) = begin(ring, fixture, cell).await;
     let frozen = frozen::Frozen::new(ring, &world, &disk, &model.a, cell).await;
     let (made, run, failed) = meet(ring, fixture, &world, &disk, &mut model, cell).await;
     if let Some(frozen) = frozen {
@@ -165,15 +203,11 @@ pub(super) async fn judge(ring: &Ring, fixture: &Fixture, cell: Cell) -> Run {
         }
         frozen.judge(ring, &disk, cell, run.reached).await;
     }
-    let is_refused = made.is_err() && !cell.change.is_refused_always();
-    if is_refused {
-        assert!(failed.is_some(), "{made:?} without a failure, {cell:?}");
-        assert!(run.reached_again || !overlay.exists(), "an overlay is left, {cell:?}");
-        if cell.shape == Shape::DataRaw && !run.reached_again {
-            // It is used by itself, too.
-            let len = world.victim(Victim::Data).len();
-            assert_eq!(Bytes(len), disk.size(), "the data file has another length, {cell:?}");
-        }
+    let error = made.as_ref().err().filter(|_| !cell.change.is_refused_always());
+    let is_refused = error.is_some();
+    if let Some(error) = error {
+        let failures = (failed, run.reached_again);
+        check_refusal(fixture, &world, &disk, cell, failures, error);
     }
     if run.reached_again {
         let is_sound = after_two(ring, fixture, &disk, &mut model, cell, is_refused).await;
@@ -203,6 +237,9 @@ pub(super) async fn judge(ring: &Ring, fixture: &Fixture, cell: Cell) -> Run {
         if is_sound && is_refused {
             // What was in the way is gone.
             world.renew_target(fixture);
+            if cell.change == Change::MirrorNone {
+                world.fill_target(&model.a);
+            }
             let new = world.new_image();
             let again = cell.change.make(ring, &disk, fixture.place.path(), new).await;
             assert!(again.is_ok(), "{again:?} after {made:?}, {cell:?}");
@@ -371,6 +408,8 @@ fn account(
     }
     if is_made {
         changed(cell.change, fixture, model);
+    } else if cell.change.is_followed() {
+        model.apply(&followed(), false);
     }
     if appends {
         // A snapshot that is applied, and a smaller size, may come before it or after it.
@@ -385,6 +424,9 @@ fn changed(change: Change, fixture: &Fixture, model: &mut Model) {
     if change == Change::Apply {
         model.a.clone_from(&fixture.old);
         model.b.clone_from(&fixture.old);
+    }
+    if change.is_followed() {
+        model.apply(&followed(), true);
     }
     model.resize(change.size(model.a.len()));
 }
@@ -506,7 +548,8 @@ async fn bitmaps(
         return;
     }
     // The former top is closed after a switch-over, and if that fails this is only said.
-    let is_left = is_made && cell.change.switches_over() && cell.victim == Victim::Top;
+    let is_closed = matches!(cell.victim, Victim::Top | Victim::Data);
+    let is_left = is_made && cell.change.switches_over() && is_closed;
     let may_be_lost = !is_sound || cell.again.is_some() || is_left;
     assert!(valid || may_be_lost, "the bitmap is lost, {cell:?}");
     if !valid {
