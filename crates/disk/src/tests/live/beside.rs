@@ -177,8 +177,9 @@ fn a_mirror_stays_in_step_over_the_end_of_a_commit_below_the_top() {
     }
 }
 
-/// Whether the one named first begins or ends first, and whether the first and the second one end by
-/// themselves. Two for each case, each of them in one of three cases; all with `RINGDISK_FULL=1`.
+/// Whether the one named first begins or ends first, and whether the first and the second one end
+/// by themselves. Two for each case, each of them in one of three cases; all with
+/// `RINGDISK_FULL=1`.
 fn endings(case: usize) -> Vec<(bool, bool, bool)> {
     let all = [
         (true, true, true),
