@@ -54,9 +54,11 @@ impl Disk {
         self.write(byte, "1M");
     }
 
-    fn stop(self) {
+    /// Gives the place of its files, which go when that is dropped.
+    fn stop(self) -> Place {
         self.daemon.stop(&[&self.place.socket]);
         ringdisk_testkit::images::assert_clean(&self.place.image);
+        self.place
     }
 }
 
@@ -156,6 +158,7 @@ fn a_directory_that_is_full_or_gets_full_fails_the_checkpoint_alone() {
     let list = disk.listed();
     assert_eq!(list["checkpoints"][0]["failed"], Value::Null, "{list}");
     ctl(&disk.place.socket, &["checkpoint", "--end", "c1"]).ok();
-    disk.stop();
+    let place = disk.stop();
     file_system.unmount();
+    drop(place);
 }
