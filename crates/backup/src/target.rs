@@ -144,8 +144,11 @@ fn file(
             }
             if !wanted.existing {
                 let text = format!("'{shown}' is there already, and is not overwritten");
-                return Err(Failure::new(Exit::Usage, text)
-                    .hint("give another name; or --existing, and what it holds is lost"));
+                let hint = match wanted.rest {
+                    Rest::There(_) => "--existing: what is copied replaces what it holds there",
+                    _ => "give another name; or --existing, and what it holds is lost",
+                };
+                return Err(Failure::new(Exit::Usage, text).hint(hint));
             }
             wanted.format
         }
