@@ -37,6 +37,12 @@ const TEXT_BYTES_MAX: usize = 1024;
 /// with X_.
 pub const IN_USE: &str = "X_RINGDISK_IN_USE";
 
+/// The variable that says that what another process served is ours.
+pub const TOOK_OVER: &str = "X_RINGDISK_TOOK_OVER";
+
+/// The variable that says that another process serves from now on.
+pub const HANDED_OVER: &str = "X_RINGDISK_HANDED_OVER";
+
 /// What the names of descriptors that are kept for us begin with.
 pub const DESCRIPTORS: &str = "ringdisk-";
 
@@ -58,6 +64,10 @@ pub enum Word {
     Stopping,
     /// We were told to stop, and go on until our users are gone.
     InUse,
+    /// We have taken over what another process served.
+    TookOver,
+    /// Another process serves what we served, and we are about to end.
+    HandedOver,
     /// The descriptors of this name are kept no longer.
     Forget,
     /// We live, which the manager's watchdog waits for. The text is its time (µs), where the
@@ -66,8 +76,16 @@ pub enum Word {
 }
 
 impl Word {
-    const ALL: [Word; 6] =
-        [Word::Ready, Word::Status, Word::Stopping, Word::InUse, Word::Forget, Word::Alive];
+    const ALL: [Word; 8] = [
+        Word::Ready,
+        Word::Status,
+        Word::Stopping,
+        Word::InUse,
+        Word::TookOver,
+        Word::HandedOver,
+        Word::Forget,
+        Word::Alive,
+    ];
 
     /// For a request to the helper process.
     pub fn letter(self) -> u8 {
@@ -76,6 +94,8 @@ impl Word {
             Word::Status => b'S',
             Word::Stopping => b'E',
             Word::InUse => b'U',
+            Word::TookOver => b'T',
+            Word::HandedOver => b'H',
             Word::Forget => b'F',
             Word::Alive => b'A',
         }
@@ -104,6 +124,8 @@ impl Word {
             Word::Status => format!("STATUS={text}"),
             Word::Stopping => format!("STOPPING=1\nSTATUS={text}"),
             Word::InUse => format!("{IN_USE}=1\nSTATUS={text}"),
+            Word::TookOver => format!("{TOOK_OVER}=1\nSTATUS={text}"),
+            Word::HandedOver => format!("{HANDED_OVER}=1\nSTATUS={text}"),
             Word::Forget if !tells_descriptor(&text) => return None,
             Word::Forget => format!("FDSTOREREMOVE=1\nFDNAME={text}"),
             Word::Alive => match text.parse::<u64>() {

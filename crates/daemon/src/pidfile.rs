@@ -19,6 +19,7 @@ use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use rustix::fs::{CWD, FlockOperation, OFlags, RenameFlags, fcntl_lock, renameat_with};
 use rustix::io::Errno;
@@ -27,9 +28,14 @@ use rustix::process::geteuid;
 use crate::failure::{Cause, Exit, Failure, words};
 use crate::helper;
 use crate::pid_text;
+use crate::terminal;
 
 /// Tries to find a name that nobody removes or makes under our hands.
 const ATTEMPTS: usize = 100;
+/// A process that has given its disks away has so long to end: the parent that held them ends after
+/// the one that served them.
+const FORMER_ENDS: Duration = Duration::from_secs(2);
+const FORMER_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// A pid file of this process; dropping it removes it.
 #[derive(Debug)]
@@ -88,6 +94,44 @@ impl Pidfile {
 }
 
 impl Pidfile {
+    /// As [`Pidfile::check`].
+    ///
+    /// * `is_upgrade`: the process that has the file locked gives its disks to this one, and ends.
+    ///
+    /// Errors: as [`Pidfile::check`].
+    pub fn check_for(path: &Path, is_upgrade: bool) -> Result<(), Failure> {
+        match Pidfile::check(path) {
+            Err(failure) if is_upgrade && failure.exit == Exit::Locked => Ok(()),
+            checked => checked,
+        }
+    }
+
+    /// As [`Pidfile::create`], where a file is asked for. Clients of the process before are served
+    /// here already if this is an upgrade: its file is waited for, and one that cannot be had is
+    /// complained of.
+    ///
+    /// Errors: as [`Pidfile::create`]; none if `is_upgrade`.
+    pub fn create_for(path: Option<&Path>, is_upgrade: bool) -> Result<Option<Pidfile>, Failure> {
+        let Some(path) = path else { return Ok(None) };
+        let begun = Instant::now();
+        loop {
+            match Pidfile::create(path) {
+                Err(failure)
+                    if is_upgrade
+                        && failure.exit == Exit::Locked
+                        && begun.elapsed() < FORMER_ENDS =>
+                {
+                    std::thread::sleep(FORMER_POLL_INTERVAL);
+                }
+                Err(failure) if is_upgrade => {
+                    terminal::complain(&failure.context("the disk is served without a pid file"));
+                    return Ok(None);
+                }
+                created => return created.map(Some),
+            }
+        }
+    }
+
     /// Its name, with device and inode number.
     pub fn identity(&self) -> Option<helper::Named> {
         let meta = self.file.metadata().ok()?;

@@ -17,6 +17,7 @@ use ringdisk_daemon::new_file::NewFiles;
 use ringdisk_daemon::signals::{Phase, Watcher};
 use ringdisk_disk::{Disk, Format, Layer};
 use ringdisk_export::keep::Keeper;
+use ringdisk_storage::Storage;
 
 use crate::open::ImagePlan;
 use crate::reopen::{AllowedImages, FREE, when_free};
@@ -48,6 +49,7 @@ pub struct Kept {
 ///
 /// * `keep`: that was asked for.
 /// * `count`: disks.
+/// * `upgrade`: another process serves them until now.
 ///
 /// Errors: those of [`holder::run`]; what was kept cannot be used.
 pub fn begin(
@@ -55,13 +57,14 @@ pub fn begin(
     pidfile: Option<&Path>,
     count: usize,
     background: &mut Option<Background>,
+    upgrade: bool,
 ) -> Result<Begun, Failure> {
     if !keep {
         return Ok(Begun::Serves(None));
     }
     let mut disks = match disks::role(count)? {
         Role::Holds => {
-            let code = holder::run(pidfile, &mut HeldDisks(count), background.take())?;
+            let code = holder::run(pidfile, &mut HeldDisks(count), background.take(), upgrade)?;
             return Ok(Begun::Held(code));
         }
         Role::Serves(disks) => disks,
@@ -112,14 +115,46 @@ impl Kept {
         created: Option<Format>,
         disk: &Disk,
     ) -> Result<(Box<dyn Keeper>, KeptJobs), Failure> {
+        let images = self.keep_images(number, created, disk)?;
+        let jobs = self.disks.keep_jobs(number, &images);
+        keep_changes(disk, images, image.allowed().may_be_top());
+        Ok((self.disks.keep(number)?, jobs))
+    }
+
+    /// The images of a disk, as they are from now on.
+    ///
+    /// Errors: they are not kept.
+    fn keep_images(
+        &self,
+        number: usize,
+        created: Option<Format>,
+        disk: &Disk,
+    ) -> Result<StateFile, Failure> {
         let mut state = State::of_images(created).begun_on(&disk.layers());
         state.window = disk.window().map(|(start, len)| (start, len.map(|len| len.0)));
         state.protect_raw = disk.protects_raw();
         state.mark = self.mark.clone();
-        let images = self.disks.keep_images(number, state)?;
+        self.disks.keep_images(number, state)
+    }
+
+    /// The images of a disk that is taken over from another process, with what commands have
+    /// changed there. What its export is was kept before ([`KeptDisks::keep`]).
+    ///
+    /// Errors: they are not kept.
+    pub(crate) fn keep_handed(
+        &self,
+        number: usize,
+        image: &KeptImage<'_>,
+        disk: &Disk,
+    ) -> Result<KeptJobs, Failure> {
+        let layers = disk.layers();
+        let named = layers.first().filter(|top| is_named(top, image.paths()));
+        // What a guest has written to it since does not decide what it is.
+        let images = self.keep_images(number, named.and_then(|top| top.format()), disk)?;
+        keep_handed(disk, &images, image.paths(), image.plan.request.copy_on_read);
         let jobs = self.disks.keep_jobs(number, &images);
         keep_changes(disk, images, image.allowed().may_be_top());
-        Ok((self.disks.keep(number)?, jobs))
+        Ok(jobs)
     }
 }
 
@@ -147,6 +182,11 @@ pub struct KeptImage<'a> {
 }
 
 impl<'a> KeptImage<'a> {
+    /// The overlay and the image that the command line names.
+    fn paths(&self) -> [Option<&'a Path>; 2] {
+        [self.plan.request.overlay.as_deref(), self.plan.image.as_deref()]
+    }
+
     fn allowed(self) -> AllowedImages<'a> {
         AllowedImages {
             noun: "disk",
@@ -154,6 +194,41 @@ impl<'a> KeptImage<'a> {
             image: self.plan.image.as_deref(),
             confines: self.confines,
         }
+    }
+}
+
+/// Whether an image is the first one that the command line names.
+///
+/// * `paths`: an overlay, and an image.
+fn is_named(top: &Layer, paths: [Option<&Path>; 2]) -> bool {
+    let named = paths.into_iter().flatten().next();
+    let (Some(file), Some(named)) = (top.file(), named) else { return named.is_none() };
+    match named.metadata() {
+        Ok(meta) => file.identity() == Some(Storage::identity_of(&meta)),
+        // One of another machine.
+        Err(_) => top.name() == named,
+    }
+}
+
+/// Keeps what commands have changed in the process before, of a disk that is taken over from it.
+///
+/// * `paths`: an overlay, and the image of the command line.
+/// * `copy_on_read`: what the command line says of it.
+pub(crate) fn keep_handed(
+    disk: &Disk,
+    images: &StateFile,
+    paths: [Option<&Path>; 2],
+    copy_on_read: bool,
+) {
+    let layers = disk.layers();
+    if layers.first().is_some_and(|top| !is_named(top, paths)) {
+        images.set_chain(&layers, true);
+    }
+    if let Some(changed) = disk.changed_limits() {
+        images.set_limits(Some(changed));
+    }
+    if disk.copies_on_read() != copy_on_read {
+        images.set_copy_on_read(disk.copies_on_read());
     }
 }
 

@@ -50,35 +50,9 @@ pub(crate) fn pidfile_of(
     pidfile: Option<&Path>,
     upgrade: bool,
 ) -> Option<Result<PathBuf, Failure>> {
-    let check = |pidfile: PathBuf| {
-        // That of the process whose disks we take is locked until it ends.
-        let held_before = |failure: &Failure| upgrade && failure.exit == Exit::Locked;
-        match Pidfile::check(&pidfile) {
-            Err(why) if !held_before(&why) => Err(why),
-            _ => Ok(pidfile),
-        }
-    };
+    let check = |pidfile: PathBuf| Pidfile::check_for(&pidfile, upgrade).map(|()| pidfile);
     let cannot = |error| Failure::system("the name of the pid file", &error, Exit::General);
     Some(std::path::absolute(pidfile?).map_err(cannot).and_then(check))
-}
-
-/// Makes the pid file.
-///
-/// * `upgrade`: clients of another process are served here already, so one that cannot be made is
-///   complained of.
-///
-/// Errors: as [`Pidfile::create`].
-pub(crate) fn make_pidfile(
-    pidfile: Option<&Path>,
-    upgrade: bool,
-) -> Result<Option<Pidfile>, Failure> {
-    match pidfile.map(Pidfile::create) {
-        Some(Err(failure)) if upgrade => {
-            terminal::complain(&failure.context("the disk is served without a pid file"));
-            Ok(None)
-        }
-        created => created.transpose(),
-    }
 }
 
 /// Tells the service manager why the disks have ended.

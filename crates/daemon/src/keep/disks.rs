@@ -7,7 +7,8 @@
 //!
 //! Of disk `N` are kept: what was sealed (`ringdisk-origin-N`), its images
 //! (`ringdisk-images-N`), the state of its export (`ringdisk-export-N`; empty: it has ended), and
-//! whatever descriptors that one names (`ringdisk-late-N-M`).
+//! whatever descriptors that one names (`ringdisk-late-N-M`), those of its jobs, and the right to go
+//! on with it ([`super::succession`]).
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -24,9 +25,10 @@ use super::jobs::{KeptJobs, is_of_job, kept_or_alone};
 use super::link::{self, Named};
 use super::slots::FRONT_END;
 use super::state::{State, StateFile};
+use super::succession::{self, Succession};
 use crate::failure::{Exit, Failure};
 use crate::helper::start::Role as Started;
-use crate::notify::Notify;
+use crate::notify::{Notify, Word};
 
 const ORIGIN: &str = "ringdisk-origin-";
 const IMAGES: &str = "ringdisk-images-";
@@ -109,6 +111,9 @@ pub struct FoundDisk {
     pub keeper: Box<dyn Keeper>,
     /// Descriptors of its jobs, by their numbers.
     pub late: Vec<(u64, OwnedFd)>,
+    /// The right to go on with it, for a successor. `None`: the process before gave none, so none
+    /// can take it over.
+    pub succession: Option<Succession>,
 }
 
 /// Keeps the state of one export.
@@ -209,6 +214,17 @@ impl KeptDisks {
         }))
     }
 
+    /// The right to go on with a disk, which a successor gets when it takes the disk over.
+    ///
+    /// Errors: no descriptor is left; the holder is gone.
+    pub fn keep_succession(&self, disk: usize) -> Result<Succession, Failure> {
+        let succession = Succession::make().map_err(|error| cannot(&error))?;
+        self.notify
+            .store(&succession::name_of(disk), succession.as_fd())
+            .map_err(|error| cannot(&error))?;
+        Ok(succession)
+    }
+
     /// Keeps what the images of a new disk are.
     ///
     /// Errors: memory is short; the holder is gone.
@@ -223,6 +239,12 @@ impl KeptDisks {
                 .map_err(|error| cannot(&error))?;
         }
         Ok(images)
+    }
+
+    /// What another process served is ours: when this one is killed, the next one goes on with it,
+    /// although nothing was ready yet.
+    pub fn took_over(&self) {
+        self.notify.say(Word::TookOver, "");
     }
 
     /// What keeps the jobs of a disk.
@@ -336,8 +358,13 @@ impl Parts {
         let memory = File::from(self.export.ok_or_else(missing)?);
         let (number, words) = FRONT_END.newest(&memory).ok_or_else(missing)?;
         let words = String::from_utf8(words).map_err(|_| missing())?;
+        let (rights, late): (Vec<_>, Vec<_>) =
+            self.late.into_iter().partition(|(number, _)| *number == succession::NUMBER);
+        let rights = rights.into_iter().filter_map(|(_, right)| Succession::of(right).ok());
+        let succession = rights.last();
+        let was_given = succession.as_ref().is_some_and(Succession::is_claimed);
         let (of_jobs, late): (Vec<_>, Vec<_>) =
-            self.late.into_iter().partition(|(number, _)| is_of_job(*number));
+            late.into_iter().partition(|(number, _)| is_of_job(*number));
         let keeper = DiskKeeper {
             notify: Arc::clone(notify),
             disk,
@@ -345,11 +372,13 @@ impl Parts {
             number,
             parked: late.iter().map(|(number, _)| *number).collect(),
             parked_max,
-            is_ended: words.is_empty(),
+            is_ended: words.is_empty() || was_given,
         };
         let export = KeptState { words, descriptors: late };
-        let export = Some(export).filter(|export| !export.words.is_empty());
-        Ok(FoundDisk { first, images, export, keeper: Box::new(keeper), late: of_jobs })
+        // A successor has it, or it has ended.
+        let export = Some(export).filter(|export| !export.words.is_empty() && !was_given);
+        let keeper = Box::new(keeper);
+        Ok(FoundDisk { first, images, export, keeper, late: of_jobs, succession })
     }
 }
 

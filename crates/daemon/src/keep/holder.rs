@@ -30,10 +30,11 @@ use super::held::{Held, LATE};
 use super::helping::{Helping, Line};
 use super::link::{self, Received};
 use super::passed_on::Signals;
+use super::succession::{self, Succession};
 use crate::background::Background;
 use crate::failure::{Exit, Failure};
 use crate::io_flusher;
-use crate::notify::{IN_USE, Notify, Word, watch};
+use crate::notify::{HANDED_OVER, IN_USE, Notify, TOOK_OVER, Word, watch};
 use crate::pidfile::Pidfile;
 use crate::stopping::{Asked, Insist};
 use crate::terminal;
@@ -75,6 +76,12 @@ struct Holder<'a> {
     pidfile_path: Option<PathBuf>,
     pidfile: Option<Pidfile>,
     background: Option<Background>,
+    /// Another process serves until now what is to be held.
+    is_upgrade: bool,
+    /// It has given that up: it is held here.
+    has_taken: bool,
+    /// A successor serves what was held here.
+    is_given: bool,
     is_ready: bool,
     /// A stop was asked for.
     is_stopping: bool,
@@ -136,23 +143,31 @@ enum Next {
 ///
 /// * `pidfile`: where this process writes its pid.
 /// * `held`: what it is.
+/// * `is_upgrade`: the serving process takes it over from another process.
 ///
 /// Errors: the serving process cannot be started; it died too often.
 pub fn run(
     pidfile: Option<&Path>,
     held: &mut dyn Held,
     background: Option<Background>,
+    is_upgrade: bool,
 ) -> Result<u8, Failure> {
     // Starting a process takes memory, and must not wait for memory that is written to this very
     // mount.
     io_flusher::become_one_if(true);
     let noun = held.noun();
-    let mut holder = Holder::new(pidfile, held, background)?;
+    let mut holder = Holder::new(pidfile, held, background, is_upgrade)?;
     loop {
         let (status, helping) = holder.serve()?;
         // A process that served and ended by itself has taken its mount away.
         let has_served = holder.serves_since.is_some();
         let result = match holder.next(status) {
+            // Also of one that is given up: a successor may have it by now.
+            Next::Again | Next::GiveUp if !holder.goes_on() => {
+                terminal::note(format_args!("the {noun} is served by another process"));
+                holder.leave();
+                Ok(Exit::Clean.code())
+            }
             Next::Again => {
                 let how = how(status);
                 terminal::warn(format_args!(
@@ -160,6 +175,10 @@ pub fn run(
                 ));
                 holder.manager.status(&format!("the serving process {how}; starting another"));
                 continue;
+            }
+            Next::End(code) if holder.is_given => {
+                holder.leave();
+                Ok(code)
             }
             Next::End(code) => {
                 holder.end(has_served);
@@ -216,13 +235,14 @@ impl<'a> Holder<'a> {
         pidfile: Option<&Path>,
         held: &'a mut dyn Held,
         background: Option<Background>,
+        is_upgrade: bool,
     ) -> Result<Holder<'a>, Failure> {
         let noun = held.noun();
         let cannot = |error: io::Error| cannot(noun, &error);
         let directory = std::env::current_dir().map_err(cannot)?;
         let pidfile_path = pidfile.map(std::path::absolute).transpose().map_err(cannot)?;
         if let Some(path) = &pidfile_path {
-            Pidfile::check(path)?;
+            Pidfile::check_for(path, is_upgrade)?;
         }
         Ok(Holder {
             directory,
@@ -237,6 +257,9 @@ impl<'a> Holder<'a> {
             pidfile_path,
             pidfile: None,
             background,
+            is_upgrade,
+            has_taken: false,
+            is_given: false,
             is_ready: false,
             is_stopping: false,
             is_at_once: false,
@@ -452,6 +475,10 @@ impl Holder<'_> {
         } else if value("STOPPING").is_some() {
             self.stops = true;
             self.manager.stopping(status);
+        } else if value(TOOK_OVER).is_some() {
+            self.has_taken = true;
+        } else if value(HANDED_OVER).is_some() {
+            self.is_given = true;
         } else if value(IN_USE).is_some() {
             // Its users do not lose it with this process: the next one goes on, and stops too.
             self.stops = false;
@@ -509,8 +536,44 @@ impl Holder<'_> {
     ///
     /// * `is_removed`: the serving process has ended it.
     fn end(&mut self, is_removed: bool) {
+        if self.is_upgrade && !(self.has_taken || self.is_ready) {
+            // It never was ours.
+            return self.leave();
+        }
         self.held.end(std::mem::take(&mut self.parked), is_removed);
         self.pidfile = None;
+    }
+
+    /// Whether what is held is still ours: not where a successor has claimed all. Called when a
+    /// server was killed, and makes a new right for the next one, so that none goes on with what a
+    /// successor serves, and the other way round.
+    fn goes_on(&mut self) -> bool {
+        let (mut claimed, mut left) = (0, 0);
+        for disk in 0..self.held.disks() {
+            let name = succession::name_of(disk);
+            let right = self.parked.iter_mut().find(|(parked, _)| *parked == name);
+            let Some((_, place)) = right else { continue };
+            // One that cannot be read is of a server that was taken over: it gets no other.
+            let right = place.try_clone().and_then(Succession::of);
+            match right.is_ok_and(|right| right.claim()).then(Succession::make) {
+                Some(Ok(new)) => {
+                    *place = new.into();
+                    left += 1;
+                }
+                Some(Err(error)) => tracing::warn!("disk {disk} cannot be gone on with: {error}"),
+                None => claimed += 1,
+            }
+        }
+        claimed == 0 || left > 0
+    }
+
+    /// Another process serves it, with all that it has.
+    fn leave(&mut self) {
+        // The end of this process closes them, and does not wait for other processes.
+        std::mem::forget(std::mem::take(&mut self.parked));
+        if let Some(pidfile) = self.pidfile.take() {
+            pidfile.leave();
+        }
     }
 
     /// It cannot go on. Gives why.
@@ -534,7 +597,7 @@ impl Holder<'_> {
         }
         self.is_ready = true;
         terminal::serves();
-        self.pidfile = self.pidfile_path.as_deref().map(Pidfile::create).transpose()?;
+        self.pidfile = Pidfile::create_for(self.pidfile_path.as_deref(), self.is_upgrade)?;
         self.manager.ready(status);
         if let Some(background) = self.background.take() {
             background.ready();
@@ -548,7 +611,7 @@ impl Holder<'_> {
         let died = status.signal().is_some() || status.code() == Some(PANICKED);
         match status.code().map(u8::try_from) {
             Some(Ok(code)) if !died => return Next::End(code),
-            _ if !self.is_ready || self.stops || self.parked.is_empty() => {
+            _ if !(self.is_ready || self.has_taken) || self.stops || self.parked.is_empty() => {
                 return Next::GiveUp;
             }
             _ => {}

@@ -25,8 +25,10 @@ mod passed_on;
 pub mod sealed;
 pub mod slots;
 mod state;
+pub mod succession;
 
 use std::fs::File;
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
@@ -37,12 +39,13 @@ pub use link::is_managed;
 use ringdisk_fuse::kept::{Ended, Keep, Parked, ended};
 use ringdisk_fuse::mount::inherited;
 pub use state::{State, StateFile};
+use succession::Succession;
 
 use crate::control::jobs::HandedJob;
 use crate::failure::{Exit, Failure};
 use crate::helper::start::Role as Started;
 use crate::mount_lock;
-use crate::notify::{DESCRIPTORS, Notify};
+use crate::notify::{DESCRIPTORS, Notify, Word};
 use crate::terminal;
 
 const STATE: &str = "ringdisk-state";
@@ -68,6 +71,7 @@ pub struct Found {
     alive: Option<File>,
     devices: Vec<OwnedFd>,
     late: Vec<(u64, OwnedFd)>,
+    right: Option<Succession>,
 }
 
 /// The serving side of a kept mount.
@@ -81,17 +85,20 @@ pub struct Kept {
     found: Option<Box<Resumed>>,
     /// Descriptors of the jobs of the process before, by their numbers.
     late: Vec<(u64, OwnedFd)>,
+    /// To go on with the mount, where a process of ours keeps it.
+    right: Option<Succession>,
     /// Names of what was parked, to be forgotten at the end.
     names: Vec<String>,
 }
 
 /// Who keeps the mount of `--keep-mount`.
 ///
-/// * `is_background`: it is to run in the background.
+/// * `needs_holder`: a service manager cannot start the next process: this one is to run in the
+///   background, or takes the mount over from another one.
 /// * `queues`: connections that the mount has at most, each with a descriptor.
 ///
 /// Errors: `Unsupported` over io_uring; what was parked cannot be used.
-pub fn role(is_background: bool, queues: usize) -> Result<Role, Failure> {
+pub fn role(needs_holder: bool, queues: usize) -> Result<Role, Failure> {
     if Started::Kept.is_ours() {
         let (notify, holder, parked) = link::enter("mount")?;
         return Ok(Role::Serves(Kept::new(notify, Some(holder), found(parked)?)?));
@@ -114,7 +121,7 @@ pub fn role(is_background: bool, queues: usize) -> Result<Role, Failure> {
         let _ = notify.barrier();
     }
     // What is kept stays where it is, whether or not there would be room for more.
-    if found.is_none() && (is_background || !manager_keeps(queues)) {
+    if found.is_none() && (needs_holder || !manager_keeps(queues)) {
         return Ok(Role::Holds);
     }
     Ok(Role::Serves(Kept::new(notify, None, found)?))
@@ -146,12 +153,19 @@ fn manager_keeps(queues: usize) -> bool {
 /// Errors: their state is of another version, or cannot be read.
 fn found(parked: link::Named) -> Result<Option<Found>, Failure> {
     let (mut origin, mut state, mut alive, mut devices) = (None, None, None, Vec::new());
-    let mut late = Vec::new();
+    let (mut late, mut right) = (Vec::new(), None);
     for (name, descriptor) in parked {
         let number = name.strip_prefix(LATE).and_then(|name| name.strip_prefix("0-"));
-        if let Some(Ok(number)) = number.map(str::parse) {
-            late.push((number, descriptor));
-            continue;
+        match number.map(str::parse) {
+            Some(Ok(succession::NUMBER)) => {
+                right = Succession::of(descriptor).ok();
+                continue;
+            }
+            Some(Ok(number)) => {
+                late.push((number, descriptor));
+                continue;
+            }
+            _ => {}
         }
         match name.strip_prefix(DEVICE).map(str::parse::<usize>) {
             Some(Ok(number)) => devices.push((number, descriptor)),
@@ -168,7 +182,7 @@ fn found(parked: link::Named) -> Result<Option<Found>, Failure> {
     let first = State::sealed(&origin)?;
     let is_whole = first.devices() == devices.len();
     let state = StateFile::open(state, first.clone())?;
-    Ok(is_whole.then_some(Found { first, state, alive, devices, late }))
+    Ok(is_whole.then_some(Found { first, state, alive, devices, late, right }))
 }
 
 /// A mount to go on with.
@@ -188,14 +202,19 @@ impl Found {
 }
 
 impl Kept {
-    fn new(notify: Notify, holder: Option<OwnedFd>, found: Option<Found>) -> Result<Kept, Failure> {
+    fn new(
+        notify: Notify,
+        holder: Option<OwnedFd>,
+        mut found: Option<Found>,
+    ) -> Result<Kept, Failure> {
+        let right = found.as_mut().and_then(|found| found.right.take());
         let cannot =
             |error| Failure::system("no memory for the state of the mount", &error, Exit::Limit);
         let (state, found, late) = match found.map(Found::parked) {
             Some((state, found, late)) => (state, Some(Box::new(found)), late),
             None => (StateFile::make().map_err(cannot)?, None, Vec::new()),
         };
-        Ok(Kept { notify: Arc::new(notify), holder, state, found, late, names: Vec::new() })
+        Ok(Kept { notify: Arc::new(notify), holder, state, found, late, right, names: Vec::new() })
     }
 
     /// The mount to go on with, if there is one.
@@ -279,7 +298,26 @@ impl Kept {
             self.notify.store(&name, descriptor).map_err(cannot)?;
             self.names.push(name);
         }
+        if self.has_holder() {
+            let right = Succession::make().map_err(cannot)?;
+            self.notify.store(&succession::name_of(0), right.as_fd()).map_err(cannot)?;
+            self.right = Some(right);
+        }
         self.notify.barrier().map_err(cannot)
+    }
+
+    /// To go on with the mount: for a process that takes it over. `None`: a service manager keeps
+    /// it.
+    ///
+    /// Errors: no descriptor is left.
+    pub fn right(&self) -> io::Result<Option<Succession>> {
+        self.right.as_ref().map(Succession::try_clone).transpose()
+    }
+
+    /// What another process served is ours: when this one is killed, the next one goes on with it,
+    /// although nothing was ready yet.
+    pub fn took_over(&self) {
+        self.notify.say(Word::TookOver, "");
     }
 
     /// Calls `say` when the process that keeps the mount is gone: nobody starts another one from

@@ -138,22 +138,6 @@ impl HandsOver for HandOverHandle {
     }
 }
 
-/// Disks of NBD clients that are kept (`--keep`), and so not handed over.
-#[derive(Debug)]
-pub struct KeptNbd;
-
-impl HandsOver for KeptNbd {
-    fn hand_over(&self) -> Result<(HandOverState, HandedOver), Error> {
-        let text = "the process that keeps the disks starts each one that serves them (--keep)";
-        Err(Error::new(ErrorKind::Unsupported, text)
-            .hint("stop it, and start the other version; clients connect again"))
-    }
-
-    fn kind(&self) -> Kind {
-        Kind::Nbd
-    }
-}
-
 /// Disks of virtual machines that NBD clients have, too, and so not handed over.
 #[derive(Debug)]
 pub struct DiskWithNbd;

@@ -89,6 +89,22 @@ impl HandsOver for MountToHandOver {
     }
 }
 
+/// A mount that a service manager keeps, and so not handed over.
+#[derive(Debug)]
+pub struct ManagerKeeps;
+
+impl HandsOver for ManagerKeeps {
+    fn hand_over(&self) -> Result<(HandOverState, HandedOver), Error> {
+        let text = "the service manager keeps the mount, and starts each process that serves it";
+        Err(Error::new(ErrorKind::Unsupported, text)
+            .hint("`systemctl restart` goes on with it in the new version (docs/lifecycle.md)"))
+    }
+
+    fn kind(&self) -> Kind {
+        Kind::Mount
+    }
+}
+
 impl MountToHandOver {
     fn pack(&self, mount: HandedMount) -> Result<HandOverState, Error> {
         let cannot = |error: io::Error| {

@@ -16,6 +16,7 @@ use super::{ASK, FORCE, GO, HandsOver, READY, STEP, STOP, Shown, is_trusted};
 use crate::control::jobs::{Jobs, Moving, handed};
 use crate::control::registry::{self, Listening};
 use crate::helper;
+use crate::keep::succession::{self, Succession};
 use crate::stopping::Stop;
 use ringdisk_disk::Disk;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -39,19 +40,22 @@ impl SuccessorSocket {
     /// * `name`: of the socket, as [`registry::name_for_successor`] and
     ///   [`registry::name_for_successor_of_mount`] give it.
     /// * `disks`: those of the export, in their order.
+    /// * `right`: to go on with the export, where a holder starts another server when this one is
+    ///   killed.
     ///
     /// Errors: no socket, no thread.
     pub fn start(
         name: &str,
         export: impl HandsOver,
         disks: Vec<GivenDisk>,
+        right: Option<Succession>,
     ) -> io::Result<SuccessorSocket> {
         let listening = registry::listen(name)?;
         let listener = listening.listener.try_clone()?;
         listener.set_nonblocking(false)?;
         let was_given = Arc::new(AtomicBool::new(false));
         let given = Arc::clone(&was_given);
-        let ours = Ours { export: Box::new(export), disks };
+        let ours = Ours { export: Box::new(export), disks, right };
         let thread = std::thread::Builder::new()
             .name(String::from("upgrade"))
             .spawn(move || wait(&listener, &ours, &given))?;
@@ -123,6 +127,7 @@ impl GivenDisk {
 struct Ours {
     export: Box<dyn HandsOver>,
     disks: Vec<GivenDisk>,
+    right: Option<Succession>,
 }
 
 impl Ours {
@@ -220,6 +225,10 @@ fn give(mut stream: &UnixStream, ours: &Ours, given: &AtomicBool) -> io::Result<
             let mut each = moving.iter().enumerate();
             let packed = each.try_for_each(|(disk, moving)| {
                 moving.stand_still().and_then(|jobs| handed::pack(&mut state, disk, jobs))
+            });
+            let packed = packed.and_then(|()| {
+                let right = ours.right.as_ref();
+                right.map_or(Ok(()), |right| succession::pack(&mut state, right))
             });
             if let Err(why) = packed {
                 tracing::warn!("the {noun} is not handed over: {why}");

@@ -23,6 +23,7 @@ use super::{ASK, FORCE, GO, Kind, READY, STEP, STOP, Shown, is_trusted, link};
 use crate::control::jobs::{HandedJob, handed};
 use crate::control::registry::{candidates, connect_now, user};
 use crate::failure::{Exit, Failure};
+use crate::keep::succession::{self, Succession};
 use crate::stopping::Stop;
 
 /// The old process flushes its disk while the guest still works, and then stands still for as long
@@ -45,6 +46,8 @@ pub struct Offer {
     kind: Kind,
     /// Of each disk.
     jobs: Vec<Vec<HandedJob>>,
+    /// To go on with the export, where another process may start one that does.
+    right: Option<Succession>,
     stream: UnixStream,
     process: Old,
 }
@@ -125,11 +128,15 @@ pub fn ask(
                 Failure::new(Exit::Unsupported, text)
                     .hint("it goes on as before; wait for its jobs, or cancel them")
             };
+            let right = succession::unpack(&mut state).map_err(|why| {
+                Failure::new(Exit::Unsupported, format!("{}: {why}", doing()))
+                    .hint("it goes on as before")
+            })?;
             let mut jobs = Vec::new();
             for disk in (0..shown.each().count()).rev() {
                 jobs.insert(0, handed::unpack(&mut state, disk).map_err(cannot)?);
             }
-            Ok((state, Offer { kind, jobs, stream, process }))
+            Ok((state, Offer { kind, jobs, right, stream, process }))
         }
         Err(Refusal::Now(why)) => Err(Failure::new(Exit::General, format!("{}: {why}", doing()))
             .hint("it goes on as before; try again later")),
@@ -191,7 +198,7 @@ impl Offer {
     /// An old process that is killed instead of answering goes on as little as one that has
     /// answered: everything that it had is here, as it was when it stood still.
     ///
-    /// Errors: the old process goes on.
+    /// Errors: the old process goes on, or another one that its holder has started.
     pub fn take(mut self) -> Result<Predecessor, Failure> {
         let mut take = || -> io::Result<()> {
             self.stream.write_all(&[READY])?;
@@ -217,6 +224,11 @@ impl Offer {
                 "the old process ended while it handed the {} over; it is served here",
                 self.kind.noun()
             );
+        }
+        if !self.right.as_ref().is_none_or(Succession::claim) {
+            let (noun, old) = (self.kind.noun(), "the process that served it was killed meanwhile");
+            let text = format!("the {noun} was not handed over: {old}, and the next one goes on");
+            return Err(Failure::new(Exit::General, text).hint("try it again"));
         }
         let (stream, pid) = (self.stream, self.process.pid);
         Ok(Predecessor { stream, jobs: self.jobs, pid, stop: None })

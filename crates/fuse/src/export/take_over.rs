@@ -77,6 +77,11 @@ impl Prepared {
         &self.disk
     }
 
+    /// What another process has to keep of a mount that outlives this one; once.
+    pub fn take_parked(&mut self) -> Option<Parked> {
+        self.parked.take()
+    }
+
     /// Serves from now on.
     #[must_use]
     pub fn go(self) -> Export {
@@ -86,7 +91,6 @@ impl Prepared {
         let (mode, taken, forced) = (None, None, Forced::default());
         let attempt = Attempt { disk: &disk, options: &options, mode, taken, forced };
         let (mut export, _) = attempt.look_after(layout, threads, connection, server, self.control);
-        export.parked = self.parked;
         export.topology.warnings.extend(self.notes);
         report(export, Some(kept::why_dev_taken()))
     }

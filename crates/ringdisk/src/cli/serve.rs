@@ -121,9 +121,8 @@ pub(crate) struct ServeArgs {
     /// The virtual machine sees a pause and nothing else, and every request is answered exactly
     /// once. NBD clients (--nbd) lose their connections and connect again: the second process holds
     /// the listening sockets. After 5 deaths within 10 s the disk is given up. Needs the path of a
-    /// socket, or --nbd; not with --upgrade, --incoming, --snapshot and --accel require.
-    #[arg(long, conflicts_with_all = ["upgrade", "incoming", "snapshot", "socket_fd",
-          "socket_name"],
+    /// socket, or --nbd; not with --incoming, --snapshot and --accel require.
+    #[arg(long, conflicts_with_all = ["incoming", "snapshot", "socket_fd", "socket_name"],
           help_heading = "Serving options")]
     pub(crate) keep: bool,
 
@@ -309,7 +308,7 @@ impl ServeArgs {
         }
         disks.iter().try_for_each(|disk| self.check_kept(&disk.args))?;
         let wrong = |text| refuse("serve", ErrorKind::ArgumentConflict, text);
-        let moves = if self.upgrade { Some("--upgrade") } else { self.keep.then_some("--keep") };
+        let moves = if self.keep { Some("--keep") } else { self.upgrade.then_some("--upgrade") };
         self.nbd.check(&disks, &self.words, moves).map_err(wrong)?;
         self.check_alike(&disks)?;
         Ok(disks)

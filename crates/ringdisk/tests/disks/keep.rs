@@ -37,6 +37,7 @@ pub(crate) struct Server {
     directory: TempDir,
     pub(crate) image: PathBuf,
     pub(crate) socket: PathBuf,
+    format: String,
     /// The one that keeps it.
     pub(crate) holder: Process,
 }
@@ -50,14 +51,33 @@ impl Server {
             _ => images::qcow2(&image, "8M", "cluster_size=4k"),
         }
         let socket = directory.path().join("socket");
-        let holder = Server::process(&image, format, &socket, args);
-        Server { directory, image, socket, holder }
+        let words = [&["--keep"], args].concat();
+        let holder = Server::process(&image, format, &socket, &words);
+        let format = format.to_owned();
+        Server { directory, image, socket, format, holder }
     }
 
     fn process(image: &Path, format: &str, socket: &Path, args: &[&str]) -> Process {
         let mut command = Command::new(program());
-        command.args(["serve", "--keep", "--format", format, "--queues", "3", "--threads", "2"]);
+        command.args(["serve", "--format", format, "--queues", "3", "--threads", "2"]);
+        command.env_remove("NOTIFY_SOCKET");
         Process::spawn(command.args(args).arg("--vhost-user-blk").arg(socket).arg(image))
+    }
+
+    /// A process with the same words for the disk, and these.
+    pub(crate) fn successor(&self, args: &[&str]) -> Process {
+        Server::process(&self.image, &self.format, &self.socket, args)
+    }
+
+    /// A place for a pid file.
+    pub(crate) fn pidfile(&self) -> PathBuf {
+        self.directory.path().join("pid")
+    }
+
+    /// Waits until it answers commands.
+    pub(crate) fn ready(&self) {
+        let answers = || (self.ctl(&["stats"]).code() == Some(0)).then_some(());
+        assert!(until(LIMIT, answers).is_some(), "{}", self.holder.output());
     }
 
     /// The process that serves.
@@ -71,7 +91,7 @@ impl Server {
         kill(self.server());
     }
 
-    fn ctl(&self, words: &[&str]) -> ringdisk_testkit::process::Finished {
+    pub(crate) fn ctl(&self, words: &[&str]) -> ringdisk_testkit::process::Finished {
         run(command(&[&[&*program(), "ctl", text(&self.socket)], words].concat()))
     }
 
@@ -372,19 +392,13 @@ fn a_process_that_dies_again_and_again_is_given_up() {
 }
 
 #[test]
-fn a_kept_disk_is_stopped_and_asked_as_any_other_and_not_upgraded() {
+fn a_kept_disk_is_stopped_and_asked_as_any_other() {
     let server = Server::start("raw", &[]);
     let mut vm = Vm::started(FrontEnd::connect(&server.socket), options(false, false, 9));
     server.kill();
     assert_eq!(vm.status(0, Request::flush()), 0);
     let stats = until(LIMIT, || Some(server.ctl(&["stats"])).filter(|done| done.code() == Some(0)));
     assert!(stats.is_some(), "{}", server.holder.output());
-    let (program, socket) = (program(), text(&server.socket));
-    let words = [&program, "serve", "--upgrade", "--queues", "3", "--format", "raw"];
-    let place = ["--vhost-user-blk", socket, text(&server.image)];
-    let upgrade = run(command(&[&words[..], &place].concat()));
-    assert!(upgrade.code() != Some(0) && upgrade.stderr.contains("--keep"), "{}", upgrade.output());
-    assert_eq!(vm.status(0, Request::flush()), 0, "it goes on");
     let mut server = server;
     assert_eq!(server.ctl(&["stop"]).code(), Some(0));
     vm.front.expect_end();
@@ -394,13 +408,9 @@ fn a_kept_disk_is_stopped_and_asked_as_any_other_and_not_upgraded() {
 #[test]
 fn what_cannot_be_kept_is_refused_in_words() {
     let program = program();
-    for words in [
-        &["--upgrade"][..],
-        &["--incoming"],
-        &["--snapshot"],
-        &["--accel", "require"],
-        &["--socket-fd", "9"],
-    ] {
+    for words in
+        [&["--incoming"][..], &["--snapshot"], &["--accel", "require"], &["--socket-fd", "9"]]
+    {
         let place: &[&str] =
             if words[0] == "--socket-fd" { &[] } else { &["--vhost-user-blk", "/nowhere/s"] };
         let all = [&[&program, "serve", "--keep"], words, place, &["/nowhere/disk"]].concat();

@@ -11,6 +11,7 @@ mod common;
 mod jobs;
 mod keep;
 mod keep_setup;
+mod keep_upgrade;
 mod limits;
 mod migrate;
 mod mirrors;

@@ -248,15 +248,49 @@ fn a_kill_ends_connections_and_clients_that_connect_again_go_on() {
         writes.join().expect("it wrote")
     });
     assert!(count > 5, "{count} writes");
-    let refused = ringdisk(
-        Path::new("/"),
-        &["serve", image, "-f", "raw", "--nbd", text(socket), "--upgrade"],
-    );
-    refused.says("--keep").says("it goes on as before");
-    ctl(socket, &["stats"]).ok();
     drop(mount.stop());
     kept.stop(socket);
     check_blocks(&place.image, 0, count);
+}
+
+/// A connection goes along where a process hands the disks over, whether or not they are kept.
+#[test]
+fn kept_disks_go_to_a_successor_with_their_connections() {
+    let (place, other) = (Place::new("raw"), Place::new("qcow2"));
+    let (socket, stop) = (&place.socket, place.path("stop"));
+    let disks = [
+        format!("image={},format=raw,export-name=a", text(&place.image)),
+        format!("image={},format=qcow2,export-name=b", text(&other.image)),
+    ];
+    let words = ["--disk", &disks[0], "--disk", &disks[1], "--nbd", text(socket)];
+    let serve = |more: &[&str]| Process::spawn(&mut serve_command(&[&words[..], more].concat()));
+    let is_ready = |process: &Process| {
+        let says = || process.output().contains("served over NBD as 'b'").then_some(());
+        assert!(until(LIMIT, says).is_some(), "{}", process.output());
+    };
+    let mut process = serve(&["--keep"]);
+    is_ready(&process);
+    let uri = |name: &str| format!("nbd+unix:///{name}?socket={}", text(socket));
+    let clients = ["a", "b"].map(|name| client(&uri(name), 0, &stop));
+    for more in [&["--keep"][..], &[], &["--keep"]] {
+        std::thread::sleep(Duration::from_millis(200));
+        let new = serve(&[more, &["--upgrade"]].concat());
+        let old = std::mem::replace(&mut process, new).finish(LIMIT);
+        assert_eq!(old.code(), Some(0), "{}\nthe new: {}", old.output(), process.output());
+        is_ready(&process);
+    }
+    std::thread::sleep(Duration::from_millis(200));
+    File::create(&stop).expect("a file");
+    for client in clients {
+        assert!(rounds(client) > 3);
+    }
+    // The last one is kept, and its server killed: all of it is there.
+    let kept = Kept { holder: process };
+    kept.kill();
+    for name in ["a", "b"] {
+        assert_eq!(ok_words(&["nbdinfo", "--size", &uri(name)]).trim(), "8388608");
+    }
+    kept.stop(socket);
 }
 
 /// As a user, without rights: upgrades and kills.

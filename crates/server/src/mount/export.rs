@@ -65,15 +65,6 @@ pub(super) fn check_keeps(request: &Request) -> Result<(), Failure> {
 ///
 /// Errors: `Unsupported` with the option that excludes it.
 pub(super) fn check_upgrades(request: &Request) -> Result<(), Failure> {
-    if request.keep_mount {
-        let what = "a mount with --keep-mount cannot be taken over: the process that keeps it \
-            starts each process that serves it";
-        return Err(Failure::new(Exit::Unsupported, what).hint(
-            "with a service manager that keeps it, `systemctl restart` goes on with it in the new \
-             version (docs/lifecycle.md); else end it with `ringdisk umount` and mount the image \
-             anew",
-        ));
-    }
     check(request, refuse_successor)
 }
 

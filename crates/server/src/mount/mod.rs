@@ -67,13 +67,14 @@ pub fn run(request: &Request, paths: Paths) -> Result<u8, Failure> {
     };
     let kept = match request
         .keep_mount
-        .then(|| keep::role(request.daemonize, queues_max(request)))
+        .then(|| keep::role(request.daemonize || request.upgrade, queues_max(request)))
         .transpose()?
     {
         None => None,
         Some(keep::Role::Holds) => {
             let held = &mut HeldMount::at(&paths.mountpoint);
-            return keep::holder::run(request.pidfile.as_deref(), held, background);
+            let pidfile = request.pidfile.as_deref();
+            return keep::holder::run(pidfile, held, background, request.upgrade);
         }
         Some(keep::Role::Serves(kept)) => Some(kept),
     };
@@ -99,8 +100,10 @@ fn serve(
     kept: Option<Kept>,
     user: Wanted,
 ) -> Result<u8, Failure> {
-    if request.upgrade {
-        return upgrade(request, paths, background, user);
+    // A process that goes on after a kill has the words of the one before.
+    let is_resumed = kept.as_ref().is_some_and(|kept| kept.resumed().is_some());
+    if request.upgrade && !is_resumed {
+        return upgrade(request, paths, background, kept, user);
     }
     // What cannot be had is found out before anything is made.
     let metrics = MetricsSockets::make(&request.metrics)?;
@@ -128,14 +131,17 @@ fn serve(
 
 /// Takes the mount over from the process that serves it, and serves it until the end.
 ///
+/// * `kept`: the mount outlives this process.
+///
 /// Errors: it cannot be had, and is served there on; why it ended here.
 fn upgrade(
     request: &Request,
     paths: Paths,
     background: Option<Background>,
+    kept: Option<Kept>,
     user: Wanted,
 ) -> Result<u8, Failure> {
-    let Taken { mut serving, user, predecessor } = take::take_over(request, paths, user)?;
+    let Taken { mut serving, user, predecessor } = take::take_over(request, paths, kept, user)?;
     // Names, the pid file and the control socket are free when the process before lets go of them.
     serving.succeed(predecessor);
     let metrics = MetricsSockets::make_for(&request.metrics, true)?;

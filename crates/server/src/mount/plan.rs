@@ -20,6 +20,7 @@ use ringdisk_daemon::signals::Watcher;
 use ringdisk_daemon::terminal::{self, shell_word};
 use ringdisk_daemon::upgrade::Shown;
 use ringdisk_disk::{Disk, Format, Layer};
+use ringdisk_fuse::kept::Parked;
 use ringdisk_fuse::mount::{MountEntry, Unmount, mountpoint, table, unmount};
 use ringdisk_images::new_image::NewImage;
 
@@ -148,7 +149,6 @@ impl<'a> Plan<'a> {
         words.switch("--allow-other", request.allow_other);
         words.switch("--kernel-cache", request.kernel_cache);
         words.switch("--passthrough", request.passthrough);
-        words.switch("--keep-mount", request.keep_mount);
         words.shown(&request.disk, self.image.image.as_deref())
     }
 
@@ -266,6 +266,24 @@ impl<'a> Plan<'a> {
     /// Whether the next process of a kept mount takes an image on top, by its name.
     pub(super) fn may_be_top(&self) -> impl Fn(&Layer) -> Result<(), String> + Send + Sync + use<> {
         allowed_images(self.request, self.image.image.as_deref()).may_be_top()
+    }
+
+    /// What the next process has to know of a mount that outlives this one.
+    ///
+    /// * `made`: device and inode number of the mountpoint, if ringdisk made it; format of an image
+    ///   that was made.
+    pub(super) fn state(
+        &self,
+        disk: &Disk,
+        parked: &Parked,
+        (mountpoint, image): (Option<(u64, u64)>, Option<Format>),
+    ) -> State {
+        let state = State::new(&parked.terms, parked.devices.len(), mountpoint, image);
+        let mut state = state.begun_on(&disk.layers());
+        state.window = disk.window().map(|(start, len)| (start, len.map(|len| len.0)));
+        state.protect_raw = disk.protects_raw();
+        state.mark = self.mark.clone();
+        state
     }
 
     /// Whether this is in a sandbox.

@@ -17,17 +17,17 @@ use ringdisk_daemon::control::registry;
 use ringdisk_daemon::control::server::Server;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::helper::{self, Tasks};
-use ringdisk_daemon::keep::{Kept, State};
+use ringdisk_daemon::keep::Kept;
 use ringdisk_daemon::log_target;
 use ringdisk_daemon::metrics::MetricsServer;
 use ringdisk_daemon::mount_lock;
-use ringdisk_daemon::notify::Notify;
+use ringdisk_daemon::notify::{Notify, Word};
 use ringdisk_daemon::pidfile::Pidfile;
 use ringdisk_daemon::run_as::Decision;
 use ringdisk_daemon::signals::{Phase, Watcher};
 use ringdisk_daemon::stopping::{Insist, Stop, Stopping};
 use ringdisk_daemon::terminal::{self, bold, shell_word};
-use ringdisk_daemon::upgrade::mount::MountToHandOver;
+use ringdisk_daemon::upgrade::mount::{ManagerKeeps, MountToHandOver};
 use ringdisk_daemon::upgrade::{GivenDisk, Predecessor, SuccessorSocket};
 use ringdisk_daemon::watchdog::Watchdog;
 use ringdisk_disk::{Disk, Format};
@@ -180,14 +180,8 @@ impl<'a> Serving<'a> {
         keep_changes(&self.disk, kept.state_file(), self.plan.may_be_top());
         let parked = self.answering.served()?.take_parked();
         let Some(parked) = parked.filter(|_| kept.resumed().is_none()) else { return Ok(()) };
-        let devices = parked.devices.len();
-        let made = self.made.mountpoint_id();
-        let mut state = State::new(&parked.terms, devices, made, self.created);
-        state = state.begun_on(&self.disk.layers());
-        let window = self.disk.window();
-        state.window = window.map(|(start, len)| (start, len.map(|len| len.0)));
-        state.protect_raw = self.disk.protects_raw();
-        state.mark = self.plan.mark.clone();
+        let made = (self.made.mountpoint_id(), self.created);
+        let state = self.plan.state(&self.disk, &parked, made);
         kept.park(&parked, state, self.lock.as_deref())
     }
 
@@ -208,10 +202,8 @@ impl<'a> Serving<'a> {
     ///
     /// Errors: as [`Pidfile::create`].
     pub(super) fn make_pidfile(&mut self) -> Result<(), Failure> {
-        match self.plan.pidfile.as_deref().map(Pidfile::create).transpose() {
-            Ok(pidfile) => self.pidfile = pidfile,
-            Err(failure) => self.complain_if_taken(Err(failure))?,
-        }
+        let pidfile = self.plan.pidfile.as_deref();
+        self.pidfile = Pidfile::create_for(pidfile, self.plan.is_taken)?;
         Ok(())
     }
 
@@ -279,8 +271,14 @@ impl<'a> Serving<'a> {
             lock: self.lock.clone(),
         };
         let name = registry::name_for_successor_of_mount((0, connection));
-        let given = GivenDisk::new(self.plan.shown(), &self.disk, commands.jobs());
-        let socket = SuccessorSocket::start(&name, mount, vec![given]);
+        let given = vec![GivenDisk::new(self.plan.shown(), &self.disk, commands.jobs())];
+        let right = self.kept.as_ref().map_or(Ok(None), Kept::right);
+        let socket = right.and_then(|right| match &self.kept {
+            Some(kept) if !kept.has_holder() => {
+                SuccessorSocket::start(&name, ManagerKeeps, given, None)
+            }
+            _ => SuccessorSocket::start(&name, mount, given, right),
+        });
         socket.inspect_err(|error| tracing::warn!("`--upgrade` cannot be used: {error}")).ok()
     }
 
@@ -495,6 +493,9 @@ impl<'a> Serving<'a> {
         let Serving { plan, answering, disk, made, pidfile, .. } = self;
         handed_over(&disk, &plan.image.name());
         made.leave();
+        if self.kept.is_some() {
+            self.notify.say(Word::HandedOver, "another process serves the mount");
+        }
         drop(server);
         drop(answering);
         drop(disk);

@@ -11,6 +11,7 @@ use ringdisk_daemon::control::jobs::HandedJob;
 use ringdisk_daemon::control::registry;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::io_flusher;
+use ringdisk_daemon::keep::Kept;
 use ringdisk_daemon::pidfile::Pidfile;
 use ringdisk_daemon::run_as::{Decision, Wanted};
 use ringdisk_daemon::signals::Phase;
@@ -26,6 +27,7 @@ use super::request::{Paths, Request};
 use super::serving::{Answering, Serving};
 use super::signals::watch_start;
 use crate::hand_over::check_top;
+use crate::keeping::{keep_changes, keep_handed};
 use crate::limits;
 
 /// A mount that is served here now.
@@ -39,21 +41,28 @@ pub(super) struct Taken<'a> {
 
 /// Takes the mount over.
 ///
+/// * `kept`: it outlives this process.
+///
 /// Errors: it cannot be had, or not be served here; the other process goes on.
 pub(super) fn take_over(
     request: &Request,
     paths: Paths,
+    kept: Option<Kept>,
     user: Wanted,
 ) -> Result<Taken<'_>, Failure> {
+    let mut kept = kept;
     confine::check(request.sandbox)?;
     export::foresee(&request.placement, &Topology::read())?;
     let made = Made::default();
-    let watcher = watch_start(&made, false)?;
-    let (plan, connection) = Plan::taken(request, paths)?;
+    let watcher = watch_start(&made, kept.is_some())?;
+    kept.iter().for_each(Kept::listens);
+    let (mut plan, connection) = Plan::taken(request, paths)?;
+    if kept.is_some() {
+        // The process that keeps the mount has it.
+        plan.pidfile = None;
+    }
     if let Some(pidfile) = &plan.pidfile {
-        // That of the process before is locked until it ends.
-        let is_held = |failure: &Failure| failure.exit == Exit::Locked;
-        Pidfile::check(pidfile).or_else(|why| if is_held(&why) { Ok(()) } else { Err(why) })?;
+        Pidfile::check_for(pidfile, true)?;
     }
     // The file may become a loop device.
     io_flusher::become_one_if(true);
@@ -75,9 +84,18 @@ pub(super) fn take_over(
     }
     limits::apply_to_handed(&request.disk.limit, &disk)?;
     let user = user.decide(request.sandbox, &[&disk])?;
-    let options = plan.options(&disk);
+    let mut options = plan.options(&disk);
+    options.keep = kept.as_ref().map(Kept::keep).transpose()?;
     let (stop_timeout, name) = (options.stop_timeout, options.name.clone());
-    let prepared = Served::prepare(Arc::clone(&disk), options, handed.mount)?;
+    let mut prepared = Served::prepare(Arc::clone(&disk), options, handed.mount)?;
+    // The process that keeps the mount has everything before the other one gives it up.
+    if let (Some(kept), Some(parked)) = (&mut kept, prepared.take_parked()) {
+        let state = plan.state(&disk, &parked, (handed.made, handed.created));
+        kept.park(&parked, state, handed.lock.as_ref())?;
+        let names = [request.disk.overlay.as_deref(), plan.image.image.as_deref()];
+        keep_handed(&disk, &kept.state_file(), names, request.disk.copy_on_read);
+        keep_changes(&disk, kept.state_file(), plan.may_be_top());
+    }
     // From here on a signal stops a mount that is ours, which takes more than the end of the
     // process.
     if let Some(signal) = watcher.enter(Phase::Mounting) {
@@ -85,6 +103,7 @@ pub(super) fn take_over(
         return Err(Failure::new(Exit::General, text));
     }
     let predecessor = offer.take()?;
+    kept.iter().for_each(Kept::took_over);
     let served = Served::go(prepared, name);
     made.adopt(&plan.mountpoint, handed.made);
     let handle = served.handle();
@@ -94,7 +113,7 @@ pub(super) fn take_over(
         watcher,
         (Answering::new(served, disk), handle),
         made,
-        None,
+        kept,
         handed.created,
         handed.lock.map(Arc::new),
         stop_timeout,

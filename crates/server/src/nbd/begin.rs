@@ -14,6 +14,7 @@ use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::io_flusher;
 use ringdisk_daemon::keep::disks::FoundDisk;
 use ringdisk_daemon::keep::jobs::KeptJobs;
+use ringdisk_daemon::keep::succession::Succession;
 use ringdisk_daemon::new_file::NewFiles;
 use ringdisk_daemon::signals::{Phase, Watcher};
 use ringdisk_daemon::sockets::Address;
@@ -58,6 +59,8 @@ pub(super) struct Begun {
     pub(super) jobs: Vec<Vec<HandedJob>>,
     /// Of each disk that is kept.
     pub(super) kept: Vec<KeptDisk>,
+    /// To go on with them, for the process after this one.
+    pub(super) right: Option<Succession>,
     /// The process that has served until now, and ends.
     pub(super) predecessor: Option<Predecessor>,
 }
@@ -97,14 +100,21 @@ impl<'a> Wanted<'a> {
         let Wanted { request, plans, options, is_encrypted, .. } = self;
         let start = || -> Result<Begun, Failure> {
             let mut listening = listen(places, is_encrypted)?;
-            let kept = match kept {
-                Some(kept) => keep(request, kept, &plans, &opened, &listening.listeners)?,
-                None => Vec::new(),
+            let (kept, right) = match kept {
+                Some(kept) => {
+                    let sockets = &listening.listeners;
+                    let fresh = |number, image: &KeptImage<'_>, disk: &Disk| {
+                        let created = image.plan.new_image()?.map(|(new, _)| new.format);
+                        kept.keep(number, image, created, disk)
+                    };
+                    keep(request, kept, &plans, &opened, (sockets, &fresh))?
+                }
+                None => (Vec::new(), None),
             };
             let listeners = std::mem::take(&mut listening.listeners);
             let served = Served::start(opened.clone(), listeners, options)?;
             let (jobs, predecessor) = (Vec::new(), None);
-            Ok(Begun { plans, disks: opened, listening, served, jobs, kept, predecessor })
+            Ok(Begun { plans, disks: opened, listening, served, jobs, kept, right, predecessor })
         };
         start().inspect_err(|_| fresh.undo()).map(Some)
     }
@@ -112,8 +122,14 @@ impl<'a> Wanted<'a> {
     /// Takes the disks over from the process that serves them. Clients are served here when this
     /// returns.
     ///
+    /// * `kept`: the parent holds them from now on.
+    ///
     /// Errors: they cannot be had, or not be served here; the other process goes on.
-    pub(super) fn take_over(self, watcher: &Watcher) -> Result<Begun, Failure> {
+    pub(super) fn take_over(
+        self,
+        watcher: &Watcher,
+        kept: Option<&Kept>,
+    ) -> Result<Begun, Failure> {
         confine::check(self.request.sandbox)?;
         let target = target_of(self.request)?;
         let shown = self.shown();
@@ -146,6 +162,17 @@ impl<'a> Wanted<'a> {
             opened.push(named(words, disk)?);
         }
         let mut listening = taken(&request.addresses, listeners)?;
+        // The parent has everything before the other process gives it up.
+        let (keepers, right) = match kept {
+            Some(kept) => {
+                let handed = |number, image: &KeptImage<'_>, disk: &Disk| {
+                    let jobs = kept.keep_handed(number, image, disk)?;
+                    Ok((kept.disks.keep(number)?, jobs))
+                };
+                keep(request, kept, &plans, &opened, (&listening.listeners, &handed))?
+            }
+            None => (Vec::new(), None),
+        };
         let listeners = std::mem::take(&mut listening.listeners);
         let mut served = Served::prepare(opened.clone(), listeners, clients, options)?;
         if let Some(signal) = watcher.enter(Phase::Mounting) {
@@ -153,11 +180,12 @@ impl<'a> Wanted<'a> {
             return Err(Failure::new(Exit::General, text));
         }
         let mut predecessor = offer.take()?;
+        kept.iter().for_each(|kept| kept.disks.took_over());
         served.take_charge();
         served.take_up();
         let jobs = (0..opened.len()).map(|disk| predecessor.take_jobs(disk)).collect();
-        let (kept, predecessor) = (Vec::new(), Some(predecessor));
-        Ok(Begun { plans, disks: opened, listening, served, jobs, kept, predecessor })
+        let (kept, predecessor) = (keepers, Some(predecessor));
+        Ok(Begun { plans, disks: opened, listening, served, jobs, kept, right, predecessor })
     }
 
     /// Goes on with the disks of a process that was killed. `None`: they had ended.
@@ -172,10 +200,10 @@ impl<'a> Wanted<'a> {
         let confines = confine::confines_files(self.request.sandbox);
         let mut this = self;
         let (mut opened, mut jobs, mut keepers) = (Vec::new(), Vec::new(), Vec::new());
-        let mut listeners = None;
+        let (mut listeners, mut right) = (None, None);
         let each = this.disks.iter().zip(&mut this.plans).zip(found).enumerate();
         for (number, ((words, plan), found)) in each {
-            let FoundDisk { first, images, export, keeper, late } = found;
+            let FoundDisk { first, images, export, keeper, late, succession } = found;
             // They end together, the first one first.
             let Some(export) = export else { return Ok(None) };
             if number == 0 {
@@ -183,7 +211,7 @@ impl<'a> Wanted<'a> {
                 sockets.sort_by_key(|(number, _)| *number);
                 let sockets: Vec<OwnedFd> = sockets.into_iter().map(|(_, fd)| fd).collect();
                 check(&export.words, sockets.len())?;
-                listeners = Some(sockets);
+                (listeners, right) = (Some(sockets), succession);
             }
             let disk = reopen(plan, confines, (&first, &images), false, watcher)?;
             opened.push(named(words, disk)?);
@@ -201,7 +229,7 @@ impl<'a> Wanted<'a> {
         let mut served = Served::prepare(opened.clone(), listeners, clients, options)?;
         served.take_charge();
         let (kept, predecessor) = (keepers, None);
-        Ok(Some(Begun { plans, disks: opened, listening, served, jobs, kept, predecessor }))
+        Ok(Some(Begun { plans, disks: opened, listening, served, jobs, kept, right, predecessor }))
     }
 
     /// Before there are threads that shall have it too.
@@ -239,8 +267,12 @@ fn shown(request: &Request, disks: &[DiskRequest], plans: &[ImagePlan]) -> Shown
     first.with(each.collect())
 }
 
+/// Keeps what the images of one disk are.
+type KeepImages<'a> =
+    dyn Fn(usize, &KeptImage<'_>, &Disk) -> Result<(Box<dyn Keeper>, KeptJobs), Failure> + 'a;
+
 /// Keeps the disks and the listening sockets from now on. When this returns, the process may be
-/// killed.
+/// killed. Gives the right to go on with them, too.
 ///
 /// Errors: memory is short; the holder is gone.
 fn keep(
@@ -248,17 +280,16 @@ fn keep(
     kept: &Kept,
     plans: &[ImagePlan],
     opened: &[NamedDisk],
-    listeners: &[OwnedFd],
-) -> Result<Vec<KeptDisk>, Failure> {
+    (listeners, keep_images): (&[OwnedFd], &KeepImages<'_>),
+) -> Result<(Vec<KeptDisk>, Option<Succession>), Failure> {
     let cannot = |error| {
         Failure::system("the disk cannot be kept", &error, Exit::General).hint("leave --keep out")
     };
     let confines = confine::confines_files(request.sandbox);
     let mut all = Vec::new();
     for (number, (plan, named)) in plans.iter().zip(opened).enumerate() {
-        let created = plan.new_image()?.map(|(new, _)| new.format);
         let image = KeptImage { plan, confines };
-        let (mut keeper, jobs) = kept.keep(number, &image, created, &named.disk)?;
+        let (mut keeper, jobs) = keep_images(number, &image, &named.disk)?;
         // The sockets are all disks', and stay with the first one.
         let sockets = if number == 0 { listeners } else { &[] };
         for (at, socket) in (1..).zip(sockets) {
@@ -268,8 +299,10 @@ fn keep(
         keeper.write(&VERSIONS.to_text(&words).map_err(cannot)?).map_err(cannot)?;
         all.push(KeptDisk { jobs: Some(jobs), _keeper: keeper });
     }
+    // They are one export, and go together.
+    let right = kept.disks.keep_succession(0)?;
     kept.disks.is_kept()?;
-    Ok(all)
+    Ok((all, Some(right)))
 }
 
 /// What is kept of one disk besides its images.

@@ -49,10 +49,12 @@ pub fn serve(
 ) -> Result<u8, Failure> {
     let mut background = background;
     let pidfile: Option<&Path> = request.pidfile.as_deref();
-    let mut kept = match keeping::begin(request.keep, pidfile, disks.len(), &mut background)? {
-        keeping::Begun::Serves(kept) => kept,
-        keeping::Begun::Held(code) => return Ok(code),
-    };
+    let mut kept =
+        match keeping::begin(request.keep, pidfile, disks.len(), &mut background, request.upgrade)?
+        {
+            keeping::Begun::Serves(kept) => kept,
+            keeping::Begun::Held(code) => return Ok(code),
+        };
     let is_resumed = kept.as_ref().is_some_and(Kept::resumes);
     // Before any descriptor is opened here that could have the number of one that is inherited.
     let places = if request.upgrade || is_resumed { Vec::new() } else { places(request)? };
@@ -104,9 +106,9 @@ fn begin(
 ) -> Result<Result<Begun, Exit>, Failure> {
     let found = kept.as_mut().and_then(|kept| kept.found.take());
     Ok(match (found, &*kept) {
-        _ if wanted.request.upgrade => Ok(wanted.take_over(watcher)?),
         // All may have ended already.
         (Some(found), Some(kept)) => wanted.go_on(kept, found, watcher)?.ok_or(Exit::Clean),
+        (_, kept) if wanted.request.upgrade => Ok(wanted.take_over(watcher, kept.as_ref())?),
         (_, kept) => wanted.begin(places, kept.as_ref(), (fresh, watcher))?.ok_or(Exit::General),
     })
 }

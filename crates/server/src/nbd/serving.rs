@@ -18,16 +18,17 @@ use ringdisk_daemon::control::server::Server;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::helper;
 use ringdisk_daemon::keep::jobs::KeptJobs;
+use ringdisk_daemon::keep::succession::Succession;
 use ringdisk_daemon::log_target;
 use ringdisk_daemon::metrics::MetricsServer;
-use ringdisk_daemon::notify::Notify;
+use ringdisk_daemon::notify::{Notify, Word};
 use ringdisk_daemon::pidfile::Pidfile;
 use ringdisk_daemon::run_as::Wanted;
 use ringdisk_daemon::signals::{Actions, Phase, Watcher};
 use ringdisk_daemon::sockets::MadeSocket;
 use ringdisk_daemon::stopping::Stop;
 use ringdisk_daemon::terminal;
-use ringdisk_daemon::upgrade::{GivenDisk, KeptNbd, Shown, SuccessorSocket};
+use ringdisk_daemon::upgrade::{GivenDisk, Shown, SuccessorSocket};
 use ringdisk_daemon::watchdog::Watchdog;
 use ringdisk_disk::Disk;
 use ringdisk_nbd::NamedDisk;
@@ -42,7 +43,7 @@ use crate::keeping::Kept;
 use crate::metrics::MetricsSockets;
 use crate::open::ImagePlan;
 use crate::privileges::{self, Inside};
-use crate::start::{control, make_pidfile, say_why};
+use crate::start::{control, say_why};
 
 /// One disk that is served.
 struct Running {
@@ -96,13 +97,14 @@ impl<'a> Serving<'a> {
     ) -> Result<Serving<'a>, Failure> {
         let handle = begun.served.handle();
         let (kept, is_resumed) = kept.map_or((None, false), |(kept, is)| (Some(kept), is));
-        let Attended { running, keepers, listening, served } = attend_all(request, begun, &handle);
-        let successor = successor(&listening, &served, shown, &running, request.keep);
+        let Attended { running, keepers, listening, served, right } =
+            attend_all(request, begun, &handle);
+        let successor = successor(&listening, &served, shown, &running, right);
         let notify = match &kept {
             Some(kept) => Arc::clone(&kept.disks.notify),
             None => Arc::new(Notify::from_environment()),
         };
-        let pidfile = make_pidfile(pidfile, request.upgrade)?;
+        let pidfile = Pidfile::create_for(pidfile, request.upgrade)?;
         let mut metrics = MetricsSockets::make_for(&request.metrics, request.upgrade)?;
         let commands: Vec<_> = running.iter().map(|disk| Arc::clone(&disk.commands)).collect();
         // All disks have the same queue threads.
@@ -214,8 +216,12 @@ impl<'a> Serving<'a> {
                 true => successor.end_with_stop(Stop::Clean),
                 false => successor.end(),
             });
-            // It gets the pid file, too, which is free when this process has ended.
+            // It gets the pid file, too, which is free when this process has ended, and the parent
+            // that has held the disks.
             std::mem::forget(successor);
+            if self.kept.is_some() {
+                notify.say(Word::HandedOver, "another process serves the disks");
+            }
             pidfile.into_iter().for_each(Pidfile::leave);
             return result.map(|()| Exit::Clean.code());
         }
@@ -230,13 +236,15 @@ struct Attended {
     keepers: Vec<KeptDisk>,
     listening: Listening,
     served: Served,
+    /// To go on with the disks, for a process that takes them over.
+    right: Option<Succession>,
 }
 
 /// Makes the control sockets of all disks, when a process before this one has let go of the names.
 fn attend_all(request: &Request, mut begun: Begun, handle: &Handle) -> Attended {
     begun.let_go(request, handle);
     let restricted = confine::is_wanted(request.sandbox);
-    let Begun { plans, disks, listening, served, mut jobs, kept, .. } = begun;
+    let Begun { plans, disks, listening, served, mut jobs, kept, right, .. } = begun;
     let is_only = disks.len() == 1;
     jobs.resize_with(disks.len(), Vec::new);
     let (mut kept, mut keepers) = (kept.into_iter(), Vec::new());
@@ -250,7 +258,7 @@ fn attend_all(request: &Request, mut begun: Begun, handle: &Handle) -> Attended 
             attend(plan, named, handle, (path, restricted), &listening.shown, jobs)
         })
         .collect();
-    Attended { running, keepers, listening, served }
+    Attended { running, keepers, listening, served, right }
 }
 
 impl Begun {
@@ -275,16 +283,13 @@ fn successor(
     served: &Served,
     shown: Shown,
     running: &[Running],
-    is_kept: bool,
+    right: Option<Succession>,
 ) -> Option<SuccessorSocket> {
     let name = registry::name_for_successor(&listening.target()?);
     let given = shown.split().zip(running);
     let given: Vec<GivenDisk> =
         given.map(|(shown, it)| GivenDisk::new(shown, &it.disk, it.commands.jobs())).collect();
-    let started = match is_kept {
-        true => SuccessorSocket::start(&name, KeptNbd, given),
-        false => SuccessorSocket::start(&name, served.hand_over_handle(), given),
-    };
+    let started = SuccessorSocket::start(&name, served.hand_over_handle(), given, right);
     started.inspect_err(|error| tracing::warn!("`--upgrade` cannot be used: {error}")).ok()
 }
 

@@ -11,6 +11,7 @@ use ringdisk_daemon::control::jobs::HandedJob;
 use ringdisk_daemon::control::registry;
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::keep::jobs::KeptJobs;
+use ringdisk_daemon::keep::succession::Succession;
 use ringdisk_daemon::sockets::{MadeSocket, Opened, Place};
 use ringdisk_daemon::terminal;
 use ringdisk_daemon::upgrade::{DiskWithNbd, GivenDisk, Shown, SuccessorSocket};
@@ -86,6 +87,7 @@ pub(super) fn start(
     let created = plan.new.as_ref().map(|(new, _)| new.format);
     let keep = kept.map(|kept| kept.keep(number, &image, created, &disk)).transpose()?;
     let (keep, kept_jobs) = keep.unzip();
+    let right = kept.map(|kept| kept.disks.keep_succession(number)).transpose()?;
     let mut placed = plan.placed(&disk);
     placed.kept_jobs = kept_jobs;
     placed.nbd = beside.map(|beside| beside.place(number));
@@ -103,7 +105,7 @@ pub(super) fn start(
     for note in served.notes() {
         terminal::warn(note);
     }
-    Ok(Placed { path, front, made, ..placed }.attend(served, disk))
+    Ok(Placed { path, front, made, ..placed }.attend(served, disk, right))
 }
 
 impl Plan {
@@ -162,7 +164,14 @@ pub(super) struct Placed {
 
 impl Placed {
     /// Makes the sockets for `ringdisk ctl`, and for the process after this one.
-    pub(super) fn attend(self, served: Served, disk: Arc<Disk>) -> Running {
+    ///
+    /// * `right`: to go on with the disk, where it is kept.
+    pub(super) fn attend(
+        self,
+        served: Served,
+        disk: Arc<Disk>,
+        right: Option<Succession>,
+    ) -> Running {
         let Placed {
             mut ready,
             name,
@@ -199,8 +208,8 @@ impl Placed {
             let handle = served.hand_over_handle();
             let given = GivenDisk::new(shown, &disk, commands.jobs());
             let successor = match has_nbd {
-                true => SuccessorSocket::start(&socket, DiskWithNbd, vec![given]),
-                false => SuccessorSocket::start(&socket, handle, vec![given]),
+                true => SuccessorSocket::start(&socket, DiskWithNbd, vec![given], None),
+                false => SuccessorSocket::start(&socket, handle, vec![given], right),
             };
             successor.inspect_err(|e| tracing::warn!("`--upgrade` cannot be used: {e}")).ok()
         });

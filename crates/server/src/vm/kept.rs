@@ -12,6 +12,7 @@ use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::io_flusher;
 use ringdisk_daemon::keep::disks::FoundDisk;
 use ringdisk_daemon::keep::jobs::KeptJobs;
+use ringdisk_daemon::keep::succession::Succession;
 use ringdisk_daemon::signals::{Phase, Watcher};
 use ringdisk_daemon::sockets::{MadeSocket, Opened, Place, SocketOptions};
 use ringdisk_daemon::terminal;
@@ -40,7 +41,7 @@ impl Kept {
         let mut failures = Vec::new();
         let (mut opened, mut running) = (Vec::new(), Vec::new());
         for (number, (plan, found)) in plans.into_iter().zip(found).enumerate() {
-            let FoundDisk { first, images, export, keeper, late } = found;
+            let FoundDisk { first, images, export, keeper, late, succession } = found;
             let jobs = self.disks.keep_jobs(number, &images);
             let found_jobs = jobs.found(late);
             let Some(export) = export else { continue };
@@ -48,7 +49,9 @@ impl Kept {
             let mut plan = Plan { new: None, ..plan };
             let of = (&first, &images);
             match reopen(&mut plan.image, plan.confines, of, keep::is_inactive(&export), watcher) {
-                Ok(disk) => opened.push((plan, disk, export, keeper, (jobs, found_jobs))),
+                Ok(disk) => {
+                    opened.push((plan, disk, export, keeper, (jobs, found_jobs), succession));
+                }
                 Err(failure) => {
                     drop(place.and_then(|path| MadeSocket::adopt(&path).ok()));
                     keep::end(export, keeper);
@@ -61,9 +64,9 @@ impl Kept {
         io_flusher::become_one_if(
             opened.iter().any(|(_, disk, ..)| io_flusher::is_on_a_device(disk)),
         );
-        for (plan, disk, export, keeper, jobs) in opened {
+        for (plan, disk, export, keeper, jobs, right) in opened {
             let name = plan.image.name();
-            match go_on(plan, disk, export, keeper, jobs) {
+            match go_on(plan, disk, (export, keeper), jobs, right) {
                 Ok(disk) => running.push(disk),
                 Err(failure) => failures.push(failure.context(name)),
             }
@@ -83,9 +86,9 @@ impl Kept {
 fn go_on(
     plan: Plan,
     disk: Arc<Disk>,
-    export: KeptState,
-    keeper: Box<dyn Keeper>,
+    (export, keeper): (KeptState, Box<dyn Keeper>),
     (jobs, found): (KeptJobs, Vec<HandedJob>),
+    right: Option<Succession>,
 ) -> Result<Running, Failure> {
     let name = plan.image.name();
     let makes = plan.request.socket.make.is_some();
@@ -103,7 +106,7 @@ fn go_on(
         terminal::warn(note);
     }
     let made = path.as_deref().filter(|_| makes).and_then(|path| MadeSocket::adopt(path).ok());
-    Ok(Placed { path, front, made, ..placed }.attend(served, disk))
+    Ok(Placed { path, front, made, ..placed }.attend(served, disk, right))
 }
 
 /// The name of the socket that the process before has made.

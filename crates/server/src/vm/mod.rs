@@ -110,10 +110,12 @@ pub fn serve(
 ) -> Result<u8, Failure> {
     let mut background = background;
     let pidfile = request.pidfile.as_deref();
-    let mut kept = match keeping::begin(request.keep, pidfile, disks.len(), &mut background)? {
-        Begun::Serves(kept) => kept,
-        Begun::Held(code) => return Ok(code),
-    };
+    let mut kept =
+        match keeping::begin(request.keep, pidfile, disks.len(), &mut background, request.upgrade)?
+        {
+            Begun::Serves(kept) => kept,
+            Begun::Held(code) => return Ok(code),
+        };
     let is_resumed = kept.as_ref().is_some_and(Kept::resumes);
     let plans = plans(request, disks, inherited, kept.as_ref())?;
     let fresh = NewFiles::default();
@@ -121,15 +123,15 @@ pub fn serve(
     // Where another process holds the disks, that one has the pid file.
     let pidfile = pidfile_of(pidfile, request.upgrade).filter(|_| kept.is_none()).transpose()?;
     let (running, beside) = match &mut kept {
-        _ if request.upgrade => {
-            confine::check(request.sandbox)?;
-            (take::take_over(plans, &watcher)?, None)
-        }
         Some(kept) if is_resumed => match kept.go_on(plans, &watcher)? {
             // All had ended already.
             none if none.is_empty() => return Ok(kept.code(Exit::Clean.code())),
             running => (running, None),
         },
+        kept if request.upgrade => {
+            confine::check(request.sandbox)?;
+            (take::take_over(plans, &watcher, kept.as_ref())?, None)
+        }
         _ => match begin(plans, &fresh, &watcher, kept.as_ref(), beside)? {
             Some(started) => started,
             None => return Ok(Exit::General.code()),

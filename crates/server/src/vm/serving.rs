@@ -12,7 +12,7 @@ use ringdisk_daemon::background::{self, Background};
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::log_target;
 use ringdisk_daemon::metrics::MetricsServer;
-use ringdisk_daemon::notify::Notify;
+use ringdisk_daemon::notify::{Notify, Word};
 use ringdisk_daemon::pidfile::Pidfile;
 use ringdisk_daemon::run_as::Wanted;
 use ringdisk_daemon::signals::{Phase, Watcher};
@@ -28,7 +28,7 @@ use super::{Running, Started};
 use crate::keeping::Kept;
 use crate::metrics::MetricsSockets;
 use crate::privileges;
-use crate::start::{make_pidfile, say_why};
+use crate::start::say_why;
 use crate::vhost::Handle;
 
 /// Disks that answer. The fields go in the order in which others rely on them.
@@ -65,7 +65,7 @@ impl<'a> Serving<'a> {
             Some(kept) => Arc::clone(&kept.disks.notify),
             None => Arc::new(Notify::from_environment()),
         };
-        let pidfile = make_pidfile(pidfile, request.upgrade)?;
+        let pidfile = Pidfile::create_for(pidfile, request.upgrade)?;
         let mut metrics = MetricsSockets::make_for(&request.metrics, request.upgrade)?;
         let commands: Vec<_> = running.iter().map(|disk| Arc::clone(&disk.commands)).collect();
         let watchdog = Watchdog::start(&notify, &commands);
@@ -164,7 +164,10 @@ impl<'a> Serving<'a> {
         };
         if given.iter().all(is_given) {
             // The other process speaks to the service manager from now on, and has the pid file as
-            // soon as this one has ended.
+            // soon as this one has ended, and the parent that has held the disks.
+            if self.kept.is_some() {
+                notify.say(Word::HandedOver, "another process serves the disks");
+            }
             if let Some(pidfile) = self.pidfile {
                 pidfile.leave();
             }

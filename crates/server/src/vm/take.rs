@@ -7,18 +7,20 @@ use ringdisk_daemon::control::jobs::HandedJob;
 use ringdisk_daemon::control::registry::{name_for_successor, real_path};
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::io_flusher;
+use ringdisk_daemon::keep::succession::Succession;
 use ringdisk_daemon::signals::{Phase, Watcher};
 use ringdisk_daemon::sockets::{MadeSocket, Place};
 use ringdisk_daemon::terminal;
 use ringdisk_daemon::upgrade::{Kind, Offer, Predecessor, ask};
 use ringdisk_disk::Disk;
 use ringdisk_images::look;
-use ringdisk_vhost::Listen;
 use ringdisk_vhost::export::{Export, Prepared};
+use ringdisk_vhost::{ExportOptions, Listen};
 
 use super::request::options;
 use super::{Placed, Plan, Running};
 use crate::hand_over::{check_top, complain_of};
+use crate::keeping::{Kept, KeptImage};
 use crate::limits;
 use crate::vhost::Served;
 
@@ -30,6 +32,8 @@ struct Waiting {
     makes: bool,
     prepared: Prepared,
     offer: Offer,
+    /// For the process after this one.
+    right: Option<Succession>,
 }
 
 /// A disk that is served here.
@@ -39,13 +43,24 @@ struct Taken {
     served: Served,
     disk: Arc<Disk>,
     predecessor: Predecessor,
+    right: Option<Succession>,
 }
 
 /// Takes all disks over. Until all are prepared the other process can go on with them.
 ///
+/// * `kept`: the parent holds them from now on.
+///
 /// Errors: one of them cannot be had, or not be served here; the other process goes on with all.
-pub(super) fn take_over(plans: Vec<Plan>, watcher: &Watcher) -> Result<Vec<Running>, Failure> {
-    let waiting = plans.into_iter().map(prepare).collect::<Result<Vec<_>, _>>()?;
+pub(super) fn take_over(
+    plans: Vec<Plan>,
+    watcher: &Watcher,
+    kept: Option<&Kept>,
+) -> Result<Vec<Running>, Failure> {
+    let each = plans.into_iter().enumerate();
+    let waiting = each.map(|(number, plan)| prepare(number, plan, kept));
+    let waiting = waiting.collect::<Result<Vec<_>, _>>()?;
+    // The parent has everything before the other process gives it up.
+    kept.map_or(Ok(()), |kept| kept.disks.is_kept())?;
     // From here on a signal stops disks that are ours, which takes more than the end of the
     // process.
     if let Some(signal) = watcher.enter(Phase::Mounting) {
@@ -53,12 +68,13 @@ pub(super) fn take_over(plans: Vec<Plan>, watcher: &Watcher) -> Result<Vec<Runni
         return Err(Failure::new(Exit::General, text));
     }
     let mut taken = Vec::new();
-    for Waiting { placed, makes, prepared, offer } in waiting {
+    for Waiting { placed, makes, prepared, offer, right } in waiting {
         match offer.take() {
             Ok(predecessor) => {
+                kept.iter().for_each(|kept| kept.disks.took_over());
                 let disk = Arc::clone(prepared.disk());
                 let served = Served::go(prepared, placed.name.clone());
-                taken.push(Taken { placed, makes, served, disk, predecessor });
+                taken.push(Taken { placed, makes, served, disk, predecessor, right });
             }
             // Its guest goes on where it was.
             Err(failure) => terminal::complain(&failure.context(placed.name)),
@@ -68,7 +84,8 @@ pub(super) fn take_over(plans: Vec<Plan>, watcher: &Watcher) -> Result<Vec<Runni
         return Err(Failure::new(Exit::General, "no disk was handed over"));
     }
     let since = Instant::now();
-    let attend = |Taken { mut placed, makes, served, disk, mut predecessor }| {
+    let attend = |taken| {
+        let Taken { mut placed, makes, served, disk, mut predecessor, right } = taken;
         // Guests go on meanwhile; names for `ringdisk ctl` are free when it is gone.
         if let Some(lingering) = predecessor.wait(since) {
             complain_of(&lingering, &disk, &placed.name);
@@ -80,12 +97,13 @@ pub(super) fn take_over(plans: Vec<Plan>, watcher: &Watcher) -> Result<Vec<Runni
         if let Some(path) = placed.path.as_deref().filter(|_| makes) {
             placed.made = MadeSocket::adopt(path).ok();
         }
-        placed.attend(served, disk)
+        placed.attend(served, disk, right)
     };
     Ok(taken.into_iter().map(attend).collect())
 }
 
-fn prepare(plan: Plan) -> Result<Waiting, Failure> {
+/// * `number`: which disk it is.
+fn prepare(number: usize, plan: Plan, kept: Option<&Kept>) -> Result<Waiting, Failure> {
     let Place::Take(path) = &plan.place else {
         return Err(Failure::new(Exit::Usage, "--upgrade needs the path of the disk's socket"));
     };
@@ -100,7 +118,10 @@ fn prepare(plan: Plan) -> Result<Waiting, Failure> {
     let (state, offer) = ask(Kind::Disk, &path, &name_for_successor(&path), &plan.shown)?;
     // Before there are threads that shall have it too.
     io_flusher::become_one_if(state.fds.iter().any(io_flusher::is_device));
+    let keep = kept.map(|kept| kept.disks.keep(number)).transpose()?;
     let options = options(&plan.request, false, plan.restricted, listen, plan.image.name());
+    let accel = options.accel.filter(|_| keep.is_none());
+    let options = ExportOptions { keep, accel, ..options };
     let prepared = runtime.block_on(Export::take_over(&ring, state, &image, options))?;
     if plan.confines {
         check_top(prepared.disk(), &plan.image.request, plan.image.image.as_deref())?;
@@ -110,7 +131,12 @@ fn prepare(plan: Plan) -> Result<Waiting, Failure> {
         runtime.block_on(prepared.disk().record_changes(&ring));
     }
     limits::apply_to_handed(&plan.image.request.limit, prepared.disk())?;
+    let image = KeptImage { plan: &plan.image, confines: plan.confines };
+    let keep = |kept: &Kept| kept.keep_handed(number, &image, prepared.disk());
+    let kept_jobs = kept.map(keep).transpose()?;
+    let right = kept.map(|kept| kept.disks.keep_succession(number)).transpose()?;
     let makes = plan.request.socket.make.is_some();
-    let placed = Placed { path: Some(path), front, ..plan.placed(prepared.disk()) };
-    Ok(Waiting { placed, makes, prepared, offer })
+    let placed = plan.placed(prepared.disk());
+    let placed = Placed { path: Some(path), front, kept_jobs, ..placed };
+    Ok(Waiting { placed, makes, prepared, offer, right })
 }

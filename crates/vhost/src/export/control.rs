@@ -137,7 +137,7 @@ impl Host {
             if self.signals.is_stopped() {
                 return Ok(Next::Stopped);
             }
-            if let Some(request) = self.next_request() {
+            if let Some(request) = self.signals.take_request() {
                 match hand_over::serve(request, &mut self.control, &self.source, None) {
                     Outcome::Taken => return Ok(Next::HandedOver),
                     Outcome::GoesOn | Outcome::LetGo => continue,
@@ -276,7 +276,7 @@ impl Host {
             // A message that is half here comes to its end first, or its connection does; and none
             // is read before this.
             while connection.is_between_messages()
-                && let Some(request) = self.next_request()
+                && let Some(request) = self.signals.take_request()
             {
                 let front_end = Some((&mut *session, &*connection));
                 match hand_over::serve(request, &mut self.control, &self.source, front_end) {

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use super::hand_over::FrontEnd;
 use super::host::{End, Host, Left, MESSAGE_TIMEOUT};
 use super::record::{Moment, Pending, Record};
 use super::reply_pipe::ReplyPipe;
@@ -19,10 +20,9 @@ use ringdisk_export::keep::Keeper;
 
 use crate::closing::Held;
 use crate::connection::unconsumed;
-use crate::hand_over_state::{Role, Unpacked};
+use crate::hand_over_state::{Ran, Role, Unpacked};
 use crate::protocol::{Header, Reply, Request};
-use crate::session::Session;
-use crate::signals;
+use crate::session::{Backend, Session};
 use crate::{Connection, Error, ErrorKind};
 
 /// A front end that has got the reply to `GET_INFLIGHT_FD` goes on within this time.
@@ -61,20 +61,21 @@ impl Host {
         // The last virtqueue that stops in a migration gives the disk away.
         let may_give = pending.is_some() && self.control.is_migrating();
         let is_inactive = may_give || !self.control.disk.is_active();
-        self.write_as(front_end, pending, reply, is_inactive)
+        self.write_as((front_end, Ran::ThoseThatRun), pending, reply, is_inactive)
     }
 
+    /// * `front_end`: if one is connected; and which of its virtqueues run.
     /// * `is_inactive`: the disk is another process's, or about to be given to it.
     fn write_as(
         &mut self,
-        front_end: Option<(&Session, &Connection)>,
+        (front_end, ran): (Option<(&Session, &Connection)>, Ran),
         pending: Option<&Pending>,
         reply: Option<&Reply>,
         is_inactive: bool,
     ) -> Result<(), Error> {
         let Some(record) = &mut self.record else { return Ok(()) };
         let moment =
-            Moment { control: &self.control, source: &self.source, front_end, is_inactive };
+            Moment { control: &self.control, source: &self.source, front_end, ran, is_inactive };
         record.write(&moment, pending, reply)
     }
 
@@ -84,7 +85,7 @@ impl Host {
         if !self.control.may_give_disk_now() {
             return;
         }
-        match self.write_as(front_end, None, None, true) {
+        match self.write_as((front_end, Ran::ThoseThatRun), None, None, true) {
             Ok(()) => self.control.give_disk(),
             Err(error) => tracing::error!("{}: the disk stays ours: {error}", self.name),
         }
@@ -97,13 +98,19 @@ impl Host {
         }
     }
 
-    /// Records an export that has just been made and has no front end.
+    /// Records an export that has just been made, or has come from another process.
     ///
     /// Errors: it is not kept.
     pub(super) fn record_start(&mut self) -> Result<(), Error> {
-        match self.front_end {
+        match self.front_end.take() {
+            Some(handed) if self.record.is_some() && matches!(self.left, Left::Nothing) => {
+                self.record_handed(handed)
+            }
             // What was recorded before this process counts.
-            Some(_) => Ok(()),
+            Some(found) => {
+                self.front_end = Some(found);
+                Ok(())
+            }
             None => {
                 if let Some(record) = &mut self.record {
                     // Of a front end that could not be gone on with: the next one gets no reply of
@@ -113,6 +120,28 @@ impl Host {
                 self.write_record(None, None, None)
             }
         }
+    }
+
+    /// Records a front end that another process hands over, before that one lets go of it. Its
+    /// virtqueues stand still.
+    fn record_handed(&mut self, (session, socket): FrontEnd) -> Result<(), Error> {
+        let connection = Connection::of(socket);
+        let recorded = self.write_handed(&session, &connection);
+        // No part of a message has been read.
+        self.front_end = connection.into_socket().ok().map(|socket| (session, socket.into()));
+        recorded
+    }
+
+    fn write_handed(&mut self, session: &Session, connection: &Connection) -> Result<(), Error> {
+        // The area for requests in flight has the layout that was negotiated.
+        let set = self.control.set_features(session.features());
+        set.map_err(|refusal| Error::new(ErrorKind::Refused, refusal.to_string()))?;
+        if let Err(End::NotKept(error)) = self.fit_area() {
+            return Err(error);
+        }
+        let is_inactive = !self.control.disk.is_active();
+        let front_end = (Some((session, connection)), Ran::AllThatAreWanted);
+        self.write_as(front_end, None, None, is_inactive)
     }
 
     /// The connection of a front end. What it brings is recorded from now on.
@@ -308,18 +337,6 @@ impl Host {
             connection.send(&reply, MESSAGE_TIMEOUT)?;
         }
         self.write_record(Some((session, connection)), None, None)
-    }
-
-    /// A request to hand the export over to another process, if it may be handed over.
-    pub(super) fn next_request(&self) -> Option<signals::Request> {
-        let request = self.signals.take_request()?;
-        if self.record.is_none() {
-            return Some(request);
-        }
-        let text = "a process keeps it (--keep), and starts the next one with its own program: \
-            stop it, or leave --keep away";
-        request.refuse(Error::new(ErrorKind::Refused, text));
-        None
     }
 
     /// A defect ended a thread: the next process goes on, with what was recorded.

@@ -39,6 +39,8 @@ pub(super) struct Moment<'a> {
     pub(super) source: &'a FrontEndSource,
     /// The session and its socket, if a front end is connected.
     pub(super) front_end: Option<(&'a Session, &'a Connection)>,
+    /// Which of its virtqueues run when another process goes on.
+    pub(super) ran: Ran,
     /// The disk is another process's, or about to be given to it.
     pub(super) is_inactive: bool,
 }
@@ -275,7 +277,7 @@ fn pack(
     packing.add(Role::ReplyWrite, &replies.write)?;
     if let Some((session, connection)) = moment.front_end {
         packing.add(Role::Connection, connection)?;
-        packing.add_session(session, Ran::ThoseThatRun)?;
+        packing.add_session(session, moment.ran)?;
     }
     moment.control.pack(packing)?;
     if let Some(area) = &moment.control.own_area {

@@ -50,6 +50,9 @@ fn holder() -> Holder<'static> {
         pidfile_path: None,
         pidfile: None,
         background: None,
+        is_upgrade: false,
+        has_taken: false,
+        is_given: false,
         is_ready: true,
         is_stopping: false,
         is_at_once: false,
@@ -221,4 +224,33 @@ fn a_close_that_waits_counts_for_its_disk_and_stops_no_other() {
     drop(peers);
     let is_closed = |_: &u32| holder.closers[0].waiting() == 0;
     assert!((0..500).inspect(|_| waits()).any(|time| is_closed(&time)));
+}
+
+#[test]
+fn a_server_that_has_taken_something_over_is_replaced_before_it_is_ready() {
+    let mut holder = Holder { is_ready: false, ..holder() };
+    holder.hear("X_RINGDISK_TOOK_OVER=1\nSTATUS=", Vec::new()).expect("heard");
+    assert_eq!(holder.next(ExitStatus::from_raw(KILLED)), Next::Again);
+}
+
+#[test]
+fn what_a_successor_has_claimed_is_not_gone_on_with() {
+    let rights: Vec<Succession> = (0..2).map(|_| Succession::make().expect("made")).collect();
+    let given = rights.iter().map(|right| right.try_clone().expect("a descriptor"));
+    let named = |(disk, right): (usize, Succession)| (succession::name_of(disk), right.into());
+    let mut holder = Holder { parked: given.enumerate().map(named).collect(), ..holder() };
+    // The holder is first, and then a successor; another server gets a new right.
+    assert!(holder.goes_on());
+    assert!(!rights[0].claim() && !rights[1].claim());
+    let parked = |holder: &Holder, disk: usize| {
+        let name = succession::name_of(disk);
+        let (_, right) = holder.parked.iter().find(|(parked, _)| *parked == name).expect("there");
+        Succession::of(right.try_clone().expect("a descriptor")).expect("an eventfd")
+    };
+    // A successor is first with one disk, then with both.
+    assert!(parked(&holder, 0).claim());
+    assert!(holder.goes_on());
+    assert!(parked(&holder, 0).is_claimed() && !parked(&holder, 1).is_claimed());
+    assert!(parked(&holder, 1).claim());
+    assert!(!holder.goes_on());
 }

@@ -4,7 +4,7 @@ pub(crate) mod client;
 mod device;
 mod ends;
 mod jobs;
-mod kept;
+pub(crate) mod kept;
 mod kill;
 mod manager;
 mod overlays;
