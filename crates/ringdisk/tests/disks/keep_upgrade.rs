@@ -46,7 +46,7 @@ fn upgrade(server: &mut Server, words: &[&str], vm: &mut Vm, load: &mut Load) {
 
 /// Whether a process says more than that a server was killed, or a successor.
 fn complains(said: &str) -> bool {
-    let expected = ["was killed by signal 9", "was not handed over"];
+    let expected = ["was killed by signal 9", "was not handed over", "ended while it handed"];
     let mut lines = said.lines().filter(|line| !expected.iter().any(|it| line.contains(it)));
     lines.any(|line| ["warning", "error", "panicked"].iter().any(|word| line.contains(word)))
 }
@@ -85,7 +85,8 @@ fn travels(format: &str, packed: bool, inflight: bool, seed: u64) {
         }
         upgrade(&mut server, &words, &mut vm, &mut load);
         // The file names the process that was started, however often another one serves.
-        assert_eq!(until(LIMIT, || pid(&server)), Some(server.holder.pid()));
+        let is_named = || (pid(&server) == Some(server.holder.pid())).then_some(());
+        assert!(until(LIMIT, is_named).is_some(), "{:?}", pid(&server));
         if words.contains(&"--keep") {
             (0..2).for_each(|_| kill_server(&server, &mut vm, &mut load));
             assert_eq!(pid(&server), Some(server.holder.pid()));

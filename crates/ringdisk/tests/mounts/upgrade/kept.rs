@@ -97,7 +97,7 @@ impl Disk {
 
 /// Whether a process says more than that a server was killed, or a successor.
 fn complains(said: &str) -> bool {
-    let expected = ["was killed by signal 9", "was not handed over"];
+    let expected = ["was killed by signal 9", "was not handed over", "ended while it handed"];
     let mut lines = said.lines().filter(|line| !expected.iter().any(|it| line.contains(it)));
     lines.any(|line| ["warning", "error", "panicked"].iter().any(|word| line.contains(word)))
 }
@@ -119,7 +119,8 @@ fn travels(format: &'static str) {
             disk.upgrade(&[words, &["--pidfile", text(&pidfile)]].concat());
             let pid = || std::fs::read_to_string(&pidfile).ok()?.trim().parse().ok();
             // The file names the process that was started, however often another one serves.
-            assert_eq!(until(LIMIT, pid), Some(disk.process.pid()));
+            let is_named = || (pid() == Some(disk.process.pid())).then_some(());
+            assert!(until(LIMIT, is_named).is_some(), "{:?}", pid());
             if !words.is_empty() {
                 (0..2).for_each(|_| disk.kill_server(done));
                 assert_eq!(pid(), Some(disk.process.pid()));
