@@ -73,7 +73,7 @@ pub fn check_top(disk: &Disk, source: &ImageRequest, image: Option<&Path>) -> Re
     let allowed = Reach::of(std::iter::empty(), &source.allow_path);
     let images = [image, source.overlay.as_deref()];
     let images: Vec<_> = images.into_iter().flatten().collect();
-    let told: Vec<_> = images
+    let named: Vec<_> = images
         .iter()
         .filter_map(|path| path.metadata().ok())
         .map(|meta| Storage::identity_of(&meta))
@@ -85,8 +85,8 @@ pub fn check_top(disk: &Disk, source: &ImageRequest, image: Option<&Path>) -> Re
                 // Without a name it is an overlay that goes with its process, or an image that was
                 // removed while it was served.
                 || has_no_name(&open)
-                || is_tied(&layers, &told)
-                || images.iter().any(|image| is_below_told(file, image))
+                || is_tied(&layers, &named)
+                || images.iter().any(|image| is_below_named(file, image))
         }),
     };
     let hint = "if a command of yours put it on top, name its directory with --allow-path";
@@ -136,12 +136,12 @@ fn has_its_data(layer: &Layer, images: &[&Path]) -> bool {
 
 /// Whether the image on top is one of these, or notes lead from it to one of them.
 ///
-/// * `told`: device and inode of what the command line names.
-fn is_tied(layers: &[Arc<Layer>], told: &[(u64, u64)]) -> bool {
-    let is_told = |file: &Storage| file.identity().is_some_and(|id| told.contains(&id));
+/// * `named`: device and inode of what the command line names.
+fn is_tied(layers: &[Arc<Layer>], named: &[(u64, u64)]) -> bool {
+    let is_of_command_line = |file: &Storage| file.identity().is_some_and(|id| named.contains(&id));
     for (depth, layer) in layers.iter().enumerate() {
         let Some(file) = layer.file() else { return false };
-        if is_told(file) {
+        if is_of_command_line(file) {
             return true;
         }
         let Some(below) = layers.get(depth + 1) else { break };
@@ -171,7 +171,7 @@ fn below_of(image: &Path, names: &Names) -> Option<PathBuf> {
 
 /// Whether notes lead from an image of the command line down to this file: a command has committed
 /// all above into it.
-fn is_below_told(file: &Storage, image: &Path) -> bool {
+fn is_below_named(file: &Storage, image: &Path) -> bool {
     let mut name = fs::canonicalize(image).ok();
     for _ in 0..LAYERS_MAX {
         let below = name.and_then(|name| below_of(&name, &Names::noted_at(&name)?));

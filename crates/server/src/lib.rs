@@ -11,7 +11,8 @@
 //!   to end; [`nbd`]: disks for NBD clients, from start to end; [`vhost`]: handles of disks that
 //!   are served to virtual machines;
 //! - [`start`], [`privileges`]: what servers with sockets have in common;
-//! - [`shown`], [`hand_over`]: what a successor has to show, and what it takes from a predecessor;
+//! - [`client_view`], [`hand_over`]: what a successor has to show, and what it takes from a
+//!   predecessor;
 //! - [`keeping`]: disks that outlive their process;
 //! - [`metrics`]: sockets for Prometheus.
 //!
@@ -33,6 +34,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod client_view;
 pub mod hand_over;
 pub mod keeping;
 pub mod limits;
@@ -43,7 +45,6 @@ pub mod open;
 pub mod privileges;
 pub mod reopen;
 pub mod request;
-pub mod shown;
 pub mod start;
 pub mod vhost;
 pub mod vm;

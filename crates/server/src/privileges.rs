@@ -67,8 +67,8 @@ pub fn give_up(
     let mut plan = confine::plan(word);
     let (mut places, mut trees, mut images) = (Vec::new(), Vec::new(), Vec::new());
     for disk in disks {
-        let told_within = taken.then_some(disk.reach);
-        if let Some(directory) = confine::directory_for(word, disk.disk, told_within) {
+        let trusted_within = taken.then_some(disk.reach);
+        if let Some(directory) = confine::directory_for(word, disk.disk, trusted_within) {
             disk.commands.held_outside(&directory);
             places.push(directory);
             // As in the process that was there before a command put another image on top.
@@ -81,9 +81,9 @@ pub fn give_up(
         let disk_trees = confine::trees_for(word, disk.disk, disk.allowed);
         disk_trees.iter().for_each(|tree| disk.commands.held_outside(tree));
         trees.extend(disk_trees);
-        images.extend(confine::images_of(disk.disk, told_within));
+        images.extend(confine::images_of(disk.disk, trusted_within));
         images.extend(confine::images_allowed(disk.allowed));
-        plan = confine::images(plan, disk.disk, disk.allowed, told_within);
+        plan = confine::images(plan, disk.disk, disk.allowed, trusted_within);
     }
     files.extend(pidfile.and_then(Pidfile::identity));
     let servers = disks.iter().flat_map(|disk| confine::servers_of(disk.disk)).collect();

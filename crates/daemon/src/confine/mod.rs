@@ -66,14 +66,19 @@ pub fn plan(word: Confinement) -> Plan {
 ///
 /// * `more`: names of files and directories that the command line allows images to lead to, which
 ///   are read. Overlays there are made by the helper process, too ([`trees_for`]).
-/// * `told_within`: of a disk that another process handed over, files count only there.
-pub fn images(mut plan: Plan, disk: &Disk, more: &[PathBuf], told_within: Option<&Reach>) -> Plan {
+/// * `trusted_within`: of a disk that another process handed over, files count only there.
+pub fn images(
+    mut plan: Plan,
+    disk: &Disk,
+    more: &[PathBuf],
+    trusted_within: Option<&Reach>,
+) -> Plan {
     let writes = !disk.is_read_only();
     for (depth, layer) in disk.layers().iter().enumerate() {
         for storage in [layer.file(), layer.data_storage()].into_iter().flatten() {
             // That it is open says nothing: the process before may have opened anything of the
             // system to read.
-            let is_had = |file: &PathBuf| told_within.is_none_or(|reach| reach.has_open(file));
+            let is_had = |file: &PathBuf| trusted_within.is_none_or(|reach| reach.has_open(file));
             if let Some(file) = by_descriptor(storage).filter(is_had) {
                 // What lies below may lie below the disks of others, too: a commit writes there on
                 // a user's word ([`below`]).

@@ -145,8 +145,12 @@ fn errno_of(error: &io::Error) -> Errno {
 /// The directory in which a disk may get new overlays: that of the image on top. `None`: it gets
 /// none.
 ///
-/// * `told_within`: of a disk that another process handed over, a name counts only there.
-pub fn directory_for(word: Confinement, disk: &Disk, told_within: Option<&Reach>) -> Option<Named> {
+/// * `trusted_within`: of a disk that another process handed over, a name counts only there.
+pub fn directory_for(
+    word: Confinement,
+    disk: &Disk,
+    trusted_within: Option<&Reach>,
+) -> Option<Named> {
     if word == Confinement::Strict || disk.is_read_only() {
         return None;
     }
@@ -154,7 +158,7 @@ pub fn directory_for(word: Confinement, disk: &Disk, told_within: Option<&Reach>
     let top = layers.first()?;
     let is_file = top.file().is_some_and(|file| file.kind() == Kind::Regular);
     let directory = directory_of(top.name()).filter(|_| is_file)?;
-    if told_within.is_some_and(|reach| !reach.has(&directory)) {
+    if trusted_within.is_some_and(|reach| !reach.has(&directory)) {
         return None;
     }
     named(directory)
@@ -304,8 +308,8 @@ impl HeldForDisk {
 
 /// The files of a disk, as they are now.
 ///
-/// * `told_within`: of a disk that another process handed over, files count only there.
-pub fn images_of(disk: &Disk, told_within: Option<&Reach>) -> Vec<Image> {
+/// * `trusted_within`: of a disk that another process handed over, files count only there.
+pub fn images_of(disk: &Disk, trusted_within: Option<&Reach>) -> Vec<Image> {
     let layers = disk.layers();
     let with_files = layers.iter().flat_map(|layer| {
         let data = layer.external_data().map(|data| (data, Format::Raw, Names::default()));
@@ -316,7 +320,7 @@ pub fn images_of(disk: &Disk, told_within: Option<&Reach>) -> Vec<Image> {
     });
     with_files
         .filter_map(|(layer, (file, format, names))| {
-            image_of(layer, (file, format, names), told_within)
+            image_of(layer, (file, format, names), trusted_within)
         })
         .collect()
 }
@@ -357,7 +361,7 @@ fn image_allowed(path: &Path) -> Option<Image> {
 fn image_of(
     layer: &Layer,
     (file, format, names): (&Storage, Format, Names),
-    told_within: Option<&Reach>,
+    trusted_within: Option<&Reach>,
 ) -> Option<Image> {
     let open = by_descriptor(file)?;
     let meta = fs::metadata(&open).ok()?;
@@ -365,9 +369,9 @@ fn image_of(
     let said = std::path::absolute(layer.name()).ok()?;
     let is_its = || fs::metadata(&said).is_ok_and(|it| (it.dev(), it.ino()) == named.1);
     // The name that a process before this one says counts where it leads to the file.
-    let of = if told_within.is_none() || is_its() { &said } else { &named.0 };
+    let of = if trusted_within.is_none() || is_its() { &said } else { &named.0 };
     let directory = of.parent()?.to_owned();
-    let is_had = told_within.is_none_or(|reach| reach.has_open(&open));
+    let is_had = trusted_within.is_none_or(|reach| reach.has_open(&open));
     is_had.then_some(Image { named, format, names: names.line(), directory })
 }
 

@@ -360,8 +360,8 @@ impl Parts {
         let words = String::from_utf8(words).map_err(|_| missing())?;
         let (rights, late): (Vec<_>, Vec<_>) =
             self.late.into_iter().partition(|(number, _)| *number == succession::NUMBER);
-        let rights = rights.into_iter().filter_map(|(_, right)| Succession::of(right).ok());
-        let succession = rights.last();
+        let mut rights = rights.into_iter().filter_map(|(_, right)| Succession::of(right).ok());
+        let succession = rights.next();
         let was_given = succession.as_ref().is_some_and(Succession::is_claimed);
         let (of_jobs, late): (Vec<_>, Vec<_>) =
             late.into_iter().partition(|(number, _)| is_of_job(*number));

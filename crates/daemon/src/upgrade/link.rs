@@ -9,14 +9,14 @@ use std::time::{Duration, Instant};
 use ringdisk_export::{Error, ErrorKind, HandOverState};
 use ringdisk_messages::{DESCRIPTORS_MAX, Wait};
 
-use super::Shown;
+use super::ClientView;
 
 /// Longest description, bytes: 500 regions of memory and a chain of 200 images need a tenth.
 const WORDS_MAX: u32 = 4 << 20;
 /// Descriptors at most.
 const FDS_MAX: u32 = 4096;
 /// Longest words of a command line, bytes: two paths and some options.
-const SHOWN_MAX: u32 = 64 << 10;
+const VIEW_BYTES_MAX: u32 = 64 << 10;
 /// In place of a number of descriptors: there is no state, the words say why.
 const REFUSED: u32 = u32::MAX;
 /// The same, and the reason is in the words of the process that asked.
@@ -53,11 +53,11 @@ impl Refusal {
     }
 }
 
-/// Says what the guest would be shown.
+/// Says what clients would see.
 ///
 /// Errors: those of the socket.
-pub(crate) fn send_shown(mut stream: &UnixStream, shown: &Shown) -> io::Result<()> {
-    let words = serde_json::to_vec(shown)?;
+pub(crate) fn send_view(mut stream: &UnixStream, view: &ClientView) -> io::Result<()> {
+    let words = serde_json::to_vec(view)?;
     let len = u32::try_from(words.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
     stream.write_all(&len.to_le_bytes())?;
     stream.write_all(&words)
@@ -78,14 +78,14 @@ pub(crate) fn receive_word(mut stream: &UnixStream) -> io::Result<Option<u8>> {
     }
 }
 
-/// What the guest would be shown.
+/// What clients would see.
 ///
 /// Errors: those of the socket; words that make no sense.
-pub(crate) fn receive_shown(mut stream: &UnixStream) -> io::Result<Shown> {
+pub(crate) fn receive_view(mut stream: &UnixStream) -> io::Result<ClientView> {
     let mut len = [0; 4];
     stream.read_exact(&mut len)?;
     let len = u32::from_le_bytes(len);
-    if len > SHOWN_MAX {
+    if len > VIEW_BYTES_MAX {
         return Err(io::ErrorKind::InvalidData.into());
     }
     let mut words = vec![0; len as usize];

@@ -10,14 +10,14 @@
 //! these users, since directories of sockets may be in /tmp, where all users make names.
 //!
 //! The messages: the successor connects and sends [`ASK`] and what it would show to clients
-//! ([`Shown`]). The predecessor refuses if that differs from what it shows itself, or else stands
+//! ([`ClientView`]). The predecessor refuses if that differs from what it shows itself, or else stands
 //! still and sends the state. The successor prepares everything and sends [`READY`]; the
 //! predecessor sends [`GO`]; the successor serves. The predecessor sends [`STOP`] if a stop was
 //! asked for meanwhile, and [`FORCE`] too if that was to be the end at once. Then it removes its
 //! names and closes the socket: at once where it serves other disks, else by its end, so that its
 //! pid file is free, too.
 
-mod device;
+mod client_view;
 pub mod link;
 pub mod mount;
 mod predecessor;
@@ -27,8 +27,8 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-pub use device::Shown;
-pub use predecessor::{GivenDisk, SuccessorSocket};
+pub use client_view::ClientView;
+pub use predecessor::{DiskToHandOver, SuccessorSocket};
 use ringdisk_export::{Error, ErrorKind, HandOverState, HandedOver};
 use ringdisk_vhost::export::HandOverHandle;
 use rustix::net::sockopt::socket_peercred;

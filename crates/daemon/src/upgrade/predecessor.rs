@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::link::{self, Refusal};
-use super::{ASK, FORCE, GO, HandsOver, READY, STEP, STOP, Shown, is_trusted};
+use super::{ASK, ClientView, FORCE, GO, HandsOver, READY, STEP, STOP, is_trusted};
 use crate::control::jobs::{Jobs, Moving, handed};
 use crate::control::registry::{self, Listening};
 use crate::helper;
@@ -47,7 +47,7 @@ impl SuccessorSocket {
     pub fn start(
         name: &str,
         export: impl HandsOver,
-        disks: Vec<GivenDisk>,
+        disks: Vec<DiskToHandOver>,
         right: Option<Succession>,
     ) -> io::Result<SuccessorSocket> {
         let listening = registry::listen(name)?;
@@ -108,38 +108,38 @@ impl Drop for SuccessorSocket {
 
 /// A disk that a successor gets.
 #[derive(Debug)]
-pub struct GivenDisk {
-    shown: Shown,
+pub struct DiskToHandOver {
+    view: ClientView,
     /// Weak: its image is let go of as soon as it is served no longer.
     disk: Weak<Disk>,
     jobs: Arc<Jobs>,
 }
 
-impl GivenDisk {
-    /// * `shown`: what clients have been shown of the disk.
+impl DiskToHandOver {
+    /// * `view`: what clients see of the disk.
     /// * `jobs`: of the disk; they go along.
-    pub fn new(shown: Shown, disk: &Arc<Disk>, jobs: &Arc<Jobs>) -> GivenDisk {
-        GivenDisk { shown, disk: Arc::downgrade(disk), jobs: Arc::clone(jobs) }
+    pub fn new(view: ClientView, disk: &Arc<Disk>, jobs: &Arc<Jobs>) -> DiskToHandOver {
+        DiskToHandOver { view, disk: Arc::downgrade(disk), jobs: Arc::clone(jobs) }
     }
 }
 
 /// What there is to give.
 struct Ours {
     export: Box<dyn HandsOver>,
-    disks: Vec<GivenDisk>,
+    disks: Vec<DiskToHandOver>,
     right: Option<Succession>,
 }
 
 impl Ours {
     /// Errors: what clients would see change with a successor that was given other words.
-    fn check(&self, wanted: &Shown) -> Result<(), String> {
+    fn check(&self, wanted: &ClientView) -> Result<(), String> {
         let (here, there) = (self.disks.len(), wanted.each().count());
         if here != there {
             return Err(format!("{here} disks are served there, {there} here"));
         }
         for (given, wanted) in self.disks.iter().zip(wanted.each()) {
             if let Some(disk) = given.disk.upgrade() {
-                given.shown.check(wanted, &disk)?;
+                given.view.check(wanted, &disk)?;
             }
         }
         Ok(())
@@ -189,7 +189,7 @@ fn give(mut stream: &UnixStream, ours: &Ours, given: &AtomicBool) -> io::Result<
         Some(ASK) => {}
         Some(_) => return Err(io::ErrorKind::InvalidData.into()),
     }
-    let (wanted, kind) = (link::receive_shown(stream)?, ours.export.kind());
+    let (wanted, kind) = (link::receive_view(stream)?, ours.export.kind());
     let noun = kind.noun();
     if let Err(why) = ours.check(&wanted) {
         let who = kind.clients();

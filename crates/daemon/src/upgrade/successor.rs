@@ -19,7 +19,7 @@ use rustix::net::sockopt::socket_peercred;
 use rustix::process::{PidfdFlags, pidfd_open};
 
 use super::link::Refusal;
-use super::{ASK, FORCE, GO, Kind, READY, STEP, STOP, Shown, is_trusted, link};
+use super::{ASK, ClientView, FORCE, GO, Kind, READY, STEP, STOP, is_trusted, link};
 use crate::control::jobs::{HandedJob, handed};
 use crate::control::registry::{candidates, connect_now, user};
 use crate::failure::{Exit, Failure};
@@ -94,7 +94,7 @@ impl Lingering {
 /// * `kind`: what is asked for.
 /// * `path`: of the vhost-user socket or the mountpoint, for messages.
 /// * `socket`: name of the socket for the successor.
-/// * `shown`: what this process would show to the clients.
+/// * `view`: what this process would show to the clients.
 ///
 /// Errors: no process serves there; it cannot be had now, or never; clients have been shown
 /// something else.
@@ -102,7 +102,7 @@ pub fn ask(
     kind: Kind,
     path: &Path,
     socket: &str,
-    shown: &Shown,
+    view: &ClientView,
 ) -> Result<(HandOverState, Offer), Failure> {
     let name = path.display();
     let found = candidates(socket, user());
@@ -116,7 +116,7 @@ pub fn ask(
     };
     stream.set_write_timeout(Some(STEP)).map_err(failed)?;
     (&stream).write_all(&[ASK]).map_err(failed)?;
-    link::send_shown(&stream, shown).map_err(failed)?;
+    link::send_view(&stream, view).map_err(failed)?;
     let end = Instant::now() + HANDED;
     process.since = still_serves(&stream, end);
     let left = end.saturating_duration_since(Instant::now());
@@ -133,7 +133,7 @@ pub fn ask(
                     .hint("it goes on as before")
             })?;
             let mut jobs = Vec::new();
-            for disk in (0..shown.each().count()).rev() {
+            for disk in (0..view.each().count()).rev() {
                 jobs.insert(0, handed::unpack(&mut state, disk).map_err(cannot)?);
             }
             Ok((state, Offer { kind, jobs, right, stream, process }))

@@ -17,6 +17,14 @@ const GRANULE_MIN: Bytes = Bytes(64 << 10);
 /// Most granules: a bitmap of 4 MiB.
 const GRANULES_MAX: u64 = 1 << 25;
 
+/// The smallest granule of a record that has at most so many of them.
+///
+/// * `size`: of the disk.
+/// * `min`: a power of two.
+pub(super) fn granule_of(size: Bytes, granules_max: u64, min: Bytes) -> Bytes {
+    Bytes(size.0.div_ceil(granules_max).next_power_of_two()).max(min)
+}
+
 /// The record: a bitmap of granules.
 #[derive(Debug)]
 pub(crate) struct Tracker {
@@ -29,7 +37,7 @@ pub(crate) struct Tracker {
 impl Tracker {
     /// * `size`: of the disk, bytes.
     pub(crate) fn new(size: Bytes) -> Tracker {
-        let granule = Bytes(size.0.div_ceil(GRANULES_MAX).next_power_of_two()).max(GRANULE_MIN);
+        let granule = granule_of(size, GRANULES_MAX, GRANULE_MIN);
         let granules = size.div_ceil(granule);
         // At most 2^19.
         let words = usize::try_from(granules.div_ceil(64)).unwrap_or(usize::MAX);

@@ -18,7 +18,7 @@ use ringdisk_daemon::keep::{self, State};
 use ringdisk_daemon::new_file::NewFiles;
 use ringdisk_daemon::signals::Watcher;
 use ringdisk_daemon::terminal::{self, shell_word};
-use ringdisk_daemon::upgrade::Shown;
+use ringdisk_daemon::upgrade::ClientView;
 use ringdisk_disk::{Disk, Format, Layer};
 use ringdisk_fuse::kept::Parked;
 use ringdisk_fuse::mount::{MountEntry, Unmount, mountpoint, table, unmount};
@@ -26,9 +26,9 @@ use ringdisk_images::new_image::NewImage;
 
 use super::export::Options;
 use super::request::{Paths, Request, StopTimeout};
+use crate::client_view::ClientViewWords;
 use crate::open::{ImagePlan, LOCK_WAIT, reach};
 use crate::reopen::{AllowedImages, when_free};
-use crate::shown::ShownWords;
 
 /// How long a stop waits for users where a service manager waits for us: less than the 90 s after
 /// which systemd kills.
@@ -141,20 +141,20 @@ impl<'a> Plan<'a> {
     }
 
     /// What its users are shown.
-    pub(super) fn shown(&self) -> Shown {
+    pub(super) fn client_view(&self) -> ClientView {
         let request = self.request;
-        let mut words = ShownWords::of_source(&request.disk);
+        let mut words = ClientViewWords::of_source(&request.disk);
         words.switch("--growable", request.growable);
         words.switch("--resizable", request.resizable);
         words.switch("--allow-other", request.allow_other);
         words.switch("--kernel-cache", request.kernel_cache);
         words.switch("--passthrough", request.passthrough);
-        words.shown(&request.disk, self.image.image.as_deref())
+        words.view(&request.disk, self.image.image.as_deref())
     }
 
     /// Where the images of a disk that another process has handed over count by their names;
     /// `None`: this process has opened them itself.
-    fn told_within(&self) -> Option<Reach> {
+    fn trusted_within(&self) -> Option<Reach> {
         let image = self.image.image.as_deref();
         self.is_taken.then(|| reach(&self.request.disk, image))
     }
@@ -295,16 +295,16 @@ impl<'a> Plan<'a> {
     pub(super) fn confinement(&self, disk: &Disk) -> ringdisk_sandbox::Plan {
         let request = self.request;
         let plan = confine::plan(request.sandbox);
-        let told_within = self.told_within();
+        let trusted_within = self.trusted_within();
         let allowed = &request.disk.allow_path;
-        confine::images(plan, disk, allowed, told_within.as_ref())
+        confine::images(plan, disk, allowed, trusted_within.as_ref())
     }
 
     /// Where new overlays may be made.
     pub(super) fn directories(&self, disk: &Disk) -> Vec<helper::Named> {
         let request = self.request;
-        let told_within = self.told_within();
-        let top = confine::directory_for(request.sandbox, disk, told_within.as_ref());
+        let trusted_within = self.trusted_within();
+        let top = confine::directory_for(request.sandbox, disk, trusted_within.as_ref());
         // As in the process that was there before a command put that one on top of its own.
         let first = request.disk.overlay.as_ref().or(self.image.image.as_ref());
         let first = first.filter(|_| self.image.top.is_some() && top.is_some());
@@ -319,7 +319,7 @@ impl<'a> Plan<'a> {
 
     /// The images for the helper process.
     pub(super) fn images(&self, disk: &Disk) -> Vec<helper::chain::Image> {
-        let ours = confine::images_of(disk, self.told_within().as_ref());
+        let ours = confine::images_of(disk, self.trusted_within().as_ref());
         [ours, confine::images_allowed(&self.request.disk.allow_path)].concat()
     }
 

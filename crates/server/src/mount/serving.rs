@@ -28,7 +28,7 @@ use ringdisk_daemon::signals::{Phase, Watcher};
 use ringdisk_daemon::stopping::{Insist, Stop, Stopping};
 use ringdisk_daemon::terminal::{self, bold, shell_word};
 use ringdisk_daemon::upgrade::mount::{ManagerKeeps, MountToHandOver};
-use ringdisk_daemon::upgrade::{GivenDisk, Predecessor, SuccessorSocket};
+use ringdisk_daemon::upgrade::{DiskToHandOver, Predecessor, SuccessorSocket};
 use ringdisk_daemon::watchdog::Watchdog;
 use ringdisk_disk::{Disk, Format};
 use ringdisk_sandbox::{Calls, CapabilitySet, Keep};
@@ -271,7 +271,7 @@ impl<'a> Serving<'a> {
             lock: self.lock.clone(),
         };
         let name = registry::name_for_successor_of_mount((0, connection));
-        let given = vec![GivenDisk::new(self.plan.shown(), &self.disk, commands.jobs())];
+        let given = vec![DiskToHandOver::new(self.plan.client_view(), &self.disk, commands.jobs())];
         let right = self.kept.as_ref().map_or(Ok(None), Kept::right);
         let socket = right.and_then(|right| match &self.kept {
             Some(kept) if !kept.has_holder() => {

@@ -69,7 +69,7 @@ pub(super) fn take_over(
     let mut runtime = look::runtime()?;
     let ring = runtime.ring().clone();
     let socket = registry::name_for_successor_of_mount((0, connection));
-    let (state, offer) = upgrade::ask(Kind::Mount, &plan.mountpoint, &socket, &plan.shown())?;
+    let (state, offer) = upgrade::ask(Kind::Mount, &plan.mountpoint, &socket, &plan.client_view())?;
     let handed = upgrade::mount::open(state, &plan.mountpoint, connection)?;
     let image = plan.image.options(request.disk.format);
     let disk = runtime.block_on(Disk::open_handed(&ring, handed.disk, &image));

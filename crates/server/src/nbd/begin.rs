@@ -19,7 +19,7 @@ use ringdisk_daemon::new_file::NewFiles;
 use ringdisk_daemon::signals::{Phase, Watcher};
 use ringdisk_daemon::sockets::Address;
 use ringdisk_daemon::terminal;
-use ringdisk_daemon::upgrade::{Kind, Predecessor, Shown, ask};
+use ringdisk_daemon::upgrade::{ClientView, Kind, Predecessor, ask};
 use ringdisk_disk::Disk;
 use ringdisk_export::keep::Keeper;
 use ringdisk_images::look;
@@ -31,11 +31,11 @@ use super::addresses::{Listening, Where, listen, taken, target_of};
 use super::export::Served;
 use super::exports::named;
 use super::request::{DiskRequest, Request};
+use crate::client_view::ClientViewWords;
 use crate::hand_over::check_top;
 use crate::keeping::{Kept, KeptImage, reopen};
 use crate::limits;
 use crate::open::ImagePlan;
-use crate::shown::ShownWords;
 
 /// Of what is kept of an export.
 const VERSIONS: Versions = Versions::new(1, 1);
@@ -132,10 +132,10 @@ impl<'a> Wanted<'a> {
     ) -> Result<Begun, Failure> {
         confine::check(self.request.sandbox)?;
         let target = target_of(self.request)?;
-        let shown = self.shown();
+        let view = self.client_view();
         let mut runtime = look::runtime()?;
         let ring = runtime.ring().clone();
-        let (state, offer) = ask(Kind::Nbd, &target, &name_for_successor(&target), &shown)?;
+        let (state, offer) = ask(Kind::Nbd, &target, &name_for_successor(&target), &view)?;
         let Wanted { request, disks, plans, options, .. } = self;
         // Before there are threads that shall have it too.
         io_flusher::become_one_if(state.fds.iter().any(io_flusher::is_device));
@@ -240,13 +240,13 @@ impl<'a> Wanted<'a> {
     }
 
     /// What clients are shown of all disks.
-    pub(super) fn shown(&self) -> Shown {
-        shown(self.request, self.disks, &self.plans)
+    pub(super) fn client_view(&self) -> ClientView {
+        client_view(self.request, self.disks, &self.plans)
     }
 }
 
 /// What clients are shown of all disks, as the words say it now.
-fn shown(request: &Request, disks: &[DiskRequest], plans: &[ImagePlan]) -> Shown {
+fn client_view(request: &Request, disks: &[DiskRequest], plans: &[ImagePlan]) -> ClientView {
     let address = |address: &Address| match address {
         Address::Unix(path) => {
             let whole = std::path::absolute(path).unwrap_or_else(|_| path.clone());
@@ -256,11 +256,11 @@ fn shown(request: &Request, disks: &[DiskRequest], plans: &[ImagePlan]) -> Shown
     };
     let addresses: Vec<String> = request.addresses.iter().map(address).collect();
     let each = disks.iter().zip(plans).map(|(disk, plan)| {
-        let mut words = ShownWords::of_source(&plan.request);
+        let mut words = ClientViewWords::of_source(&plan.request);
         words.say("--nbd", Some(addresses.join(" ")));
         words.say("--export-name", Some(disk.name.clone()).filter(|name| !name.is_empty()));
         words.say("--bitmap", Some(disk.bitmaps.join(" ")));
-        words.shown(&plan.request, plan.image.as_deref())
+        words.view(&plan.request, plan.image.as_deref())
     });
     let mut each = each.collect::<Vec<_>>().into_iter();
     let first = each.next().unwrap_or_default();

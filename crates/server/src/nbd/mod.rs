@@ -65,7 +65,7 @@ pub fn serve(
     // Where another process holds the disks, that one has the pid file.
     let pidfile = pidfile_of(pidfile, request.upgrade).filter(|_| kept.is_none()).transpose()?;
     let wanted = wanted(request, disks, access);
-    let shown = wanted.shown();
+    let view = wanted.client_view();
     let begun = match begin(wanted, places, &mut kept, (&fresh, &watcher))? {
         Ok(begun) => begun,
         Err(exit) => return Ok(exit.code()),
@@ -74,7 +74,7 @@ pub fn serve(
     // The images are in use from now on: a failure below does not take them away.
     fresh.keep();
     let kept = kept.map(|kept| (kept, is_resumed));
-    let mut serving = Serving::attend(request, begun, shown, watcher, kept, pidfile.as_deref())?;
+    let mut serving = Serving::attend(request, begun, view, watcher, kept, pidfile.as_deref())?;
     serving.confine(user)?;
     serving.announce(background);
     serving.wait()

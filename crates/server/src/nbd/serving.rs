@@ -28,7 +28,7 @@ use ringdisk_daemon::signals::{Actions, Phase, Watcher};
 use ringdisk_daemon::sockets::MadeSocket;
 use ringdisk_daemon::stopping::Stop;
 use ringdisk_daemon::terminal;
-use ringdisk_daemon::upgrade::{GivenDisk, Shown, SuccessorSocket};
+use ringdisk_daemon::upgrade::{ClientView, DiskToHandOver, SuccessorSocket};
 use ringdisk_daemon::watchdog::Watchdog;
 use ringdisk_disk::Disk;
 use ringdisk_nbd::NamedDisk;
@@ -83,14 +83,14 @@ pub(super) struct Serving<'a> {
 impl<'a> Serving<'a> {
     /// Makes the pid file and what others watch the disks by.
     ///
-    /// * `shown`: what clients are shown of all disks.
+    /// * `view`: what clients see of all disks.
     /// * `kept`: the process that holds the disks, and whether one before this was killed.
     ///
     /// Errors: one of these cannot be made.
     pub(super) fn attend(
         request: &'a Request,
         begun: Begun,
-        shown: Shown,
+        view: ClientView,
         watcher: Watcher,
         kept: Option<(Kept, bool)>,
         pidfile: Option<&Path>,
@@ -99,7 +99,7 @@ impl<'a> Serving<'a> {
         let (kept, is_resumed) = kept.map_or((None, false), |(kept, is)| (Some(kept), is));
         let Attended { running, keepers, listening, served, right } =
             attend_all(request, begun, &handle);
-        let successor = successor(&listening, &served, shown, &running, right);
+        let successor = successor(&listening, &served, view, &running, right);
         let notify = match &kept {
             Some(kept) => Arc::clone(&kept.disks.notify),
             None => Arc::new(Notify::from_environment()),
@@ -281,14 +281,14 @@ impl Begun {
 fn successor(
     listening: &Listening,
     served: &Served,
-    shown: Shown,
+    view: ClientView,
     running: &[Running],
     right: Option<Succession>,
 ) -> Option<SuccessorSocket> {
     let name = registry::name_for_successor(&listening.target()?);
-    let given = shown.split().zip(running);
-    let given: Vec<GivenDisk> =
-        given.map(|(shown, it)| GivenDisk::new(shown, &it.disk, it.commands.jobs())).collect();
+    let given = view.split().zip(running);
+    let given: Vec<DiskToHandOver> =
+        given.map(|(view, it)| DiskToHandOver::new(view, &it.disk, it.commands.jobs())).collect();
     let started = SuccessorSocket::start(&name, served.hand_over_handle(), given, right);
     started.inspect_err(|error| tracing::warn!("`--upgrade` cannot be used: {error}")).ok()
 }

@@ -14,7 +14,7 @@ use ringdisk_daemon::keep::jobs::KeptJobs;
 use ringdisk_daemon::keep::succession::Succession;
 use ringdisk_daemon::sockets::{MadeSocket, Opened, Place};
 use ringdisk_daemon::terminal;
-use ringdisk_daemon::upgrade::{DiskWithNbd, GivenDisk, Shown, SuccessorSocket};
+use ringdisk_daemon::upgrade::{ClientView, DiskToHandOver, DiskWithNbd, SuccessorSocket};
 use ringdisk_disk::Disk;
 use ringdisk_vhost::export::Packed;
 use ringdisk_vhost::{ExportOptions, Listen};
@@ -22,9 +22,9 @@ use ringdisk_vhost::{ExportOptions, Listen};
 use super::beside::Beside;
 use super::request::{DiskRequest, Request, options};
 use super::{Plan, Running};
+use crate::client_view::ClientViewWords;
 use crate::keeping::{Kept, KeptImage};
 use crate::open::{ImagePlan, LOCK_WAIT};
-use crate::shown::ShownWords;
 use crate::start::control;
 use crate::vhost::Served;
 
@@ -43,7 +43,7 @@ pub(super) fn plan(all: &Request, request: DiskRequest, place: Place) -> Result<
         ..ImagePlan::new(source, request.image.clone())
     };
     Ok(Plan {
-        shown: shown(&request),
+        client_view: client_view(&request),
         new: image.new_image()?,
         request,
         image,
@@ -54,20 +54,20 @@ pub(super) fn plan(all: &Request, request: DiskRequest, place: Place) -> Result<
 }
 
 /// What the guest is shown, as the request says it now.
-fn shown(request: &DiskRequest) -> Shown {
+fn client_view(request: &DiskRequest) -> ClientView {
     let packed = match request.packed {
         Packed::Auto => "auto",
         Packed::On => "on",
         Packed::Off => "off",
     };
-    let mut words = ShownWords::of_source(&request.source);
+    let mut words = ClientViewWords::of_source(&request.source);
     words.say("--queues", Some(request.queues.to_string()));
     words.say("--queue-size", Some(request.queue_size.to_string()));
     words.say("--serial", Some(request.serial.clone()));
     words.say("--logical-block-size", Some(request.logical_block_size.to_string()));
     words.number("--physical-block-size", request.physical_block_size.map(u64::from));
     words.say("--packed", Some(String::from(packed)));
-    words.shown(&request.source, request.image.as_deref())
+    words.view(&request.source, request.image.as_deref())
 }
 
 /// Serves one disk.
@@ -126,7 +126,7 @@ impl Plan {
             restricted: self.restricted,
             made: None,
             nbd: None,
-            shown: self.shown.clone(),
+            client_view: self.client_view.clone(),
             jobs: Vec::new(),
             kept_jobs: None,
         }
@@ -155,7 +155,7 @@ pub(super) struct Placed {
     pub(super) made: Option<MadeSocket>,
     /// Where NBD clients find it.
     pub(super) nbd: Option<NbdPlace>,
-    pub(super) shown: Shown,
+    pub(super) client_view: ClientView,
     /// Jobs that the process before this one has begun.
     pub(super) jobs: Vec<HandedJob>,
     /// What keeps its jobs for the next process.
@@ -184,7 +184,7 @@ impl Placed {
             restricted,
             made,
             nbd,
-            shown,
+            client_view,
             jobs,
             kept_jobs,
         } = self;
@@ -206,7 +206,7 @@ impl Placed {
         let successor = path.as_ref().and_then(|path| {
             let socket = registry::name_for_successor(path);
             let handle = served.hand_over_handle();
-            let given = GivenDisk::new(shown, &disk, commands.jobs());
+            let given = DiskToHandOver::new(client_view, &disk, commands.jobs());
             let successor = match has_nbd {
                 true => SuccessorSocket::start(&socket, DiskWithNbd, vec![given], None),
                 false => SuccessorSocket::start(&socket, handle, vec![given], right),

@@ -30,7 +30,7 @@ use ringdisk_daemon::run_as::Wanted;
 use ringdisk_daemon::signals::{Phase, Watcher};
 use ringdisk_daemon::sockets::{self, Inherited, MadeSocket, Place, SocketOptions};
 use ringdisk_daemon::terminal;
-use ringdisk_daemon::upgrade::{Shown, SuccessorSocket};
+use ringdisk_daemon::upgrade::{ClientView, SuccessorSocket};
 use ringdisk_disk::Disk;
 use ringdisk_images::new_image::NewImage;
 
@@ -52,7 +52,7 @@ pub struct Plan {
     /// The image, and how it is opened.
     pub image: ImagePlan,
     /// What the guest is shown.
-    shown: Shown,
+    client_view: ClientView,
     new: Option<(NewImage, u64)>,
     place: Place,
     /// Rings do nothing but what serving takes.

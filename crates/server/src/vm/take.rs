@@ -115,7 +115,7 @@ fn prepare(number: usize, plan: Plan, kept: Option<&Kept>) -> Result<Waiting, Fa
     let ring = runtime.ring().clone();
     let image = plan.image.options(plan.image.request.format);
     let listen = Listen::Connect(path.clone());
-    let (state, offer) = ask(Kind::Disk, &path, &name_for_successor(&path), &plan.shown)?;
+    let (state, offer) = ask(Kind::Disk, &path, &name_for_successor(&path), &plan.client_view)?;
     // Before there are threads that shall have it too.
     io_flusher::become_one_if(state.fds.iter().any(io_flusher::is_device));
     let keep = kept.map(|kept| kept.disks.keep(number)).transpose()?;

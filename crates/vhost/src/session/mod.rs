@@ -198,14 +198,18 @@ impl Session {
         let name = request.name();
         let refused_as = Some(format!("{name}: {reason}"));
         match requests::refusal(request, header, payload) {
-            requests::Told::Reply(reply) => Ok(Answer { reply: Some(reply), refused: refused_as }),
-            requests::Told::Nobody if !acknowledge => {
+            requests::Learns::Reply(reply) => {
+                Ok(Answer { reply: Some(reply), refused: refused_as })
+            }
+            requests::Learns::Nobody if !acknowledge => {
                 Ok(Answer { reply: None, refused: refused_as })
             }
-            requests::Told::Nobody | requests::Told::Acknowledge => {
+            requests::Learns::Nobody | requests::Learns::Acknowledge => {
                 refused(header, acknowledge, name, reason)
             }
-            requests::Told::End => Err(Error::new(ErrorKind::Refused, format!("{name}: {reason}"))),
+            requests::Learns::End => {
+                Err(Error::new(ErrorKind::Refused, format!("{name}: {reason}")))
+            }
         }
     }
 

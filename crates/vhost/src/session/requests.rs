@@ -15,7 +15,7 @@ use crate::protocol::{
 const STATE_NO_FD: u64 = 1 << 8;
 
 /// How a front end learns that a request was refused.
-pub(super) enum Told {
+pub(super) enum Learns {
     /// By the request's own reply.
     Reply(Reply),
     /// By the answer that any message may ask for, otherwise by the end of the connection.
@@ -27,21 +27,21 @@ pub(super) enum Told {
 }
 
 /// How the front end learns that `request` was refused.
-pub(super) fn refusal(request: Request, header: &Header, payload: &[u8]) -> Told {
+pub(super) fn refusal(request: Request, header: &Header, payload: &[u8]) -> Learns {
     let number = header.request;
     match request {
         // The specification: an error is a reply without payload.
-        Request::GetConfig => Told::Reply(Reply::new(number, &[])),
+        Request::GetConfig => Learns::Reply(Reply::new(number, &[])),
         // An area of no bytes: the front end does without.
         Request::GetInflightFd => {
             let none = Inflight::default();
             let len = payload.len().min(size_of::<Inflight>());
-            Told::Reply(Reply::new(number, &none.as_bytes()[..len]))
+            Learns::Reply(Reply::new(number, &none.as_bytes()[..len]))
         }
-        Request::SetDeviceStateFd => Told::Reply(Reply::number(number, STATE_NO_FD | 1)),
-        Request::CheckDeviceState => Told::Reply(Reply::number(number, 1)),
+        Request::SetDeviceStateFd => Learns::Reply(Reply::number(number, STATE_NO_FD | 1)),
+        Request::CheckDeviceState => Learns::Reply(Reply::number(number, 1)),
         // A guest that writes where nothing can be written changes nothing on real hardware either.
-        Request::SetConfig => Told::Nobody,
+        Request::SetConfig => Learns::Nobody,
         // These have replies with no room for an error.
         Request::GetFeatures
         | Request::GetProtocolFeatures
@@ -49,8 +49,8 @@ pub(super) fn refusal(request: Request, header: &Header, payload: &[u8]) -> Told
         | Request::GetMaxMemSlots
         | Request::GetStatus
         | Request::GetVringBase
-        | Request::SetLogBase => Told::End,
-        _ => Told::Acknowledge,
+        | Request::SetLogBase => Learns::End,
+        _ => Learns::Acknowledge,
     }
 }
 

@@ -27,12 +27,12 @@ fn refusals_and_rubbish_are_told_apart() {
         send_refusal(&ours, &refusal).expect("sent");
         assert_eq!(receive(&theirs, LIMIT).expect("received").expect_err("refused"), refusal);
     }
-    send_shown(&ours, &Shown::default()).expect("sent");
-    assert_eq!(receive_shown(&theirs).expect("received"), Shown::default());
+    send_view(&ours, &ClientView::default()).expect("sent");
+    assert_eq!(receive_view(&theirs).expect("received"), ClientView::default());
     (&ours).write_all(b"\x02\0\0\0no").expect("sent");
-    assert!(receive_shown(&theirs).is_err());
+    assert!(receive_view(&theirs).is_err());
     (&ours).write_all(&[0xff; 4]).expect("sent");
-    assert!(receive_shown(&theirs).is_err());
+    assert!(receive_view(&theirs).is_err());
     (&ours).write_all(&[0xff; 8]).expect("sent");
     assert!(receive(&theirs, LIMIT).is_err());
     drop(ours);

@@ -37,6 +37,7 @@ use ringdisk_storage::Storage;
 
 use super::Graph;
 use super::sync::lock;
+use super::tracker::granule_of;
 pub(crate) use states::Known;
 use states::{Granule, States};
 
@@ -106,7 +107,7 @@ impl Fleece {
         max: Bytes,
         limit: Duration,
     ) -> Result<Fleece, Errno> {
-        let granule = Bytes(size.0.div_ceil(GRANULES_MAX).next_power_of_two()).max(GRANULE_MIN);
+        let granule = granule_of(size, GRANULES_MAX, GRANULE_MIN);
         Ok(Fleece {
             size,
             granule_bits: granule.ilog2(),

@@ -1,5 +1,5 @@
-//! What a guest has been shown of its disk, as command lines say it: a process that takes the disk
-//! over must show the same.
+//! What clients see of a disk, as command lines say it: a process that takes the disk over must show
+//! the same.
 //!
 //! Promises: plain values and a comparison; looks at one name in the file system, changes nothing.
 //! Both processes make one from their own words; the old one compares, before anything stands still
@@ -22,7 +22,7 @@ type Identity = (u64, u64);
 /// the two knows are not compared.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Shown {
+pub struct ClientView {
     /// The image that is written to; `None` for a null disk.
     image: Option<Image>,
     /// Option and value as they are written; an empty value: the option is not there.
@@ -31,7 +31,7 @@ pub struct Shown {
     takes_jobs: bool,
     /// Further disks of the same export.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    more: Vec<Shown>,
+    more: Vec<ClientView>,
 }
 
 /// An image as it was named.
@@ -57,27 +57,27 @@ impl Image {
     }
 }
 
-impl Shown {
+impl ClientView {
     /// * `image`: the one that is written to; `None` for a null disk.
     /// * `options`: option and value as they are written; an empty value: the option is not there.
-    pub fn new(image: Option<&Path>, options: BTreeMap<String, String>) -> Shown {
-        Shown { image: image.map(Image::named), options, takes_jobs: true, more: Vec::new() }
+    pub fn new(image: Option<&Path>, options: BTreeMap<String, String>) -> ClientView {
+        ClientView { image: image.map(Image::named), options, takes_jobs: true, more: Vec::new() }
     }
 
     /// With further disks of the same export.
-    pub fn with(self, more: Vec<Shown>) -> Shown {
-        Shown { more, ..self }
+    pub fn with(self, more: Vec<ClientView>) -> ClientView {
+        ClientView { more, ..self }
     }
 
     /// What is said of each disk, by itself.
-    pub fn split(self) -> impl Iterator<Item = Shown> {
+    pub fn split(self) -> impl Iterator<Item = ClientView> {
         let mut first = self;
         let more = std::mem::take(&mut first.more);
         std::iter::once(first).chain(more)
     }
 
     /// What is said of each disk.
-    pub(super) fn each(&self) -> impl Iterator<Item = &Shown> {
+    pub(super) fn each(&self) -> impl Iterator<Item = &ClientView> {
         std::iter::once(self).chain(&self.more)
     }
 
@@ -93,7 +93,7 @@ impl Shown {
     ///   was named, which may have another format, and may have moved the disk to another one.
     ///
     /// Errors: each option with both values.
-    pub fn check(&self, new: &Shown, disk: &Disk) -> Result<(), String> {
+    pub fn check(&self, new: &ClientView, disk: &Disk) -> Result<(), String> {
         let layers = disk.layers();
         let images = layers.iter().map(|layer| {
             let image = Image {
@@ -106,7 +106,11 @@ impl Shown {
     }
 
     /// * `layers`: images and their formats, the one on top first.
-    fn compare(&self, new: &Shown, layers: &[(Image, Option<&'static str>)]) -> Result<(), String> {
+    fn compare(
+        &self,
+        new: &ClientView,
+        layers: &[(Image, Option<&'static str>)],
+    ) -> Result<(), String> {
         let top = layers.first().map(|(image, _)| image);
         // Where a mirror has moved the disk, the image that it was moved to may have others on top.
         let has_moved = |old: &Image| !layers.iter().any(|(image, _)| old.is(image));

@@ -5,19 +5,19 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use ringdisk_daemon::upgrade::Shown;
+use ringdisk_daemon::upgrade::ClientView;
 use ringdisk_disk::Discard;
 
 use crate::request::ImageRequest;
 
 /// Options with their values.
 #[derive(Debug, Default)]
-pub struct ShownWords(BTreeMap<String, String>);
+pub struct ClientViewWords(BTreeMap<String, String>);
 
-impl ShownWords {
+impl ClientViewWords {
     /// Those of the image.
-    pub fn of_source(source: &ImageRequest) -> ShownWords {
-        let mut words = ShownWords::default();
+    pub fn of_source(source: &ImageRequest) -> ClientViewWords {
+        let mut words = ClientViewWords::default();
         let discard = match source.discard {
             Discard::Ignore => "ignore",
             Discard::Unmap => "unmap",
@@ -56,10 +56,10 @@ impl ShownWords {
         self.say(name, number.map(|number| number.to_string()));
     }
 
-    /// What clients are shown.
+    /// What clients see.
     ///
     /// * `image`: `None`: a null disk.
-    pub fn shown(self, source: &ImageRequest, image: Option<&Path>) -> Shown {
-        Shown::new(source.overlay.as_deref().or(image), self.0)
+    pub fn view(self, source: &ImageRequest, image: Option<&Path>) -> ClientView {
+        ClientView::new(source.overlay.as_deref().or(image), self.0)
     }
 }
