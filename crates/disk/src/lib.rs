@@ -116,7 +116,7 @@ pub use options::{
 };
 pub use ownership::HandOver;
 pub use plain::Plain;
-pub use progress::{OnError, Pause, Progress};
+pub use progress::{OnError, Pause, Progress, SPACE_RETRY_INTERVAL, Tries};
 pub use request::{MapEntry, Mapped, Mapping, View};
 pub use ringdisk_qcow2::Bytes;
 pub use ringdisk_ring::Errno;

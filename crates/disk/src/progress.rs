@@ -3,7 +3,8 @@
 //! Promises: any thread may look, cancel, pause or limit at any time. The operation calls
 //! [`Progress::check`] or [`Progress::pace`] between two steps, so a cancelled operation ends after
 //! the present step, and leaves every image as sound as before. A paused operation rests: no timer
-//! runs, and the thread that resumes or cancels it wakes it.
+//! runs, and the thread that resumes or cancels it wakes it. One that waits for space tries again
+//! from time to time.
 //!
 //! The counters are atomics. [`Progress::pace`] takes a lock, held for a few instructions, once for
 //! each piece that is copied; requests of clients never come here.
@@ -22,8 +23,26 @@ use ringdisk_ring::{Errno, Ring};
 
 use crate::Error;
 use crate::clock::now;
-use gate::Gate;
+use gate::{Failed, Gate};
 pub use gate::{OnError, Pause};
+
+/// How often an operation that waits for space looks whether there is some: a failed write of each
+/// piece under way costs next to nothing, and a person who made room sees it go on.
+pub const SPACE_RETRY_INTERVAL: Duration = Duration::from_secs(3);
+
+/// The tries of one piece: whether it is tried again to see if there is space.
+#[derive(Debug, Default)]
+pub struct Tries {
+    looks_for_space: bool,
+}
+
+impl Tries {
+    /// Whether the last one failed as the storage was full, and the next one finds out whether it
+    /// is still.
+    pub fn look_for_space(&self) -> bool {
+        self.looks_for_space
+    }
+}
 
 /// Progress of one operation. Shared in an `Arc` with the threads that show or cancel it.
 #[derive(Debug, Default)]
@@ -91,12 +110,16 @@ impl Progress {
         is_cut && self.is_suspended() && !self.is_cancelled()
     }
 
-    /// The operation begins again here: pause, limit and a cancellation stay.
+    /// The operation begins again here: pause (but for one that waits for space), limit and a
+    /// cancellation stay.
     pub fn begin_again(&self) {
         self.suspended.store(false, Ordering::Release);
         self.set_done(Bytes::ZERO);
         self.set_total(Bytes::ZERO);
-        self.gate().wake();
+        let mut gate = self.gate();
+        // The pieces that waited for space are gone; others find out themselves.
+        gate.forget_full();
+        gate.wake();
     }
 
     /// Called between two steps of the operation. Errors: `ECANCELED` when it was cancelled, or is
@@ -167,16 +190,64 @@ impl Progress {
         self.gate().charge(now(), bytes);
     }
 
-    /// Called when a piece failed: says whether to try it again. Waits while the operation is
-    /// paused because of it.
+    /// As [`Progress::pace`] before a try of a piece. One that looks for space passes while the
+    /// others wait for it.
     ///
-    /// Errors: `errno` where the operation ends with it; `ECANCELED`.
-    pub async fn failed(&self, ring: &Ring, errno: Errno) -> Result<(), Errno> {
-        self.check()?;
-        if errno == Errno::CANCELED || !self.gate().fail(errno) {
-            return Err(errno);
+    /// Errors: as there.
+    pub async fn pace_try(&self, ring: &Ring, tries: &Tries) -> Result<(), Errno> {
+        if tries.looks_for_space && matches!(self.paused(), Some(Pause::Full(_))) {
+            return self.check();
         }
         self.pace(ring, Bytes::ZERO).await
+    }
+
+    /// Called when a piece failed, while nothing is held that a client may wait for: says whether
+    /// to try it again. Waits while the operation is paused because of it; for space at most
+    /// [`SPACE_RETRY_INTERVAL`].
+    ///
+    /// * `tries`: of this piece; [`Progress::written`] is called with it when the piece is written.
+    ///
+    /// Errors: `errno` where the operation ends with it; `ECANCELED`.
+    pub async fn failed(&self, ring: &Ring, tries: &mut Tries, errno: Errno) -> Result<(), Errno> {
+        self.check()?;
+        if errno == Errno::CANCELED {
+            return Err(errno);
+        }
+        let failed = self.gate().fail(errno);
+        match failed {
+            Failed::Ends => Err(errno),
+            Failed::Rests => self.pace(ring, Bytes::ZERO).await,
+            Failed::WaitsForSpace(asked) => {
+                if !std::mem::replace(&mut tries.looks_for_space, true) {
+                    self.gate().add_without_space();
+                }
+                self.look_for_space(ring, asked).await
+            }
+        }
+    }
+
+    /// Waits until it is time to look for space. Errors: `ECANCELED`.
+    async fn look_for_space(&self, ring: &Ring, asked_to_try: u64) -> Result<(), Errno> {
+        let until = now().saturating_add(SPACE_RETRY_INTERVAL);
+        loop {
+            self.check()?;
+            let wait = self.gate().look_for_space(now(), until, asked_to_try);
+            match wait {
+                gate::Wait::Go => return Ok(()),
+                gate::Wait::Resume(turn) => self.changed(turn).await,
+                gate::Wait::Until(turn, time) => {
+                    let _ = ring.within(time, self.changed(turn)).await;
+                }
+            }
+        }
+    }
+
+    /// A piece is written: an operation that waited for space goes on where this was the last one
+    /// that had found none. One that was written all the same says nothing.
+    pub fn written(&self, tries: &mut Tries) {
+        if std::mem::take(&mut tries.looks_for_space) {
+            self.gate().has_space();
+        }
     }
 
     /// Lets the operation rest after the present pieces.
@@ -184,7 +255,8 @@ impl Progress {
         self.gate().pause(Pause::Asked);
     }
 
-    /// Lets a paused operation go on.
+    /// Lets a paused operation go on. One that waits for space tries at once, and goes on if there
+    /// is some.
     pub fn resume(&self) {
         self.gate().resume();
     }

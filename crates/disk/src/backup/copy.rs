@@ -19,6 +19,7 @@ use crate::background::{Parts, unit_of};
 use crate::checkpoint::CheckpointState;
 use crate::graph::{Content, Target};
 use crate::live::{Destination, GIVEN_UP_WAIT, all_of, buffer, data_bytes, pieces};
+use crate::progress::Tries;
 use crate::task_join::spawn;
 use crate::{Disk, Error, ErrorKind, OnError, Progress};
 
@@ -105,8 +106,9 @@ impl Backup {
     ) -> Result<(), Errno> {
         let unit = unit_of(self.target.graph().top());
         let mut parts = Parts::new(GuestOffset(offset), len, unit);
+        let mut tries = Tries::default();
         while !parts.is_over() {
-            progress.pace(&self.ring, Bytes::ZERO).await?;
+            progress.pace_try(&self.ring, &tries).await?;
             // Not held: the read takes turns of its own, as each reader of a checkpoint does.
             let (at, len) = parts.next(&self.disk.turn(&self.ring).await);
             let runs = self.content(at.0, len).await.inspect_err(|_| side.set(Side::Disk))?;
@@ -118,13 +120,14 @@ impl Backup {
             drop(turn);
             match sent {
                 Ok(bytes) => {
+                    progress.written(&mut tries);
                     parts.done(len, bytes);
                     // Counted afterwards, when it is known: this one waits for those before it.
                     if !bytes.is_zero() {
                         progress.pace(&self.ring, bytes).await?;
                     }
                 }
-                Err(errno) => self.failed(progress, side, errno).await?,
+                Err(errno) => self.failed(progress, side, &mut tries, errno).await?,
             }
         }
         Ok(())
@@ -135,13 +138,14 @@ impl Backup {
         &self,
         progress: &Progress,
         side: &Cell<Side>,
+        tries: &mut Tries,
         errno: Errno,
     ) -> Result<(), Errno> {
         if progress.on_error() == OnError::Ignore {
             self.ring.sleep(AGAIN).await;
             return progress.check();
         }
-        let again = progress.failed(&self.ring, errno).await;
+        let again = progress.failed(&self.ring, tries, errno).await;
         again.inspect_err(|_| side.set(Side::Target))
     }
 
@@ -217,14 +221,18 @@ impl Backup {
     /// Makes the target durable and closes it. The state of the instant is needed no longer.
     pub(super) async fn close(&self, progress: &Progress) -> Result<(), Error> {
         let side = Cell::new(Side::Target);
+        let mut tries = Tries::default();
         loop {
             let closed = self.at_target(progress, async |target, ring| {
                 target.flush(&ring).await?;
                 target.close(&ring).await
             });
             let failed = match closed.await {
-                Ok(Ok(())) => return Ok(()),
-                Ok(Err(errno)) => self.failed(progress, &side, errno).await,
+                Ok(Ok(())) => {
+                    progress.written(&mut tries);
+                    return Ok(());
+                }
+                Ok(Err(errno)) => self.failed(progress, &side, &mut tries, errno).await,
                 Err(errno) => Err(errno),
             };
             if let Err(errno) = failed {

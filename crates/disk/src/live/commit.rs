@@ -28,6 +28,7 @@ use crate::graph::{Drained, Graph, Tracker};
 use crate::layer::{Layer, Node};
 use crate::limits::SECTOR_BYTES;
 use crate::name::{printable, printable_path};
+use crate::progress::Tries;
 use crate::{CommitOptions, Disk, Error, ErrorKind, Progress, lost_names};
 
 /// The last pass begins when no more than this is left to copy, bytes: it takes some ten
@@ -473,18 +474,20 @@ async fn copy_again(
     let base = merging.options().base;
     let unit = disk.graph().layers.get(base).map_or(Bytes(1), |base| unit_of(base));
     let mut parts = Parts::new(offset, len, unit);
+    let mut tries = Tries::default();
     while !parts.is_over() {
-        progress.pace(ring, Bytes::ZERO).await?;
+        progress.pace_try(ring, &tries).await?;
         let turn = if at_once { Turn::at_once() } else { disk.turn(ring).await };
         let (at, len) = parts.next(&turn);
         let copied = copy_live(merging, ring, at, len).await;
         drop(turn);
         match copied {
             Ok(copied) => {
+                progress.written(&mut tries);
                 parts.done(len, copied);
                 progress.charge(copied);
             }
-            Err(errno) => progress.failed(ring, errno).await?,
+            Err(errno) => progress.failed(ring, &mut tries, errno).await?,
         }
     }
     Ok(())

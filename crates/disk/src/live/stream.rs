@@ -27,6 +27,7 @@ use crate::background::{Parts, unit_of};
 use crate::chain::Chain;
 use crate::graph::Graph;
 use crate::graph::fill::{FillFailure, Filler, pieces};
+use crate::progress::Tries;
 use crate::{CommitOptions, Disk, Error, ErrorKind, Progress, lost_names};
 
 /// The last pass begins when no more than this was changed by clients, bytes. It reads tables, and
@@ -179,8 +180,9 @@ impl Disk {
         progress: &Progress,
     ) -> Result<(), Errno> {
         let mut parts = Parts::new(offset, len, unit_of(self.graph().top()));
+        let mut tries = Tries::default();
         while !parts.is_over() {
-            progress.pace(ring, Bytes::ZERO).await?;
+            progress.pace_try(ring, &tries).await?;
             let turn = self.turn(ring).await;
             let (at, len) = parts.next(&turn);
             let filled = {
@@ -194,6 +196,7 @@ impl Disk {
             drop(turn);
             match filled {
                 Ok(copied) => {
+                    progress.written(&mut tries);
                     parts.done(len, copied);
                     // Counted afterwards, when it is known: this one waits for those before it.
                     if !copied.is_zero() {
@@ -201,7 +204,9 @@ impl Disk {
                     }
                 }
                 Err(FillFailure::Source(errno)) => return Err(errno),
-                Err(FillFailure::Target(errno)) => progress.failed(ring, errno).await?,
+                Err(FillFailure::Target(errno)) => {
+                    progress.failed(ring, &mut tries, errno).await?;
+                }
             }
         }
         Ok(())

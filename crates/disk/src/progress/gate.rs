@@ -23,7 +23,7 @@ pub enum OnError {
     Report,
     /// It rests until it is resumed, then tries the failed piece again.
     Stop,
-    /// A full storage makes it rest; other errors end it.
+    /// A full storage makes it wait for space; other errors end it.
     StopWhenFull,
     /// The piece counts as not copied yet, and the operation goes on. Only for an operation that
     /// records which pieces are left; elsewhere as [`OnError::Report`].
@@ -35,8 +35,23 @@ pub enum OnError {
 pub enum Pause {
     /// A user asked for it.
     Asked,
+    /// The storage that is written is full: the pieces that failed are tried again by themselves,
+    /// and it goes on when all of them are written.
+    Full(Errno),
     /// The storage that is written failed.
     Error(Errno),
+}
+
+/// What a failed piece has to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Failed {
+    /// The operation ends with the error.
+    Ends,
+    /// It waits until the operation is resumed.
+    Rests,
+    /// It waits for space ([`Gate::look_for_space`]), with the number of requests to try at once
+    /// that there were so far.
+    WaitsForSpace(u64),
 }
 
 /// What a piece has to wait for.
@@ -59,6 +74,10 @@ pub(super) struct Gate {
     /// When the next piece may pass.
     free_at: Duration,
     pub(super) on_error: OnError,
+    /// Pieces that failed as the storage was full, and are not written yet.
+    without_space: u32,
+    /// How often they were told to try at once.
+    asked_to_try: u64,
     /// Counts the changes.
     turn: u64,
     waiting: Vec<Waker>,
@@ -96,28 +115,70 @@ impl Gate {
         self.wake();
     }
 
+    /// Lets pieces pass again. Those that wait for space try at once, and the others wait for them.
     pub(super) fn resume(&mut self) {
-        self.paused = None;
+        match self.paused {
+            Some(Pause::Full(_)) => self.asked_to_try += 1,
+            _ => self.paused = None,
+        }
         self.wake();
+    }
+
+    /// One more piece waits for space.
+    pub(super) fn add_without_space(&mut self) {
+        self.without_space += 1;
+    }
+
+    /// A piece that waited for space is written. The others pass when it was the last one: where
+    /// only a little has become free, the operation does not go on and stop again all the time.
+    pub(super) fn has_space(&mut self) {
+        self.without_space = self.without_space.saturating_sub(1);
+        if self.without_space == 0 {
+            self.forget_full();
+        }
+    }
+
+    /// No piece waits for space any more.
+    pub(super) fn forget_full(&mut self) {
+        self.without_space = 0;
+        if matches!(self.paused, Some(Pause::Full(_))) {
+            self.paused = None;
+            self.wake();
+        }
     }
 
     pub(super) fn paused(&self) -> Option<Pause> {
         self.paused
     }
 
-    /// Takes an error; gives whether the piece is tried again, after a pause if there is one now.
-    pub(super) fn fail(&mut self, errno: Errno) -> bool {
+    /// Takes an error of a piece. A pause that was asked for outlives it.
+    pub(super) fn fail(&mut self, errno: Errno) -> Failed {
         let is_full = matches!(errno, Errno::NOSPC | Errno::DQUOT);
-        let stops = match self.on_error {
-            OnError::Report | OnError::Ignore => false,
-            OnError::Stop => true,
-            OnError::StopWhenFull => is_full,
+        let (failed, pause) = match self.on_error {
+            OnError::StopWhenFull if is_full => {
+                (Failed::WaitsForSpace(self.asked_to_try), Pause::Full(errno))
+            }
+            OnError::Stop => (Failed::Rests, Pause::Error(errno)),
+            OnError::Report | OnError::Ignore | OnError::StopWhenFull => return Failed::Ends,
         };
-        if stops {
-            self.paused = Some(Pause::Error(errno));
+        if self.paused != Some(Pause::Asked) && self.paused != Some(pause) {
+            self.paused = Some(pause);
             self.wake();
         }
-        stops
+        failed
+    }
+
+    /// Lets a piece that waits for space try again, or says what it waits for.
+    ///
+    /// * `until`: when it tries by itself.
+    /// * `asked_to_try`: as it failed.
+    pub(super) fn look_for_space(&self, now: Duration, until: Duration, asked_to_try: u64) -> Wait {
+        match self.paused {
+            None => Wait::Go,
+            Some(Pause::Full(_)) if now >= until || self.asked_to_try != asked_to_try => Wait::Go,
+            Some(Pause::Full(_)) => Wait::Until(self.turn, until - now),
+            Some(Pause::Asked | Pause::Error(_)) => Wait::Resume(self.turn),
+        }
     }
 
     /// Changes the limit; what is left to wait for is stretched or shortened.

@@ -1,10 +1,11 @@
 use ringdisk_qcow2::Bytes;
 use std::time::Instant;
 
-use super::gate::{Gate, Wait};
+use super::gate::{Failed, Gate, Wait};
 use super::*;
 
 const SECOND: Duration = Duration::from_secs(1);
+const WAITS: Failed = Failed::WaitsForSpace(0);
 
 /// Bytes that pass the gate in `time` from `from`, in pieces, on a simulated clock; each timer
 /// fires `late`.
@@ -85,18 +86,23 @@ fn limits_at_the_edge_of_numbers_do_not_overflow() {
 #[test]
 fn an_error_pauses_as_the_policy_says() {
     let cases = [
-        (OnError::Report, Errno::NOSPC, false),
-        (OnError::Ignore, Errno::NOSPC, false),
-        (OnError::Stop, Errno::IO, true),
-        (OnError::StopWhenFull, Errno::NOSPC, true),
-        (OnError::StopWhenFull, Errno::DQUOT, true),
-        (OnError::StopWhenFull, Errno::IO, false),
+        (OnError::Report, Errno::NOSPC, Failed::Ends, None),
+        (OnError::Ignore, Errno::NOSPC, Failed::Ends, None),
+        (OnError::Stop, Errno::IO, Failed::Rests, Some(Pause::Error(Errno::IO))),
+        (OnError::Stop, Errno::NOSPC, Failed::Rests, Some(Pause::Error(Errno::NOSPC))),
+        (OnError::StopWhenFull, Errno::NOSPC, WAITS, Some(Pause::Full(Errno::NOSPC))),
+        (OnError::StopWhenFull, Errno::DQUOT, WAITS, Some(Pause::Full(Errno::DQUOT))),
+        (OnError::StopWhenFull, Errno::IO, Failed::Ends, None),
     ];
-    for (on_error, errno, stops) in cases {
+    for (on_error, errno, failed, paused) in cases {
         let mut gate = Gate::default();
         gate.on_error = on_error;
-        assert_eq!(gate.fail(errno), stops, "{on_error:?} {errno:?}");
-        assert_eq!(gate.paused(), stops.then_some(Pause::Error(errno)), "{on_error:?} {errno:?}");
+        assert_eq!(gate.fail(errno), failed, "{on_error:?} {errno:?}");
+        assert_eq!(gate.paused(), paused, "{on_error:?} {errno:?}");
+        // A pause that a user has asked for stays.
+        gate.pause(Pause::Asked);
+        gate.fail(errno);
+        assert_eq!(gate.paused(), Some(Pause::Asked), "{on_error:?} {errno:?}");
     }
 }
 
@@ -155,20 +161,128 @@ fn a_wait_for_the_limit_ends_when_the_limit_or_the_operation_does() {
     }
 }
 
-#[test]
-fn a_full_storage_is_tried_again_after_resume() {
+/// An operation that waits for space; the second value tells its try of the piece apart.
+fn full() -> (Progress, Tries) {
     let progress = Progress::new();
     progress.set_on_error(OnError::StopWhenFull);
+    (progress, Tries::default())
+}
+
+fn until_it_waits(progress: &Progress) {
+    while progress.paused() != Some(Pause::Full(Errno::NOSPC)) {
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_full_storage_is_tried_again_at_once_after_resume() {
+    let (progress, mut tries) = full();
+    let begun = Instant::now();
     let resume = |progress: &Progress| {
-        while progress.paused() != Some(Pause::Error(Errno::NOSPC)) {
-            std::thread::yield_now();
-        }
+        until_it_waits(progress);
         progress.resume();
     };
-    let again = beside(&progress, resume, async |ring| progress.failed(&ring, Errno::NOSPC).await);
+    let again = beside(&progress, resume, async |ring| {
+        progress.failed(&ring, &mut tries, Errno::NOSPC).await?;
+        progress.pace_try(&ring, &tries).await
+    });
     assert_eq!(again, Ok(()));
-    let ended = beside(&progress, |_| {}, async |ring| progress.failed(&ring, Errno::IO).await);
+    assert!(begun.elapsed() < SPACE_RETRY_INTERVAL, "{:?}", begun.elapsed());
+    // It is not known yet whether there is space, and goes on when there is.
+    assert_eq!(progress.paused(), Some(Pause::Full(Errno::NOSPC)));
+    progress.written(&mut Tries::default());
+    assert_eq!(progress.paused(), Some(Pause::Full(Errno::NOSPC)), "another piece was written");
+    progress.written(&mut tries);
+    assert_eq!(progress.paused(), None);
+    let ended =
+        beside(&progress, |_| {}, async |ring| progress.failed(&ring, &mut tries, Errno::IO).await);
     assert_eq!(ended, Err(Errno::IO));
+}
+
+#[test]
+fn a_full_storage_is_tried_again_by_itself_and_that_changes_nothing_until_there_is_space() {
+    let (progress, mut tries) = full();
+    let begun = Instant::now();
+    let mut turns = Vec::new();
+    let result = beside(
+        &progress,
+        |_| {},
+        async |ring| {
+            for _ in 0..2 {
+                progress.failed(&ring, &mut tries, Errno::NOSPC).await?;
+                turns.push(progress.turn());
+            }
+            Ok(())
+        },
+    );
+    assert_eq!(result, Ok::<(), Errno>(()));
+    assert!(begun.elapsed() >= 2 * SPACE_RETRY_INTERVAL, "{:?}", begun.elapsed());
+    assert_eq!(turns, [1, 1], "those who watch hear of it once");
+    progress.written(&mut tries);
+    assert_eq!((progress.paused(), progress.turn()), (None, 2));
+}
+
+#[test]
+fn an_operation_that_waits_for_space_goes_on_when_each_piece_that_failed_is_written() {
+    let (progress, mut tries) = full();
+    let mut others = Tries::default();
+    let result = beside(
+        &progress,
+        |_| {},
+        async |ring| {
+            for tries in [&mut tries, &mut others] {
+                progress.failed(&ring, tries, Errno::NOSPC).await?;
+            }
+            Ok::<(), Errno>(())
+        },
+    );
+    assert_eq!(result, Ok(()));
+    for (tries, paused) in [(&mut tries, Some(Pause::Full(Errno::NOSPC))), (&mut others, None)] {
+        progress.written(tries);
+        assert_eq!(progress.paused(), paused);
+    }
+}
+
+#[test]
+fn a_wait_for_space_ends_when_it_is_cancelled_suspended_or_rests_when_a_user_pauses_it() {
+    for end in [Progress::cancel as fn(&Progress), Progress::suspend] {
+        let (progress, mut tries) = full();
+        let then = |progress: &Progress| {
+            until_it_waits(progress);
+            end(progress);
+        };
+        let begun = Instant::now();
+        let ended = beside(&progress, then, async |ring| {
+            progress.failed(&ring, &mut tries, Errno::NOSPC).await
+        });
+        assert_eq!(ended, Err(Errno::CANCELED));
+        assert!(begun.elapsed() < SPACE_RETRY_INTERVAL, "{:?}", begun.elapsed());
+    }
+    let (progress, mut tries) = full();
+    let rests = SPACE_RETRY_INTERVAL + Duration::from_millis(300);
+    let pause = |progress: &Progress| {
+        until_it_waits(progress);
+        progress.pause();
+        std::thread::sleep(rests);
+        progress.resume();
+    };
+    let begun = Instant::now();
+    let again = beside(&progress, pause, async |ring| {
+        progress.failed(&ring, &mut tries, Errno::NOSPC).await
+    });
+    assert_eq!((again, progress.paused()), (Ok(()), None));
+    assert!(begun.elapsed() >= rests, "it tried while a user had paused it");
+}
+
+#[test]
+fn an_operation_that_begins_again_waits_for_no_space() {
+    let (progress, _) = full();
+    progress.gate().fail(Errno::NOSPC);
+    progress.begin_again();
+    assert_eq!(progress.paused(), None);
+    progress.pause();
+    progress.begin_again();
+    assert_eq!(progress.paused(), Some(Pause::Asked));
 }
 
 #[test]

@@ -105,8 +105,9 @@ pub(crate) struct JobRunArgs {
     speed: Option<u64>,
 
     /// What an error of the image that is written does: report (it ends the job), stop (the job
-    /// rests until `ringdisk job resume`), enospc (it rests where the image is full), ignore (a
-    /// mirror or backup tries again and again) [default: enospc in the background, else report]
+    /// rests until `ringdisk job resume`), enospc (where the image is full, the job waits for
+    /// space), ignore (a mirror or backup tries again and again) [default: enospc in the
+    /// background, else report]
     #[arg(long, value_name = "WHAT", value_parser = on_error_parser())]
     on_error: Option<String>,
 }

@@ -3,10 +3,14 @@
 //! with upgrades, and with kills where the disk is kept. The bytes are those that the client knows,
 //! after each step, and QEMU finds nothing wrong with the images in the end.
 //!
+//! Each walk is made with clients of ours, which zero and discard, too, and know all bytes, and
+//! with fio, which verifies what it reads.
+//!
 //! `RINGDISK_WALK_SEED=N` runs another walk; with `RINGDISK_FULL=1` they are longer. (Walks of the
 //! disk alone, with many more steps for each second: `crates/disk/src/tests/walk`.)
 
 mod clients;
+mod fio;
 mod steps;
 
 use std::path::{Path, PathBuf};
@@ -14,14 +18,15 @@ use std::process::Command;
 use std::time::Instant;
 
 use ringdisk_testkit::images;
-use ringdisk_testkit::limits::{full, mount_at, needs_root};
+use ringdisk_testkit::limits::{full, mount_at, needs, needs_root};
 use ringdisk_testkit::mount::{Cleared, scratch, text};
-use ringdisk_testkit::process::{LIMIT, Process, until};
+use ringdisk_testkit::process::{LIMIT, Process, has, until};
 use ringdisk_testkit::sim::Prng;
 use rustix::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
 
+use self::fio::Fio;
 use crate::common::program;
 use crate::common::serving::{Daemon, SIZE, serve_command};
 use crate::common::tools::{Ran, child_of, ringdisk};
@@ -103,7 +108,6 @@ impl Walk {
             directory,
         };
         walk.server = Some(walk.serve(&[]));
-        walk.client = Client::of(how, &walk.target, seed);
         walk
     }
 
@@ -210,16 +214,30 @@ fn mounted(mut process: Process) -> Process {
     process
 }
 
-fn walk(how: How) {
+/// Who works on the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum By {
+    Ours,
+    Fio,
+}
+
+fn walk(how: How, by: By) {
     if matches!(how, How::Mount | How::KeptMount | How::Nbd) && !needs_root() {
         return;
     }
     let wanted = std::env::var("RINGDISK_WALK_SEED").ok().and_then(|seed| seed.parse().ok());
-    let seed = wanted.unwrap_or(1 + how as u64);
-    println!("{how:?}: RINGDISK_WALK_SEED={seed} runs this walk again");
+    let seed = wanted.unwrap_or(1 + how as u64 + 5 * by as u64);
+    println!("{how:?}, {by:?}: RINGDISK_WALK_SEED={seed} runs this walk again");
     let begun = Instant::now();
     let steps = if full() { STEPS_IN_FULL } else { STEPS };
     let mut walk = Walk::start(how, seed);
+    walk.client = match by {
+        By::Ours => Client::of(how, &walk.target, seed),
+        By::Fio => match Fio::on(how, &walk.target, seed) {
+            Some(fio) => Client::Fio(Box::new(fio)),
+            None => return,
+        },
+    };
     for step in 1..=steps {
         println!("{step}: …");
         let what = walk.step();
@@ -227,30 +245,61 @@ fn walk(how: How) {
         walk.client.look();
     }
     walk.finish();
-    println!("{how:?}: {steps} steps in {:.1} s", begun.elapsed().as_secs_f64());
+    println!("{how:?}, {by:?}: {steps} steps in {:.1} s", begun.elapsed().as_secs_f64());
+}
+
+fn walk_under_fio(how: How) {
+    if needs("fio", has("fio")) {
+        walk(how, By::Fio);
+    }
 }
 
 #[test]
 fn a_mount_walks_through_commands_and_upgrades() {
-    walk(How::Mount);
+    walk(How::Mount, By::Ours);
 }
 
 #[test]
 fn a_kept_mount_walks_through_commands_and_kills() {
-    walk(How::KeptMount);
+    walk(How::KeptMount, By::Ours);
 }
 
 #[test]
 fn a_disk_of_a_machine_walks_through_commands_and_upgrades() {
-    walk(How::Machine);
+    walk(How::Machine, By::Ours);
 }
 
 #[test]
 fn a_kept_disk_of_a_machine_walks_through_commands_and_kills() {
-    walk(How::KeptMachine);
+    walk(How::KeptMachine, By::Ours);
 }
 
 #[test]
 fn an_nbd_export_walks_through_commands() {
-    walk(How::Nbd);
+    walk(How::Nbd, By::Ours);
+}
+
+#[test]
+fn a_mount_walks_through_commands_and_upgrades_under_fio() {
+    walk_under_fio(How::Mount);
+}
+
+#[test]
+fn a_kept_mount_walks_through_commands_and_kills_under_fio() {
+    walk_under_fio(How::KeptMount);
+}
+
+#[test]
+fn a_disk_of_a_machine_walks_through_commands_and_upgrades_under_fio() {
+    walk_under_fio(How::Machine);
+}
+
+#[test]
+fn a_kept_disk_of_a_machine_walks_through_commands_and_kills_under_fio() {
+    walk_under_fio(How::KeptMachine);
+}
+
+#[test]
+fn an_nbd_export_walks_through_commands_under_fio() {
+    walk_under_fio(How::Nbd);
 }

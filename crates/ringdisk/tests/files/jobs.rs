@@ -75,6 +75,19 @@ pub(super) fn assert_pattern(path: &Path, seed: u64, offset: u64, len: u64) {
     assert!(piece(path, offset, len) == pattern(seed, offset, len), "{len} bytes at {offset}");
 }
 
+/// The lines that `ringdisk ctl TARGET events` prints from now on.
+pub(super) fn following(disk: &Mounted) -> Process {
+    let mut events = std::process::Command::new(program());
+    let events = Process::spawn(events.args(["ctl", disk.text(), "events"]));
+    // It follows when it tells of something.
+    let follows = || {
+        ctl(disk, &["limit", "none"]).ok();
+        events.output().contains("\"event\":\"limited\"").then_some(())
+    };
+    until(LIMIT, follows).expect("it follows");
+    events
+}
+
 /// Such a disk, in a sandbox: the images in one directory.
 pub(super) fn sample() -> (Mounted, TempDir, PathBuf, PathBuf) {
     let directory = scratch();
@@ -88,14 +101,7 @@ fn a_job_goes_on_without_its_client_and_is_paused_limited_and_waited_for() {
         return;
     }
     let (disk, directory, base, _) = sample();
-    let mut events = std::process::Command::new(program());
-    let events = Process::spawn(events.args(["ctl", disk.text(), "events"]));
-    // It follows when it tells of something.
-    let follows = || {
-        ctl(&disk, &["limit", "none"]).ok();
-        events.output().contains("\"event\":\"limited\"").then_some(())
-    };
-    until(LIMIT, follows).expect("it follows");
+    let events = following(&disk);
     let begun = ctl(&disk, &["commit", "--background", "--name", "slow", "--speed", "1M"]).ok();
     assert_eq!(begun.out, "slow\n");
     begun.says("ringdisk job wait slow");

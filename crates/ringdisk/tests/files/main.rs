@@ -17,6 +17,7 @@ mod limits;
 mod mirror_targets;
 mod mirrors;
 mod semantics;
+mod space;
 mod storage;
 mod user;
 mod verify;

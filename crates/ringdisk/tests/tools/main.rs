@@ -3,6 +3,7 @@
 
 mod backup;
 mod backup_rounds;
+mod bars;
 mod chain;
 mod change;
 mod cli;
@@ -19,6 +20,7 @@ mod nbd_bitmap;
 mod nbd_tls;
 mod nbdkit;
 mod package;
+mod promtool;
 mod ps;
 mod qemu_img;
 mod readme;

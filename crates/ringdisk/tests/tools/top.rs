@@ -17,7 +17,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::common::tools::ringdisk;
 use crate::common::{program, serve};
 
-const LIMIT: Duration = Duration::from_secs(20);
+pub(super) const LIMIT: Duration = Duration::from_secs(20);
 /// Largest terminal of the tests; the emulator has that size.
 const ROWS: NonZero<u16> = NonZero::new(24).expect("rows");
 
@@ -25,8 +25,8 @@ fn size(columns: u16) -> NonZero<u16> {
     NonZero::new(columns).expect("columns")
 }
 
-/// A shell in a pseudo-terminal of its own, made by script(1), that runs `ringdisk top`.
-struct Terminal {
+/// A shell in a pseudo-terminal of its own, made by script(1), that runs `ringdisk`.
+pub(super) struct Terminal {
     script: Child,
     keys: ChildStdin,
     screen: Arc<Mutex<(vt100::Parser, Vec<u8>)>>,
@@ -35,13 +35,13 @@ struct Terminal {
 
 impl Terminal {
     /// * `columns`: its width.
-    fn start(columns: u16, arguments: &str) -> Terminal {
+    pub(super) fn start(columns: u16, arguments: &str) -> Terminal {
         let directory = scratch();
         let d = text(directory.path());
         let program = program();
         let run = format!(
             "stty cols {columns} rows {ROWS}; tty >{d}/tty; stty -a >{d}/before; \
-             sh -c 'echo $$ >{d}/pid; exec {program} top {arguments}'; echo $? >{d}/code; \
+             sh -c 'echo $$ >{d}/pid; exec {program} {arguments}'; echo $? >{d}/code; \
              stty -a >{d}/after; echo the-shell-goes-on"
         );
         let mut command = Command::new("script");
@@ -62,7 +62,7 @@ impl Terminal {
         Terminal { script, keys: keys.expect("a pipe"), screen, directory }
     }
 
-    fn press(&mut self, keys: &str) {
+    pub(super) fn press(&mut self, keys: &str) {
         self.keys.write_all(keys.as_bytes()).and_then(|()| self.keys.flush()).expect("keys");
     }
 
@@ -73,16 +73,16 @@ impl Terminal {
     }
 
     /// Waits for a screen.
-    fn shows(&self, what: &str, is_it: impl Fn(&[String]) -> bool) -> Vec<String> {
+    pub(super) fn shows(&self, what: &str, is_it: impl Fn(&[String]) -> bool) -> Vec<String> {
         let found = until(LIMIT, || Some(self.lines()).filter(|lines| is_it(lines)));
         found.unwrap_or_else(|| panic!("{what}: {:#?}", self.lines()))
     }
 
-    fn shows_words(&self, words: &str) -> Vec<String> {
+    pub(super) fn shows_words(&self, words: &str) -> Vec<String> {
         self.shows(words, |lines| lines.iter().any(|line| line.contains(words)))
     }
 
-    fn resize(&self, columns: u16) {
+    pub(super) fn resize(&self, columns: u16) {
         self.screen.lock().expect("no panic").0.screen_mut().set_size(ROWS, size(columns));
         let tty = self.file("tty");
         let columns = columns.to_string();
@@ -101,8 +101,16 @@ impl Terminal {
         kill_process(Pid::from_raw(pid).expect("a process"), signal).expect("kill");
     }
 
-    /// Waits for the end of `top`: its exit code. The terminal is as it was before.
-    fn ends(mut self) -> String {
+    /// The terminal is gone. Gives the process that ran in it.
+    pub(super) fn hang_up(&mut self) -> String {
+        let pid = self.file("pid");
+        self.script.kill().expect("kill");
+        self.script.wait().expect("it ends");
+        pid
+    }
+
+    /// Waits for the end of the program: its exit code. The terminal is as it was before.
+    pub(super) fn ends(mut self) -> String {
         let code = self.file("code");
         assert_eq!(self.file("after"), self.file("before"), "settings of the terminal");
         self.shows_words("the-shell-goes-on");
@@ -136,7 +144,7 @@ fn top_is_a_screen_at_20_80_and_200_columns_that_keys_filter_sort_and_end() {
     let disk = disk(directory.path());
     let name = disk.path().file_name().expect("a name").to_string_lossy().into_owned();
     for columns in [20, 80, 200] {
-        let arguments = format!("--every 200ms --filter {}", disk.text());
+        let arguments = format!("top --every 200ms --filter {}", disk.text());
         let mut terminal = Terminal::start(columns, &arguments);
         let tail: String = name.chars().skip(name.chars().count().saturating_sub(6)).collect();
         let shown = terminal.shows("the disk", |lines| {
@@ -153,7 +161,7 @@ fn top_is_a_screen_at_20_80_and_200_columns_that_keys_filter_sort_and_end() {
         terminal.press(if columns == 80 { "\u{3}" } else { "q" });
         assert_eq!(terminal.ends(), "0");
     }
-    let mut terminal = Terminal::start(80, "--every 200ms");
+    let mut terminal = Terminal::start(80, "top --every 200ms");
     terminal.shows_words("by requests");
     terminal.press("s");
     terminal.shows_words("by bytes");
@@ -173,7 +181,7 @@ fn top_follows_the_size_of_its_terminal_and_gives_it_back_after_sigterm() {
     }
     let directory = scratch();
     let disk = disk(directory.path());
-    let terminal = Terminal::start(20, &format!("--filter {}", disk.text()));
+    let terminal = Terminal::start(20, &format!("top --filter {}", disk.text()));
     terminal.shows("narrow", |lines| lines[1].contains("READS/s") && !lines[1].contains("p99"));
     terminal.resize(120);
     terminal.shows("wide", |lines| lines[1].contains("p99") && lines[1].contains("HITS"));
@@ -184,16 +192,14 @@ fn top_follows_the_size_of_its_terminal_and_gives_it_back_after_sigterm() {
     terminal.signal(Signal::TERM);
     assert_eq!(terminal.ends(), "0");
     // A terminal that has gone: nobody is left to end it.
-    let mut terminal = Terminal::start(80, &format!("--filter {}", disk.text()));
+    let mut terminal = Terminal::start(80, &format!("top --filter {}", disk.text()));
     terminal.shows_words("q quit");
-    let pid = terminal.file("pid");
-    terminal.script.kill().expect("kill");
-    terminal.script.wait().expect("it ends");
+    let pid = terminal.hang_up();
     let state = || fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let gone = until(LIMIT, || (state().is_empty() || state().contains(") Z ")).then_some(()));
     gone.unwrap_or_else(|| panic!("it goes on: {}", state()));
     // As often as was asked for.
-    let terminal = Terminal::start(80, "--every 100ms -n 2");
+    let terminal = Terminal::start(80, "top --every 100ms -n 2");
     assert_eq!(terminal.ends(), "0");
     assert_eq!(disk.stop().code(), Some(0));
 }
@@ -212,7 +218,7 @@ fn top_without_a_screen_prints_tables_that_fit() {
     assert!(!plain.contains('\u{1b}') && line.trim_start().starts_with('0'), "{line}");
     // On a terminal where it is told so, where that can do nothing, and without a keyboard.
     let filter = format!("--filter {} --every 100ms -n 3", disk.text());
-    for arguments in [format!("--plain {filter}"), format!("{filter} </dev/null")] {
+    for arguments in [format!("top --plain {filter}"), format!("top {filter} </dev/null")] {
         let terminal = Terminal::start(22, &arguments);
         assert_eq!(terminal.file("code"), "0");
         terminal.shows_words("the-shell-goes-on");

@@ -117,7 +117,7 @@ fn port() -> String {
     listener.local_addr().expect("bound").port().to_string()
 }
 
-fn get(stream: &mut (impl Read + Write), path: &str) -> String {
+pub(super) fn get(stream: &mut (impl Read + Write), path: &str) -> String {
     write!(stream, "GET {path} HTTP/1.0\r\n\r\n").expect("write");
     let mut answer = String::new();
     stream.read_to_string(&mut answer).expect("an answer");

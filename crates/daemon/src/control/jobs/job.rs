@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use ringdisk_disk::{MirrorControl, Pause, Progress};
+use ringdisk_disk::{Errno, MirrorControl, Pause, Progress};
 use serde_json::{Value, json};
 
 use super::claims::Claims;
@@ -279,11 +279,14 @@ impl Job {
         drop(inner);
         match self.progress.paused()? {
             Pause::Asked => None,
-            Pause::Error(errno) => {
-                let text = std::io::Error::from_raw_os_error(errno.raw_os_error());
-                Some(format!("cannot write: {}", crate::failure::words(&text)))
-            }
+            Pause::Full(errno) => Some(format!("waiting for space on the target: {}", text(errno))),
+            Pause::Error(errno) => Some(format!("cannot write: {}", text(errno))),
         }
+    }
+
+    /// Whether it rests since its target is full, and tries again by itself.
+    pub(super) fn waits_for_space(&self) -> bool {
+        matches!(self.progress.paused(), Some(Pause::Full(_)))
     }
 
     /// It has ended, with this result. Wakes those who wait.
@@ -467,6 +470,12 @@ impl Job {
             "exit": exit,
         })
     }
+}
+
+/// An error, for people.
+fn text(errno: Errno) -> String {
+    let error = std::io::Error::from_raw_os_error(errno.raw_os_error());
+    crate::failure::words(&error)
 }
 
 /// A token: 64 random bits, from where hash tables have theirs.

@@ -102,14 +102,19 @@ async fn watch<T>(
     told: &mut State,
     mut work: impl Future<Output = T> + Unpin,
 ) -> T {
+    let mut waited = false;
     loop {
         let turn = job.progress().turn();
-        let state = job.state();
-        if state != *told {
+        let (state, waits) = (job.state(), job.waits_for_space());
+        if state != *told || waits && !waited {
             *told = state;
             job.mark();
-            tell(job, events, state);
+            match state {
+                State::Running | State::Ready if waited => goes_on(job, events, state),
+                _ => tell(job, events, state),
+            }
         }
+        waited = waits;
         let mut changed = pin!(job.progress().changed(turn));
         let mut ready = pin!(job.ready());
         let ended = poll_fn(|context| {
@@ -144,8 +149,17 @@ async fn verdict(job: &Job, ring: &Ring) -> Verdict {
 
 /// Tells of a state.
 fn tell(job: &Job, events: &Events, state: State) {
+    tell_with(job, events, state, job.why());
+}
+
+/// Tells that a job which waited for space goes on: who saw the warning sees the end of it, too.
+fn goes_on(job: &Job, events: &Events, state: State) {
+    tell_with(job, events, state, Some(String::from("the target has space again")));
+}
+
+fn tell_with(job: &Job, events: &Events, state: State, why: Option<String>) {
     let (id, kind, state) = (job.id(), job.kind().word(), state.word());
-    let (why, disk) = (job.why(), job.disk());
+    let disk = job.disk();
     let because = why.as_ref().map_or_else(String::new, |why| format!(": {why}"));
     let text = format!("job {id} ({kind} of {}) is {state}{because}", job.what());
     match why {

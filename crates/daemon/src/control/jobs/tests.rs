@@ -3,7 +3,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ringdisk_disk::{Bytes, Events, OnError, Progress};
+use ringdisk_disk::{Bytes, Events, OnError, Progress, Tries};
 use ringdisk_ring::{Config, Errno, Ring, Runtime};
 use serde_json::{Map, Value, json};
 
@@ -43,9 +43,18 @@ fn on_ring<T>(task: impl AsyncFnOnce(Ring) -> T) -> T {
 }
 
 fn states(events: &Events) -> Vec<String> {
+    let all = told(events);
+    all.into_iter().map(|(state, _)| state).collect()
+}
+
+/// State and reason of each event; no reason is an empty one.
+fn told(events: &Events) -> Vec<(String, String)> {
     let all = events.read(0, usize::MAX).events;
-    let state = |(name, value): &(&str, String)| (*name == "state").then(|| value.clone());
-    all.iter().flat_map(|event| event.fields.iter().filter_map(state)).collect()
+    let fields = all.iter().map(|event| {
+        let field = |name| event.fields.iter().find(|(known, _)| *known == name);
+        ["state", "why"].map(|name| field(name).map_or_else(String::new, |it| it.1.clone()))
+    });
+    fields.map(|[state, why]| (state, why)).collect()
 }
 
 #[test]
@@ -237,7 +246,9 @@ fn each_state_of_a_job_is_an_event() {
             other.set_total(Bytes(100));
             other.pace(&own, Bytes(50)).await.expect("it goes on");
             other.add_done(Bytes(50));
-            other.failed(&own, Errno::NOSPC).await.expect("resumed after the error");
+            let mut tries = Tries::default();
+            other.failed(&own, &mut tries, Errno::NOSPC).await.expect("resumed after the error");
+            other.written(&mut tries);
             other.add_done(Bytes(10));
             while other.pace(&own, Bytes::ZERO).await.is_ok() {
                 own.sleep(Duration::from_millis(1)).await;
@@ -251,7 +262,8 @@ fn each_state_of_a_job_is_an_event() {
             while watched.state() != State::Paused {
                 inner.sleep(Duration::from_millis(1)).await;
             }
-            assert!(watched.why().is_some_and(|why| why.contains("No space")), "{watched:?}");
+            let why = watched.why().unwrap_or_default();
+            assert_eq!(why, "waiting for space on the target: No space left on device");
             watched.progress().resume();
             while watched.progress().done() < Bytes(60) {
                 inner.sleep(Duration::from_millis(1)).await;
@@ -266,11 +278,14 @@ fn each_state_of_a_job_is_an_event() {
     assert!(result.is_err());
     assert_eq!(job.state(), State::Concluded);
     assert_eq!(job.why().as_deref(), Some("cancelled"));
-    let told = states(&events);
+    let (told, told_all) = (states(&events), told(&events));
     assert_eq!(told.first().map(String::as_str), Some("created"));
     assert_eq!(told.last().map(String::as_str), Some("concluded"));
-    assert!(told.contains(&String::from("paused")), "{told:?}");
-    assert!(told.contains(&String::from("aborting")), "{told:?}");
+    let paused = told.iter().position(|state| state == "paused").expect("it waited");
+    assert_eq!(told[paused + 1..], ["running", "aborting", "concluded"], "{told:?}");
+    let [(_, waits), (_, goes_on), ..] = &told_all[paused..] else { panic!("{told_all:?}") };
+    assert!(waits.starts_with("waiting for space on the target"), "{waits}");
+    assert_eq!(goes_on, "the target has space again");
     let list = job.to_json();
     assert_eq!(
         (&list["done"], &list["total"], &list["exit"]),

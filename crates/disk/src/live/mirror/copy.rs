@@ -16,7 +16,7 @@ use crate::Error;
 use crate::background::{Parts, unit_of};
 use crate::chain::Chain;
 use crate::graph::{Content, Copy, Graph};
-use crate::progress::OnError;
+use crate::progress::{OnError, Tries};
 use crate::task_join::spawn;
 
 /// The target counts as in step when no more than this is left, bytes.
@@ -134,8 +134,9 @@ impl Run<'_> {
     async fn copy(&self, offset: GuestOffset, len: Bytes, pass: Pass) -> Result<(), Errno> {
         let unit = self.tracker.granule().max(unit_of(self.target.graph().top()));
         let mut parts = Parts::new(offset, len, unit);
+        let mut tries = Tries::default();
         while !parts.is_over() {
-            self.progress.pace(self.ring, Bytes::ZERO).await?;
+            self.progress.pace_try(self.ring, &tries).await?;
             let turn = self.disk.turn(self.ring).await;
             let (offset, len) = parts.next(&turn);
             let claim = self.mirror.claim(self.tracker.widened(offset, len));
@@ -162,6 +163,7 @@ impl Run<'_> {
             drop(turn);
             match sent {
                 Ok(bytes) => {
+                    self.progress.written(&mut tries);
                     parts.done(len, bytes);
                     // Counted afterwards, when it is known: this one waits for those before it.
                     if !bytes.is_zero() {
@@ -170,7 +172,7 @@ impl Run<'_> {
                 }
                 // It is recorded, so it is tried again with what clients change.
                 Err(_) if self.progress.on_error() == OnError::Ignore => parts.done(len, len),
-                Err(errno) => self.progress.failed(self.ring, errno).await?,
+                Err(errno) => self.progress.failed(self.ring, &mut tries, errno).await?,
             }
         }
         Ok(())

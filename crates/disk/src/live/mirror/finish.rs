@@ -18,6 +18,7 @@ use super::super::copy::COPY_BYTES;
 use super::{MirrorEnd, Run, refusal};
 use crate::graph::{Content, Drained, Graph, State};
 use crate::layer::Layer;
+use crate::progress::{OnError, Tries};
 use crate::task_join::spawn;
 use crate::{Error, ErrorKind, NullOptions, lost_names};
 
@@ -40,10 +41,14 @@ impl Run<'_> {
     pub(super) async fn finish(&self, pivot: bool) -> Result<Option<MirrorEnd>, Error> {
         // While clients still work, so that the last step need not flush, or has little to.
         let all_sent = self.mirror.forget_flushes() && self.tracker.bytes() == Bytes::ZERO;
-        if let Err(errno) = self.flush_target().await.map_err(refusal)? {
-            self.failed(errno).await?;
-            return Ok(None);
+        let mut tries = Tries::default();
+        while let Err(errno) = self.flush_target().await.map_err(refusal)? {
+            self.failed(&mut tries, errno).await?;
+            if !tries.look_for_space() {
+                return Ok(None);
+            }
         }
+        self.progress.written(&mut tries);
         let turn = self.disk.changes().lock().await;
         let mut drained = self.disk.gateway().drain(self.ring, turn).await;
         if pivot && !self.may_switch() {
@@ -68,7 +73,9 @@ impl Run<'_> {
                 drop(drained);
                 self.or_given_up(self.mirror.idle()).await.map_err(refusal)?;
                 if let Err(errno) = unsent {
-                    self.failed(errno).await?;
+                    self.failed(&mut tries, errno).await?;
+                    // The next copy of the rest finds out whether there is space.
+                    self.progress.written(&mut tries);
                 }
                 return Ok(None);
             }
@@ -99,11 +106,11 @@ impl Run<'_> {
     }
 
     /// The target failed. Errors: it ends the mirror.
-    async fn failed(&self, errno: Errno) -> Result<(), Error> {
-        if self.progress.on_error() == crate::progress::OnError::Ignore {
+    async fn failed(&self, tries: &mut Tries, errno: Errno) -> Result<(), Error> {
+        if self.progress.on_error() == OnError::Ignore {
             return self.progress.check().map_err(refusal);
         }
-        self.progress.failed(self.ring, errno).await.map_err(refusal)
+        self.progress.failed(self.ring, tries, errno).await.map_err(refusal)
     }
 
     /// Reads what the target does not have. `None`: too much for one step.

@@ -10,6 +10,7 @@ use ringdisk_testkit::sim::Prng;
 use rustix::fs::{FallocateFlags, fallocate};
 
 use super::How;
+use super::fio::Fio;
 use crate::common::serving::{SIZE, load, meanwhile, options};
 use crate::common::{open, program};
 
@@ -23,6 +24,7 @@ pub(super) enum Client {
     None,
     File(Box<FileClient>),
     Machine(Box<(Vm, Load)>),
+    Fio(Box<Fio>),
 }
 
 /// One that writes, zeroes and reads a file.
@@ -62,14 +64,8 @@ impl Client {
         match self {
             Client::None => what(),
             Client::Machine(machine) => meanwhile(&mut machine.0, &mut machine.1, what),
-            Client::File(client) => std::thread::scope(|scope| {
-                let doing = scope.spawn(what);
-                client.some(10);
-                while !doing.is_finished() {
-                    client.some(1);
-                }
-                doing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-            }),
+            Client::File(client) => until_done(what, || client.some(10)),
+            Client::Fio(fio) => until_done(what, || fio.pass()),
         }
     }
 
@@ -82,6 +78,7 @@ impl Client {
                 machine.1.drain(&mut machine.0);
             }
             Client::File(client) => client.file().sync_all().expect("flush"),
+            Client::Fio(fio) => fio.pass(),
         }
     }
 
@@ -104,6 +101,8 @@ impl Client {
                 what();
                 client.some(10);
             }
+            // Its passes end with a flush.
+            Client::Fio(_) => what(),
         }
     }
 
@@ -117,6 +116,7 @@ impl Client {
                 client.file().read_exact_at(&mut bytes, 0).expect("read");
                 client.assert_same(&bytes);
             }
+            Client::Fio(fio) => fio.look(),
         }
     }
 
@@ -132,6 +132,7 @@ impl Client {
                     assert_eq!(mount.stop().code(), Some(0));
                 }
             }
+            Client::Fio(fio) => fio.leave(),
         }
     }
 
@@ -141,8 +142,22 @@ impl Client {
             Client::None => {}
             Client::Machine(machine) => machine.1.judge(bytes),
             Client::File(client) => client.assert_same(bytes),
+            Client::Fio(fio) => fio.judge(bytes),
         }
     }
+}
+
+/// Does something in a thread of its own, and `meanwhile` at least once, again until it is done.
+fn until_done<T: Send>(what: impl FnOnce() -> T + Send, mut meanwhile: impl FnMut()) -> T {
+    std::thread::scope(|scope| {
+        let doing = scope.spawn(what);
+        loop {
+            meanwhile();
+            if doing.is_finished() {
+                return doing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            }
+        }
+    })
 }
 
 impl FileClient {

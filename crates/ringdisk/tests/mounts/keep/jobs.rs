@@ -171,3 +171,58 @@ fn a_mirror_begins_again_when_its_server_was_killed() {
         waited_for(path);
     });
 }
+
+/// What the bitmap had marked is not known any more: the process that recorded it was killed.
+#[test]
+fn a_mirror_from_a_bitmap_copies_everything_when_its_server_was_killed() {
+    if !needs_root() {
+        return;
+    }
+    let directory = scratch();
+    let at = directory.path();
+    let [image, full, inc] = ["disk.qcow2", "full.qcow2", "inc.qcow2"].map(|name| at.join(name));
+    images::qcow2(&image, "64M", "cluster_size=64k");
+    images::qemu_img(&["bitmap", "--add", text(&image), "since"]);
+    let disk = Kept::start(&["--format", "qcow2", "--allow-path", text(at), text(&image)]);
+    let path = disk.path();
+    let fill = |seed: u64, offset: u64, len: usize| {
+        let file = crate::common::open(&path);
+        let bytes = images::pattern(seed, offset, len);
+        std::os::unix::fs::FileExt::write_all_at(&file, &bytes, offset).expect("write");
+        file.sync_all().expect("flush");
+    };
+    fill(1, 0, 16 << 20);
+    here(&["ctl", text(&path), "backup", text(&full)]).ok();
+    fill(2, 4 * MIB, 4 << 20);
+    let words = ["create", "-q", "-f", "qcow2", "-b", text(&full), "-F", "qcow2", text(&inc)];
+    images::qemu_img(&words);
+    let background = ["--background", "--name", "j", "--speed", "256k", text(&inc)];
+    let mirror = ["mirror", "--existing", "--bitmap", "since"];
+    here(&[&["ctl", text(&path)], &mirror[..], &background].concat()).ok();
+    let runs = || Some(seen(&path, "j")).filter(|job| job["done"].as_u64() > Some(0));
+    let before = until(LIMIT, runs).expect("it copies");
+    assert!(before["total"].as_u64() < Some(64 * MIB), "{before}");
+    std::thread::sleep(PAUSE);
+    disk.kill_server();
+    let after = until_state(&path, "j", "running");
+    assert_eq!(after["total"], 64 * MIB, "{after}");
+    fill(3, 2 * MIB, 1 << 20);
+    here(&["job", "limit", text(&path), "j", "0"]).ok();
+    until_state(&path, "j", "ready");
+    here(&["job", "complete", text(&path), "j"]).ok();
+    waited_for(&path);
+    assert_eq!(layers(&path), ["inc.qcow2", "full.qcow2"]);
+    disk.stop();
+    let reference = images::reference(&inc, "qcow2");
+    for (seed, offset, mebibytes) in [(1, 0, 2), (3, 2, 1), (1, 3, 1), (2, 4, 4), (1, 8, 8)] {
+        let (offset, len) = (offset * MIB, mebibytes << 20);
+        let wanted = images::pattern(seed, offset, len);
+        assert!(images::piece(&reference, offset, len) == wanted, "{len} bytes at {offset}");
+    }
+    // The target has all of it itself, not only what was marked.
+    let map = images::qemu_img(&["map", "--output=json", text(&inc)]);
+    let map: Value = serde_json::from_str(&map).expect("JSON");
+    let own = map.as_array().expect("a map").iter().filter(|piece| piece["depth"] == 0);
+    let own: u64 = own.filter_map(|piece| piece["length"].as_u64()).sum();
+    assert!(own >= 16 * MIB, "{own} bytes");
+}
