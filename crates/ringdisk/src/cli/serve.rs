@@ -308,8 +308,7 @@ impl ServeArgs {
         }
         disks.iter().try_for_each(|disk| self.check_kept(&disk.args))?;
         let wrong = |text| refuse("serve", ErrorKind::ArgumentConflict, text);
-        let moves = if self.keep { Some("--keep") } else { self.upgrade.then_some("--upgrade") };
-        self.nbd.check(&disks, &self.words, moves).map_err(wrong)?;
+        self.nbd.check(&disks, &self.words, (self.keep, self.upgrade)).map_err(wrong)?;
         self.check_alike(&disks)?;
         Ok(disks)
     }

@@ -8,12 +8,13 @@ use std::time::{Duration, Instant};
 
 use ringdisk_testkit::model::{Request, Vm};
 use ringdisk_testkit::mount::{scratch, text};
-use ringdisk_testkit::process::{LIMIT, Process, command, ok_words, until};
+use ringdisk_testkit::process::{LIMIT, Process, command, ok_words, run, until};
 use serde_json::Value;
 
 use crate::common::nbd_client::NbdClient;
 use crate::common::serving::{Daemon, Place, ctl, load, meanwhile, serve_command, stats};
-use crate::common::tools::ringdisk;
+use crate::common::tools::{child_of, ringdisk};
+use crate::keep::kill;
 
 /// A disk with a socket for a guest, and one for NBD clients.
 struct Both {
@@ -245,7 +246,7 @@ fn what_cannot_be_served_to_both_is_refused_in_words() {
     ];
     for (words, code, text) in [
         (&[&[image][..], &both, &["--accel", "require"]].concat()[..], 2, "contradict"),
-        (&[&[image][..], &both, &["--keep"]].concat(), 2, "not with both"),
+        (&[&[image][..], &both, &["--upgrade"]].concat(), 2, "not with both"),
         (&[&[image][..], &both, &["--incoming"]].concat(), 2, "cannot be used with"),
         (&[&disks[..], &["--nbd", "/tmp/x/n"]].concat(), 2, "or none has one"),
     ] {
@@ -272,4 +273,45 @@ fn an_upgrade_that_would_leave_nbd_clients_behind_is_refused_and_both_go_on() {
     qemu_io_read(&both.uri(), "read -P 5 1M 4k");
     drop(vm);
     both.stop();
+}
+
+/// The guest notices nothing of a kill; NBD clients connect again, at the same addresses.
+#[test]
+fn a_kept_disk_has_nbd_clients_after_a_kill_too() {
+    for format in ["raw", "qcow2"] {
+        let place = Place::new(format);
+        let port = free_port();
+        let tcp = format!("127.0.0.1:{port}");
+        let nbd = place.path("nbd.sock");
+        let words = ["--nbd", text(&nbd), "--nbd", &tcp, "--keep"];
+        let both = Both { daemon: place.start(&words), place, nbd };
+        let (mut vm, mut load) = (both.vm(), load(17));
+        load.run(&mut vm, 60);
+        for _ in 0..2 {
+            let holder = both.daemon.process.pid();
+            let server = until(LIMIT, || child_of(holder)).expect("a server");
+            let _client = NbdClient::connect(&both.nbd, "").stream;
+            kill(server);
+            load.run(&mut vm, 40);
+            load.drain(&mut vm);
+            let again = |uri: &str| {
+                let info = || run(command(&["nbdinfo", "--size", uri])).code() == Some(0);
+                let served = until(LIMIT, || info().then_some(()));
+                assert!(served.is_some(), "{}", both.daemon.process.output());
+            };
+            again(&both.uri());
+            again(&format!("nbd://{tcp}"));
+            load.judge(&both.bytes());
+            let shown = stats(&both.place.socket);
+            assert!(shown["serving"].to_string().contains("nbd.sock"), "{shown}");
+        }
+        drop(vm);
+        both.stop();
+    }
+}
+
+/// A port that no process listens on at this moment.
+fn free_port() -> u16 {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    listener.local_addr().expect("an address").port()
 }

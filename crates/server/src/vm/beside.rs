@@ -17,10 +17,22 @@ use super::Plan;
 use crate::nbd::{Handle, Served};
 use crate::vhost;
 
-/// Makes the sockets and the export once the disks are open. No client is served yet.
+/// Makes the sockets and the export once the disks are open. No client is served yet. The last
+/// value: a process that served the same ones was killed, and its sockets may be there for a moment.
 ///
 /// Errors: an address that cannot be had; bitmaps; those of threads and rings.
-pub type Start<'a> = Box<dyn FnOnce(&[Plan], &[Arc<Disk>]) -> Result<Beside, Failure> + 'a>;
+pub type Start<'a> = Box<dyn FnOnce(&[OpenDisk<'_>], bool) -> Result<Beside, Failure> + 'a>;
+
+/// A disk that is open and not served yet.
+#[derive(Clone, Copy, Debug)]
+pub struct OpenDisk<'a> {
+    /// Its number on the command line.
+    pub number: usize,
+    /// How it is served.
+    pub plan: &'a Plan,
+    /// The disk.
+    pub disk: &'a Arc<Disk>,
+}
 
 /// The NBD export of all disks of the process.
 #[derive(Debug)]
@@ -31,12 +43,14 @@ pub struct Beside {
     pub shown: Vec<String>,
     /// Sockets that were made.
     pub made: Vec<MadeSocket>,
-    /// Of the disks, in their order.
+    /// Of the disks that are served, in their order.
     pub names: Vec<String>,
 }
 
 impl Beside {
     /// What ends one disk here before its virtual machine's export closes it.
+    ///
+    /// * `number`: which one it is of those that are served.
     pub(super) fn disk_handle(&self, number: usize) -> Arc<dyn ringdisk_export::Beside> {
         Arc::new(self.served.disk_handle(&self.names[number]))
     }

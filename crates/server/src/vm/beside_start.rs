@@ -3,26 +3,32 @@
 //! Promises: NBD clients read, and write only where that was asked for.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::terminal;
-use ringdisk_disk::Disk;
 use ringdisk_nbd::{NamedDisk, NbdOptions};
 
-use super::Plan;
-use super::beside::{Beside, Start};
+use super::beside::{Beside, OpenDisk, Start};
 use crate::nbd::access::{Access, access};
-use crate::nbd::addresses::{Where, listen, places};
+use crate::nbd::addresses::{Listening, Where, listen, places};
 use crate::nbd::exports::{check_names, named};
 use crate::nbd::request::{DiskRequest, Request};
 use crate::nbd::{Served, options};
+
+/// The sockets of a process that was killed are gone after this time: the kernel ends its rings
+/// after it.
+const FREE: Duration = Duration::from_secs(3);
+const FREE_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// What is asked for, before any disk is open.
 #[derive(Debug)]
 pub struct Wanted<'a> {
     request: &'a Request,
     disks: &'a [DiskRequest],
-    places: Vec<Where>,
+    /// An address that cannot be had is told when it is listened on: it may be that of a process
+    /// that was killed, and be free in a moment.
+    places: Result<Vec<Where>, Failure>,
     access: Access,
 }
 
@@ -39,28 +45,31 @@ impl<'a> Wanted<'a> {
         if request.addresses.is_empty() {
             return Ok(None);
         }
-        let places = places(request)?;
+        let places = places(request);
         check_names(disks)?;
         Ok(Some(Wanted { request, disks, places, access: access(&request.access)? }))
     }
 
     /// Makes the sockets and the export when it is called. No client is served yet.
     pub fn starter(self) -> Start<'a> {
-        Box::new(move |plans, opened| self.start(plans, opened))
+        Box::new(move |opened, again| self.start(opened, again))
     }
 
+    /// * `again`: a process that served the same was killed.
+    ///
     /// Errors: an address that cannot be had; bitmaps; those of threads and rings.
-    fn start(self, plans: &[Plan], opened: &[Arc<Disk>]) -> Result<Beside, Failure> {
+    fn start(self, opened: &[OpenDisk<'_>], again: bool) -> Result<Beside, Failure> {
         let Wanted { request, disks, places, access: Access { tls, users } } = self;
         let read_only = !request.share_rw;
-        let each = disks.iter().zip(opened).map(|(asked, disk)| {
+        let each = opened.iter().filter_map(|open| Some((disks.get(open.number)?, open.disk)));
+        let each = each.map(|(asked, disk)| {
             let disk = named(asked, Arc::clone(disk))?;
             Ok(NamedDisk { read_only, ..disk })
         });
         let exports = each.collect::<Result<Vec<NamedDisk>, Failure>>()?;
         let names = exports.iter().map(|export| export.name.clone()).collect();
-        let restricted = plans.iter().any(|plan| plan.restricted);
-        let images = plans.iter().map(|plan| plan.image.name()).collect();
+        let restricted = opened.iter().any(|open| open.plan.restricted);
+        let images = opened.iter().map(|open| open.plan.image.name()).collect();
         let is_encrypted = tls.as_ref().is_some_and(|tls| tls.required);
         let options = NbdOptions {
             tls,
@@ -68,10 +77,26 @@ impl<'a> Wanted<'a> {
             beside_another: true,
             ..options(request, restricted, images)
         };
-        let mut listening = listen(places, is_encrypted)?;
+        let mut listening = match again {
+            false => listen(places?, is_encrypted)?,
+            true => listen_when_free(request, is_encrypted)?,
+        };
         let listeners = std::mem::take(&mut listening.listeners);
         let served = Served::start(exports, listeners, options)?;
         served.notes().iter().for_each(terminal::warn);
         Ok(Beside { served, shown: listening.shown, made: listening.made, names })
+    }
+}
+
+/// Listens where a process that was killed did, as soon as its sockets are gone.
+///
+/// Errors: as [`listen`].
+fn listen_when_free(request: &Request, is_encrypted: bool) -> Result<Listening, Failure> {
+    let begun = Instant::now();
+    loop {
+        match places(request).and_then(|places| listen(places, is_encrypted)) {
+            Err(_) if begun.elapsed() < FREE => std::thread::sleep(FREE_POLL_INTERVAL),
+            listening => return listening,
+        }
     }
 }

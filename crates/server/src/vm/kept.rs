@@ -22,8 +22,9 @@ use ringdisk_vhost::ExportOptions;
 use ringdisk_vhost::export::Export;
 use ringdisk_vhost::keep;
 
+use super::beside::{self, Beside, OpenDisk};
 use super::request::options;
-use super::{Placed, Plan, Running, front};
+use super::{Placed, Plan, Running, Started, front};
 use crate::keeping::{Kept, reopen};
 use crate::vhost::Served;
 
@@ -31,12 +32,15 @@ impl Kept {
     /// Goes on with all disks that have not ended. One that cannot be served ends alone: its front
     /// end is disconnected, and the others go on.
     ///
+    /// * `beside`: NBD clients have the disks, too. Where they cannot, virtual machines go on.
+    ///
     /// Errors: none of them can be served; what was kept goes with this process.
     pub(super) fn go_on(
         &mut self,
         plans: Vec<Plan>,
         watcher: &Watcher,
-    ) -> Result<Vec<Running>, Failure> {
+        beside: Option<beside::Start<'_>>,
+    ) -> Result<Started, Failure> {
         let found = self.found.take().unwrap_or_default();
         let mut failures = Vec::new();
         let (mut opened, mut running) = (Vec::new(), Vec::new());
@@ -50,7 +54,8 @@ impl Kept {
             let of = (&first, &images);
             match reopen(&mut plan.image, plan.confines, of, keep::is_inactive(&export), watcher) {
                 Ok(disk) => {
-                    opened.push((plan, disk, export, keeper, (jobs, found_jobs), succession));
+                    let kept = (export, keeper);
+                    opened.push((number, plan, disk, kept, (jobs, found_jobs), succession));
                 }
                 Err(failure) => {
                     drop(place.and_then(|path| MadeSocket::adopt(&path).ok()));
@@ -62,25 +67,41 @@ impl Kept {
         watcher.enter(Phase::Mounting);
         // Before there are threads that shall have it too.
         io_flusher::become_one_if(
-            opened.iter().any(|(_, disk, ..)| io_flusher::is_on_a_device(disk)),
+            opened.iter().any(|(_, _, disk, ..)| io_flusher::is_on_a_device(disk)),
         );
-        for (plan, disk, export, keeper, jobs, right) in opened {
+        let open = opened.iter().map(|(number, plan, disk, ..)| (*number, plan, disk));
+        let open = open.map(|(number, plan, disk)| OpenDisk { number, plan, disk });
+        let beside = start_beside(beside, &open.collect::<Vec<_>>());
+        for (at, (_, plan, disk, kept, jobs, right)) in opened.into_iter().enumerate() {
             let name = plan.image.name();
-            match go_on(plan, disk, (export, keeper), jobs, right) {
+            let beside = beside.as_ref().map(|beside| (at, beside));
+            match go_on(plan, disk, kept, jobs, (right, beside)) {
                 Ok(disk) => running.push(disk),
                 Err(failure) => failures.push(failure.context(name)),
             }
         }
         self.failed = failures.first().map(Failure::code);
         if running.is_empty() && failures.len() == 1 {
-            return failures.pop().map_or(Ok(running), Err);
+            return failures.pop().map_or(Ok((running, beside)), Err);
         }
         failures.iter().for_each(terminal::complain);
-        Ok(running)
+        Ok((running, beside))
     }
 }
 
+/// Serves NBD clients again. `None`: they were not served, or cannot be.
+fn start_beside(beside: Option<beside::Start<'_>>, open: &[OpenDisk<'_>]) -> Option<Beside> {
+    // All may have ended already.
+    let start = beside.filter(|_| !open.is_empty())?;
+    let complain = |failure: Failure| {
+        terminal::complain(&failure.context("virtual machines go on, and NBD clients do not"));
+    };
+    start(open, true).map_err(complain).ok()
+}
+
 /// Goes on with one disk.
+///
+/// * `beside`: which one it is of an NBD export.
 ///
 /// Errors: its state is not understood; the export cannot be made.
 fn go_on(
@@ -88,20 +109,26 @@ fn go_on(
     disk: Arc<Disk>,
     (export, keeper): (KeptState, Box<dyn Keeper>),
     (jobs, found): (KeptJobs, Vec<HandedJob>),
-    right: Option<Succession>,
+    (right, beside): (Option<Succession>, Option<(usize, &Beside)>),
 ) -> Result<Running, Failure> {
     let name = plan.image.name();
     let makes = plan.request.socket.make.is_some();
     let mut placed = plan.placed(&disk);
     placed.ready.push_str(" again");
     (placed.kept_jobs, placed.jobs) = (Some(jobs), found);
+    placed.nbd = beside.map(|(at, beside)| beside.place(at));
     let Opened { listen, path, .. } = plan.place.open()?;
     let front = front(&listen).filter(|_| !makes);
     let read_only = disk.is_read_only();
     let options = options(&plan.request, read_only, plan.restricted, listen, name.clone());
-    let options = ExportOptions { held: true, accel: None, keep: Some(keeper), ..options };
+    let handle = beside.map(|(at, beside)| beside.disk_handle(at));
+    let keep = Some(keeper);
+    let options = ExportOptions { held: true, accel: None, keep, beside: handle, ..options };
     let prepared = Export::go_on(Arc::clone(&disk), export, options)?;
-    let served = Served::go(prepared, name.clone());
+    let mut served = Served::go(prepared, name.clone());
+    if let Some((_, beside)) = beside {
+        served.counts_with(beside.handle());
+    }
     for note in served.notes() {
         terminal::warn(note);
     }

@@ -40,7 +40,7 @@ use crate::privileges::Inside;
 use crate::start::pidfile_of;
 use crate::vhost::Served;
 
-use beside::Beside;
+use beside::{Beside, OpenDisk};
 use disk::{Placed, front, plan, start};
 use request::{DiskRequest, Request};
 use serving::Serving;
@@ -123,10 +123,10 @@ pub fn serve(
     // Where another process holds the disks, that one has the pid file.
     let pidfile = pidfile_of(pidfile, request.upgrade).filter(|_| kept.is_none()).transpose()?;
     let (running, beside) = match &mut kept {
-        Some(kept) if is_resumed => match kept.go_on(plans, &watcher)? {
+        Some(kept) if is_resumed => match kept.go_on(plans, &watcher, beside)? {
             // All had ended already.
-            none if none.is_empty() => return Ok(kept.code(Exit::Clean.code())),
-            running => (running, None),
+            (none, _) if none.is_empty() => return Ok(kept.code(Exit::Clean.code())),
+            started => started,
         },
         kept if request.upgrade => {
             confine::check(request.sandbox)?;
@@ -188,7 +188,10 @@ fn begin(
     }
     // Before there are threads that shall have it too.
     io_flusher::become_one_if(opened.iter().any(|disk| io_flusher::is_on_a_device(disk)));
-    let beside = beside.map(|start| start(&plans, &opened)).transpose();
+    let open = plans.iter().zip(&opened).enumerate();
+    let open = open.map(|(number, (plan, disk))| OpenDisk { number, plan, disk });
+    let open: Vec<_> = open.collect();
+    let beside = beside.map(|start| start(&open, false)).transpose();
     let beside = beside.inspect_err(|_| fresh.undo())?;
     let each = plans.into_iter().zip(opened).enumerate();
     let started: Result<Vec<Running>, Failure> =

@@ -113,12 +113,12 @@ impl NbdArgs {
     /// for them; disks of which some have such a socket and some do not; what cannot be served to
     /// both.
     ///
-    /// * `moves`: the option by which another process goes on with the disks.
+    /// * `keep`, `upgrade`: by these another process goes on with the disks.
     pub(super) fn check(
         &self,
         disks: &[ServedDisk],
         words: &DiskWords,
-        moves: Option<&str>,
+        (keep, upgrade): (bool, bool),
     ) -> Result<(), String> {
         let refuse = |text: &str| Err(String::from(text));
         let has_words = |disk: &ServedDisk| {
@@ -137,10 +137,11 @@ impl NbdArgs {
             return Err(format!("--nbd {twice} is given twice"));
         }
         let given = |address: &Address| matches!(address, Address::Given(_));
+        let moves = if keep { Some("--keep") } else { upgrade.then_some("--upgrade") };
         if let Some(option) = moves.filter(|_| self.nbd.iter().any(given)) {
             return Err(format!("{option} does not go with --nbd fd:N: name a path or a port"));
         }
-        if moves == Some("--keep") && self.access.has_key_of_descriptor() {
+        if keep && self.access.has_key_of_descriptor() {
             return refuse(
                 "--keep does not go with keys and certificates of descriptors, which the next \
                  server could not read again: name files in --tls-creds",
@@ -160,10 +161,10 @@ impl NbdArgs {
                 None => Ok(()),
             };
         }
-        if let Some(option) = moves {
-            return Err(format!(
-                "{option} goes with --vhost-user-blk or with --nbd, not with both: leave --nbd out"
-            ));
+        if upgrade {
+            return refuse(
+                "--upgrade goes with --vhost-user-blk or with --nbd, not with both: leave --nbd out",
+            );
         }
         if guests < disks.len() {
             return refuse(
