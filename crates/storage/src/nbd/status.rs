@@ -1,9 +1,9 @@
 //! Which ranges have a flag of the context that was chosen, as the server says: those that read as
 //! zeroes, or those that a bitmap marks.
 //!
-//! Promises: a range that is told to be a hole reads as zeroes. One reply of an export that is opened for reading serves the
-//! questions that follow it, for a second; of one that is written each question is asked anew.
-//! Control path: convert and map.
+//! Promises: a range that is told to be a hole reads as zeroes. One reply of an export that is
+//! opened for reading serves the questions that follow it, for a second; of one that is written
+//! each question is asked anew. Control path: convert and map.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
