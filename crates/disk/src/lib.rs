@@ -109,7 +109,7 @@ pub use live::{
     Backing, MirrorControl, MirrorEnd, MirrorLeft, MirrorOptions, MirrorSync, NewSize,
     OverlayOptions, ResizeOptions, Resized, SnapshotChange, StreamOptions,
 };
-pub use open::{guess, note_file};
+pub use open::{StoredImage, guess, note_file};
 pub use options::{
     AllowedHost, Cache, DetectZeroes, Discard, Format, ImageOptions, NullOptions, SnapshotChoice,
     Source,

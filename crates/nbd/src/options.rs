@@ -2,6 +2,7 @@
 //!
 //! Plain values; control path.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -24,9 +25,8 @@ pub const HANDSHAKE_DEFAULT: Duration = Duration::from_secs(10);
 pub struct DirtyBitmap {
     /// Its name in the image.
     pub name: String,
-    /// The ranges that it marks: first byte and the byte after the last one, in order, without
-    /// overlaps.
-    pub ranges: Arc<[(u64, u64)]>,
+    /// The ranges that it marks, in bytes of the disk: in order, without overlaps.
+    pub ranges: Arc<[Range<u64>]>,
 }
 
 /// A disk, and the name that clients ask for.

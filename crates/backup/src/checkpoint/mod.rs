@@ -8,6 +8,7 @@ mod list;
 
 use std::fs::File;
 use std::io::Read;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -31,8 +32,8 @@ pub use list::{Bitmap, Image, ask, listed, look};
 /// How long the end of a checkpoint may take: the bitmaps are written.
 const END_LIMIT: Duration = Duration::from_secs(60);
 
-/// Ranges of a disk: first byte, and the byte after the last one.
-pub type Ranges = Arc<[(u64, u64)]>;
+/// Ranges of a disk, in bytes.
+pub type Ranges = Arc<[Range<u64>]>;
 
 /// A disk of a checkpoint before it begins.
 #[derive(Debug)]
@@ -181,7 +182,7 @@ impl Checkpoint {
         if begin.since.is_none() {
             return Ok(None);
         }
-        let mut all: Vec<(u64, u64)> = Vec::new();
+        let mut all: Vec<Range<u64>> = Vec::new();
         loop {
             let command =
                 Command::CheckpointDirty(Dirty { name: begin.name.clone(), first: all.len() });
@@ -192,7 +193,7 @@ impl Checkpoint {
                 Failure::new(Exit::General, text)
             })?;
             let is_last = value.get("more") != Some(&Value::Bool(true)) || ranges.is_empty();
-            all.extend(ranges);
+            all.extend(ranges.into_iter().map(|(start, end)| start..end));
             if is_last {
                 return Ok(Some(all.into()));
             }

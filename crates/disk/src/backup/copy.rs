@@ -73,7 +73,7 @@ impl Backup {
     }
 
     async fn copy_all(&self, progress: &Progress, side: &Cell<Side>) -> Result<(), Errno> {
-        progress.set_total(self.ranges.iter().map(|(start, end)| Bytes(end - start)).sum());
+        progress.set_total(self.ranges.iter().map(|range| Bytes(range.end - range.start)).sum());
         let mut ranges = self.ranges.iter();
         let mut rest = pieces(GuestOffset(0), GuestOffset(0));
         all_of(|| {
@@ -81,8 +81,8 @@ impl Backup {
                 match rest.next() {
                     Some(piece) => break piece,
                     None => {
-                        let (start, end) = ranges.next()?;
-                        rest = pieces(GuestOffset(*start), GuestOffset(*end));
+                        let range = ranges.next()?;
+                        rest = pieces(GuestOffset(range.start), GuestOffset(range.end));
                     }
                 }
             };

@@ -18,6 +18,7 @@
 mod copy;
 
 use ringdisk_qcow2::Bytes;
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -67,8 +68,8 @@ pub struct Backup {
     disk: Arc<Disk>,
     target: Arc<Disk>,
     checkpoint: Arc<Checkpoint>,
-    /// Of the frozen disk: first byte, and the byte past the last one, of what is copied.
-    ranges: Arc<[(u64, u64)]>,
+    /// What is copied, in bytes of the frozen disk.
+    ranges: Arc<[Range<u64>]>,
     is_top: bool,
     /// The target reads as zeroes where nothing was sent to it.
     is_new: bool,
@@ -144,7 +145,7 @@ impl Disk {
         self.backups.fetch_add(1, Ordering::AcqRel);
         let ranges = match checkpoint.dirty() {
             Some(dirty) => dirty.ranges,
-            None => Arc::from([(0, checkpoint.disk().size().0)]),
+            None => std::iter::once(0..checkpoint.disk().size().0).collect(),
         };
         let is_top = options.sync == BackupSync::Top;
         in_use.keep();

@@ -97,8 +97,8 @@ impl Chosen {
         let inside = |at: u64| at.saturating_sub(self.start).min(frozen.size().0);
         let ranges = contents
             .ranges()
-            .map(|range| (inside(range.start.0), inside(range.end.0)))
-            .filter(|(start, end)| start < end)
+            .map(|range| inside(range.start.0)..inside(range.end.0))
+            .filter(|range| !range.is_empty())
             .collect();
         let granularity_bytes = contents.granularity_bytes();
         Some(DirtyRanges { name: since.name().to_owned(), granularity_bytes, ranges })

@@ -2,10 +2,11 @@
 //!
 //! Promises: plain values.
 
-use ringdisk_qcow2::Bytes;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ringdisk_qcow2::Bytes;
 use ringdisk_storage::Storage;
 
 pub use crate::graph::CheckpointState;
@@ -70,7 +71,6 @@ pub struct DirtyRanges {
     pub name: String,
     /// Bytes of disk for each bit.
     pub granularity_bytes: Bytes,
-    /// First byte, and the byte after the last one, of each marked run of the frozen disk; in
-    /// order, not empty, not touching one another.
-    pub ranges: Arc<[(u64, u64)]>,
+    /// The marked runs, in bytes of the frozen disk; in order, not empty, not touching one another.
+    pub ranges: Arc<[Range<u64>]>,
 }

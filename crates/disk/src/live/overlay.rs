@@ -48,8 +48,10 @@ impl Disk {
 
     /// As [`Disk::add_overlay`], in a file that the caller creates.
     ///
-    /// * `create`: creates the new empty file.
-    pub(crate) async fn add_overlay_in(
+    /// * `create`: creates the new empty file, and gives its storage.
+    ///
+    /// Errors: those of [`Disk::add_overlay`], and those of `create`.
+    pub async fn add_overlay_in(
         &self,
         ring: &Ring,
         path: PathBuf,

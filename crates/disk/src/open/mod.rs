@@ -16,6 +16,7 @@ mod noting;
 mod overlay;
 #[cfg(test)]
 pub(crate) mod simulated;
+mod storages;
 mod top;
 mod window;
 
@@ -43,6 +44,7 @@ pub(crate) use layer::{
 };
 pub use noting::note_file;
 pub(crate) use overlay::{create_file, over, remove, sync_directory};
+pub use storages::StoredImage;
 
 /// An image that was found.
 enum Found {

@@ -184,15 +184,15 @@ async fn write(session: &Session, slot: &Slot, request: &Request) -> Result<(), 
 }
 
 /// The parts of a long range: first byte and length.
-fn parts(offset: u64, len: u64) -> impl Iterator<Item = (u64, u64)> {
+fn parts(offset: u64, len: u64) -> impl Iterator<Item = (u64, Bytes)> {
     let starts = (0..len).step_by(usize::try_from(PART_BYTES).unwrap_or(usize::MAX));
-    starts.map(move |at| (offset + at, PART_BYTES.min(len - at)))
+    starts.map(move |at| (offset + at, Bytes(PART_BYTES.min(len - at))))
 }
 
 /// Discards; where the storage cannot, that is none of the client's business.
 async fn discard(session: &Session, offset: u64, len: u64) -> Result<(), Errno> {
     for (offset, len) in parts(offset, len) {
-        match session.export.disk.discard(session.ring(), offset, Bytes(len)).await {
+        match session.export.disk.discard(session.ring(), offset, len).await {
             Err(Errno::OPNOTSUPP) => return Ok(()),
             result => result?,
         }
@@ -231,9 +231,9 @@ async fn zero(session: &Session, request: &Request) -> Result<(), Refusal> {
     }
     for (offset, len) in parts(request.offset, request.len) {
         let result = if is_fast {
-            disk.punch(ring, offset, Bytes(len)).await
+            disk.punch(ring, offset, len).await
         } else {
-            disk.write_zeroes(ring, offset, Bytes(len), may_unmap).await
+            disk.write_zeroes(ring, offset, len, may_unmap).await
         };
         result.map_err(failed)?;
     }
@@ -247,9 +247,9 @@ mod tests {
     #[test]
     fn a_long_range_is_cut_into_parts() {
         assert_eq!(parts(5, 0).count(), 0);
-        assert_eq!(parts(5, 7).collect::<Vec<_>>(), [(5, 7)]);
+        assert_eq!(parts(5, 7).collect::<Vec<_>>(), [(5, Bytes(7))]);
         let cut: Vec<_> = parts(1, PART_BYTES + 1).collect();
-        assert_eq!(cut, [(1, PART_BYTES), (1 + PART_BYTES, 1)]);
+        assert_eq!(cut, [(1, Bytes(PART_BYTES)), (1 + PART_BYTES, Bytes(1))]);
     }
 
     #[test]

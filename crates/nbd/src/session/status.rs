@@ -3,6 +3,8 @@
 //! Promises: an answer has a bounded number of extents and of look-ups, and is shorter than asked
 //! for where that is not enough; it has one extent at least. Allocates.
 
+use std::ops::Range;
+
 use ringdisk_disk::Bytes;
 use ringdisk_nbd_protocol::numbers::extent_flags;
 use ringdisk_nbd_protocol::numbers::{chunk, chunk_flags, command_flags as flags, errno};
@@ -34,6 +36,7 @@ pub(super) async fn status(
     request: &Request,
 ) -> Result<(), Refusal> {
     let (len, ids) = what_is_asked(session, slot, request)?;
+    let range = request.offset..request.offset + len;
     let is_extended = session.style == Style::Extended;
     // In heads of 32 bits an extent is shorter than 4 GiB; the request is, too.
     let has_one = request.flags & flags::REQ_ONE != 0;
@@ -45,13 +48,11 @@ pub(super) async fn status(
         slot.extents.borrow_mut().clear();
         match context {
             Context::Dirty(bitmap) => {
-                dirty(bitmap, request.offset, len, limit, &mut slot.extents.borrow_mut());
+                dirty(bitmap, range.clone(), limit, &mut slot.extents.borrow_mut());
             }
             Context::Allocation | Context::Depth => {
                 let depth = matches!(context, Context::Depth);
-                allocation(session, slot, (request.offset, len), limit, depth)
-                    .await
-                    .map_err(failed)?;
+                allocation(session, slot, range.clone(), limit, depth).await.map_err(failed)?;
             }
         }
         let is_last = index + 1 == ids.len();
@@ -93,10 +94,11 @@ fn what_is_asked(
 async fn allocation(
     session: &Session,
     slot: &Slot,
-    (offset, len): (u64, u64),
+    range: Range<u64>,
     limit: usize,
     is_depth: bool,
 ) -> Result<(), Errno> {
+    let (offset, len) = (range.start, range.end - range.start);
     let disk = &session.export.disk;
     let mut at = 0;
     for lookups in 1..=LOOKUPS_MAX {
@@ -127,15 +129,14 @@ async fn allocation(
 }
 
 /// Fills extents for `qemu:dirty-bitmap:NAME`.
-fn dirty(bitmap: &DirtyBitmap, offset: u64, len: u64, limit: usize, extents: &mut Vec<Extent>) {
-    let end = offset + len;
-    let mut at = offset;
-    let first = bitmap.ranges.partition_point(|(_, end)| *end <= offset);
-    for (start, stop) in &bitmap.ranges[first..] {
+fn dirty(bitmap: &DirtyBitmap, range: Range<u64>, limit: usize, extents: &mut Vec<Extent>) {
+    let Range { start: mut at, end } = range;
+    let first = bitmap.ranges.partition_point(|marked| marked.end <= at);
+    for marked in &bitmap.ranges[first..] {
         if at >= end {
             return;
         }
-        let (start, stop) = ((*start).clamp(at, end), (*stop).clamp(at, end));
+        let (start, stop) = (marked.start.clamp(at, end), marked.end.clamp(at, end));
         let clean = Extent { len: start - at, flags: 0 };
         let dirty = Extent { len: stop - start, flags: extent_flags::DIRTY };
         if !push_extent(extents, clean, limit) || !push_extent(extents, dirty, limit) {
@@ -198,7 +199,7 @@ mod tests {
 
     #[test]
     fn a_bitmap_says_what_is_clean_and_what_is_dirty() {
-        let ranges = Arc::new([(100, 200), (300, 400)]);
+        let ranges = Arc::new([100..200, 300..400]);
         let bitmap = DirtyBitmap { name: String::from("b"), ranges };
         for (offset, len, limit, expected) in [
             (0, 1000, 9, vec![(100, 0), (100, 1), (100, 0), (100, 1), (600, 0)]),
@@ -209,7 +210,7 @@ mod tests {
             (0, 1000, 2, vec![(100, 0), (100, 1)]),
         ] {
             let mut found = Vec::new();
-            dirty(&bitmap, offset, len, limit, &mut found);
+            dirty(&bitmap, offset..offset + len, limit, &mut found);
             assert_eq!(found, extents(&expected), "{offset} {len} {limit}");
         }
     }

@@ -1,6 +1,5 @@
 //! Block status: each context, with and without limits, filters and 64 bits.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use ringdisk_disk::Format;
@@ -89,11 +88,11 @@ fn a_null_disk_and_the_last_byte_have_a_status() {
 
 #[test]
 fn bitmaps_say_what_is_dirty_and_filters_choose_among_contexts() {
-    let bitmap = |name: &str, ranges: &[(u64, u64)]| DirtyBitmap {
+    let bitmap = |name: &str, ranges: Vec<std::ops::Range<u64>>| DirtyBitmap {
         name: name.to_owned(),
-        ranges: Arc::from(ranges),
+        ranges: ranges.into(),
     };
-    let bitmaps = vec![bitmap("b0", &[(MIB, 2 * MIB)]), bitmap("b1", &[])];
+    let bitmaps = vec![bitmap("b0", std::iter::once(MIB..2 * MIB).collect()), bitmap("b1", vec![])];
     let disk = NamedDisk { bitmaps, ..NamedDisk::new("", null(Duration::ZERO)) };
     let server = Server::start(vec![disk], options(1));
     let style = Style::Extended;

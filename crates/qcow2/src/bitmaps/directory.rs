@@ -45,6 +45,27 @@ pub(crate) struct Entry {
 }
 
 impl Entry {
+    /// The entry of a new bitmap.
+    ///
+    /// * `granularity_bits`: at most 31.
+    /// * `table`: host offset of its table, and the number of entries there.
+    pub(crate) fn new(
+        name: &str,
+        granularity_bits: u32,
+        flags: u32,
+        (table_offset, table_entries): (HostOffset, u32),
+    ) -> Entry {
+        Entry {
+            table_offset,
+            table_entries,
+            flags,
+            kind: TYPE_DIRTY_TRACKING,
+            granularity_bits: u8::try_from(granularity_bits).unwrap_or(u8::MAX),
+            extra: Vec::new(),
+            name: name.as_bytes().to_vec(),
+        }
+    }
+
     pub(crate) fn has(&self, flag: u32) -> bool {
         self.flags & flag != 0
     }

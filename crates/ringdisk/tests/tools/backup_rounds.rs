@@ -8,8 +8,9 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use ringdisk_testkit::images::{assert_clean, qcow2};
+use ringdisk_testkit::limits::needs;
 use ringdisk_testkit::mount::{scratch, text};
-use ringdisk_testkit::process::{LIMIT, Process, ok_words, until};
+use ringdisk_testkit::process::{LIMIT, Process, has, ok_words, until};
 
 use super::backup::{BLOCKS, instant, stamp};
 use crate::common::nbd_client::NbdClient;
@@ -147,51 +148,128 @@ fn no_disk_of_a_round_is_ahead_of_one_that_is_written_before_it() {
     disks.stop();
 }
 
-/// The copy of a second disk stands still in the middle of each round, so that readers can look at
-/// the checkpoint of that round. The load verifies what it reads.
+/// A second disk of each round, whose copy stands still in its middle, so that readers can look at
+/// the checkpoint of that round.
+struct Second {
+    storage: NbdStorage,
+    socket: PathBuf,
+    daemon: Daemon,
+}
+
+impl Second {
+    fn start(d: &Path) -> Second {
+        let storage = NbdStorage::new(vec![5; 256 << 10]);
+        let socket = d.join("second");
+        let words = [&storage.uri(), "-f", "raw", "--nbd", text(&socket)];
+        let daemon = Daemon::of(&mut serve_command(&words));
+        Second { storage, socket, daemon }
+    }
+
+    /// A round of backup of the disk at `socket`, to `backups`. Gives what its checkpoint shows.
+    fn round(&self, d: &Path, socket: &Path) -> Vec<u8> {
+        self.storage.hold_reads_over(0);
+        let mut command = Command::new(program());
+        let words = ["backup", text(socket), "backups/", "--with", text(&self.socket)];
+        let backup = Process::spawn(command.current_dir(d).args(words));
+        // The first disk has been copied when the second one is.
+        until(LIMIT, || (self.storage.held_reads() > 0).then_some(())).expect("the second disk");
+        let list = ctl(socket, &["checkpoint", "--list", "--json"]).ok().json();
+        let uri = list["checkpoints"][0]["uri"].as_str().expect("a URI");
+        let copy = d.join("shown");
+        ok_words(&["nbdcopy", uri, text(&copy)]);
+        self.storage.go_on();
+        let ended = backup.finish(LIMIT);
+        assert_eq!(ended.code(), Some(0), "{}", ended.output());
+        let shown = fs::read(&copy).expect("the copy");
+        fs::remove_file(copy).expect("removed");
+        shown
+    }
+
+    /// Each round gives back what its checkpoint showed.
+    ///
+    /// * `shown`: a full round, and incremental ones.
+    fn judge(self, d: &Path, shown: &[Vec<u8>]) {
+        self.daemon.stop(&[&self.socket]);
+        let backups = d.join("backups/socket");
+        let rounds = rounds(&backups);
+        assert_eq!(
+            rounds.values().copied().collect::<Vec<_>>(),
+            [true, false, false],
+            "{rounds:?}"
+        );
+        assert!(shown[0] != shown[1] && shown[1] != shown[2], "the load has changed nothing");
+        for (time, shown) in rounds.keys().zip(shown) {
+            assert!(restored(&backups, time) == *shown, "{time}: not what its checkpoint showed");
+        }
+        let last = rounds.keys().next_back().expect("rounds");
+        assert!(restored(&d.join("backups/second"), last) == self.storage.bytes());
+    }
+}
+
+/// The load verifies what it reads.
 #[test]
 fn a_full_round_and_two_incremental_ones_are_what_their_checkpoints_showed() {
     let directory = scratch();
     let d = directory.path();
     let place = Place::new("qcow2");
     let daemon = place.start(&["--sandbox", "on"]);
-    let storage = NbdStorage::new(vec![5; 256 << 10]);
-    let second = d.join("second");
-    let words = [&storage.uri(), "-f", "raw", "--nbd", text(&second)];
-    let second_daemon = Daemon::of(&mut serve_command(&words));
+    let second = Second::start(d);
     let (mut vm, mut load) = (place.vm(true), load(23));
     load.run(&mut vm, 300);
-    let mut shown = Vec::new();
-    for round in 0..3 {
-        shown.push(meanwhile(&mut vm, &mut load, || {
-            storage.hold_reads_over(0);
-            let mut command = Command::new(program());
-            let words = ["backup", text(&place.socket), "backups/", "--with", text(&second)];
-            let backup = Process::spawn(command.current_dir(d).args(words));
-            // The first disk has been copied when the second one is.
-            until(LIMIT, || (storage.held_reads() > 0).then_some(())).expect("the second disk");
-            let list = ctl(&place.socket, &["checkpoint", "--list", "--json"]).ok().json();
-            let uri = list["checkpoints"][0]["uri"].as_str().expect("a URI");
-            let copy = d.join(format!("shown-{round}"));
-            ok_words(&["nbdcopy", uri, text(&copy)]);
-            storage.go_on();
-            let ended = backup.finish(LIMIT);
-            assert_eq!(ended.code(), Some(0), "{}", ended.output());
-            fs::read(copy).expect("the copy")
-        }));
-    }
+    let shown: Vec<_> =
+        (0..3).map(|_| meanwhile(&mut vm, &mut load, || second.round(d, &place.socket))).collect();
     load.read_all(&mut vm);
     drop(vm);
     daemon.stop(&[&place.socket]);
-    second_daemon.stop(&[&second]);
     place.judge(&mut load);
-    let backups = d.join("backups/socket");
-    let rounds = rounds(&backups);
-    assert_eq!(rounds.values().copied().collect::<Vec<_>>(), [true, false, false], "{rounds:?}");
-    assert!(shown[0] != shown[1] && shown[1] != shown[2], "the load has changed nothing");
-    for (time, shown) in rounds.keys().zip(&shown) {
-        assert!(restored(&backups, time) == *shown, "{time}: not what its checkpoint showed");
+    second.judge(d, &shown);
+}
+
+/// One pass of fio, with its own NBD client: writes the whole disk in random order, reads it back
+/// and compares.
+fn fio_pass(uri: &str, number: u64) {
+    let (uri, seed) = (format!("--uri={uri}"), format!("--randseed={}", number + 1));
+    // Slow enough that rounds come in its middle: a second of writes, and as much of reads.
+    let shape = ["--rw=randwrite", "--bs=4k", "--size=8M", "--iodepth=16", "--rate_iops=2000,2000"];
+    let verify = ["--verify=crc32c", "--do_verify=1", "--verify_fatal=1", "--verify_state_save=0"];
+    let words = ["fio", "--name=load", "--ioengine=nbd", "--thread", &uri, &seed];
+    ok_words(&[&words[..], &shape, &verify].concat());
+}
+
+#[test]
+fn rounds_beside_fio_are_what_their_checkpoints_showed() {
+    let has_engine = has("fio") && ok_words(&["fio", "--enghelp"]).contains("nbd");
+    if !needs("fio with its engine nbd", has_engine) {
+        return;
     }
-    let second = restored(&d.join("backups/second"), rounds.keys().next_back().expect("rounds"));
-    assert!(second == storage.bytes());
+    let directory = scratch();
+    let d = directory.path();
+    let place = Place::new("qcow2");
+    let words = [text(&place.image), "-f", "qcow2", "--nbd", text(&place.socket)];
+    let daemon = Daemon::of(&mut serve_command(&[&words[..], &["--sandbox", "on"]].concat()));
+    let uri = format!("nbd+unix:///?socket={}", text(&place.socket));
+    let second = Second::start(d);
+    let (passes, is_done) = (AtomicU64::new(0), AtomicBool::new(false));
+    let shown: Vec<_> = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_done.load(Ordering::Relaxed) {
+                fio_pass(&uri, passes.load(Ordering::Relaxed));
+                passes.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        let _done = Done(&is_done);
+        let changes =
+            || ctl(&place.socket, &["stats", "--json"]).ok().json()["total"]["writes"].as_u64();
+        let round = |_| {
+            // So that the round has something to say.
+            let before = changes().expect("a count");
+            until(LIMIT, || (changes()? > before + 100).then_some(())).expect("fio writes");
+            second.round(d, &place.socket)
+        };
+        (0..3).map(round).collect()
+    });
+    assert!(passes.load(Ordering::Relaxed) > 0);
+    daemon.stop(&[&place.socket]);
+    assert_clean(&place.image);
+    second.judge(d, &shown);
 }

@@ -83,7 +83,7 @@ async fn bitmap(
             return Err(Failure::new(Exit::Usage, text).hint(hint));
         }
         let contents = image.bitmap_contents(ring, name).await?;
-        let ranges = contents.ranges().map(|range| (range.start.0, range.end.0));
+        let ranges = contents.ranges().map(|range| range.start.0..range.end.0);
         return Ok(DirtyBitmap { name: name.to_owned(), ranges: ranges.collect() });
     }
     let image = disk.layers().first().map(|layer| layer.name().display().to_string());

@@ -5,6 +5,7 @@
 //! its reply came, and lets go of the caller's memory at once.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::task::{Poll, Waker};
 
 use ringdisk_nbd_protocol::numbers::command;
@@ -35,34 +36,34 @@ enum State {
 
 /// Bytes of a read that have come, from its first byte on: disjoint runs in order.
 #[derive(Debug, Default)]
-struct Covered(Vec<(u64, u64)>);
+struct Covered(Vec<Range<u64>>);
 
 impl Covered {
     /// Adds a run. Errors: it overlaps one, or there are too many gaps.
     fn add(&mut self, start: u64, end: u64) -> Result<(), &'static str> {
-        let at = self.0.partition_point(|run| run.1 <= start);
-        if self.0.get(at).is_some_and(|run| run.0 < end) {
+        let at = self.0.partition_point(|run| run.end <= start);
+        if self.0.get(at).is_some_and(|run| run.start < end) {
             return Err("two parts of a reply overlap");
         }
-        let joins_before = at > 0 && self.0[at - 1].1 == start;
-        let joins_after = self.0.get(at).is_some_and(|run| run.0 == end);
+        let joins_before = at > 0 && self.0[at - 1].end == start;
+        let joins_after = self.0.get(at).is_some_and(|run| run.start == end);
         match (joins_before, joins_after) {
             (true, true) => {
-                self.0[at - 1].1 = self.0[at].1;
+                self.0[at - 1].end = self.0[at].end;
                 self.0.remove(at);
             }
-            (true, false) => self.0[at - 1].1 = end,
-            (false, true) => self.0[at].0 = start,
+            (true, false) => self.0[at - 1].end = end,
+            (false, true) => self.0[at].start = start,
             (false, false) if self.0.len() >= GAPS_MAX => {
                 return Err("a reply comes in too many pieces");
             }
-            (false, false) => self.0.insert(at, (start, end)),
+            (false, false) => self.0.insert(at, start..end),
         }
         Ok(())
     }
 
     fn is_all(&self, len: u64) -> bool {
-        len == 0 || self.0.as_slice() == [(0, len)]
+        len == 0 || self.0.iter().eq([&(0..len)])
     }
 }
 

@@ -1,8 +1,9 @@
-//! What is a hole, or marked in a bitmap, as the server says.
+//! Which ranges have a flag of the context that was chosen, as the server says: those that read as
+//! zeroes, or those that a bitmap marks.
 //!
-//! Promises: a hole reads as zeroes. One reply of an export that is opened for reading serves the
-//! questions that follow it, for a second; of one that is written each question is asked anew.
-//! Control path: convert and map.
+//! Promises: a range that is told to be a hole reads as zeroes. One reply of an export that is
+//! opened for reading serves the questions that follow it, for a second; of one that is written
+//! each question is asked anew. Control path: convert and map.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -20,11 +21,11 @@ const BELIEVED: Duration = Duration::from_secs(1);
 /// Longest range that is asked about, bytes: what every server can say in 32 bits.
 const SPAN_MAX: u64 = 2 << 30;
 
-/// A run of data, or of holes.
+/// A run of bytes that have the flag, or of bytes that have it not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Run {
     end: u64,
-    kind: Allocation,
+    has_flag: bool,
 }
 
 /// The last reply.
@@ -32,7 +33,7 @@ struct Run {
 pub(super) struct Cache(Mutex<Option<Known>>);
 
 impl Cache {
-    fn find(&self, offset: u64) -> Option<(Allocation, u64)> {
+    fn find(&self, offset: u64) -> Option<(bool, u64)> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.find(offset)
     }
 
@@ -49,29 +50,26 @@ struct Known {
 }
 
 impl Known {
-    /// Kind of the byte at `offset`, and bytes from there to the end of its run.
-    fn find(&self, offset: u64) -> Option<(Allocation, u64)> {
+    /// Whether the byte at `offset` has the flag, and bytes from there to the end of its run.
+    fn find(&self, offset: u64) -> Option<(bool, u64)> {
         if offset < self.start || self.since.elapsed() > BELIEVED {
             return None;
         }
         let at = self.runs.partition_point(|run| run.end <= offset);
-        self.runs.get(at).map(|run| (run.kind, run.end - offset))
+        self.runs.get(at).map(|run| (run.has_flag, run.end - offset))
     }
 }
 
 /// The runs of a reply, which begins at `start` and counts up to `end`.
-///
-/// * `hole`: the flag of what counts as a hole.
-fn runs(start: u64, end: u64, hole: u64, extents: &[Extent]) -> Vec<Run> {
+fn runs(start: u64, end: u64, flag: u64, extents: &[Extent]) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::with_capacity(extents.len());
     let mut at = start;
     for extent in extents {
         at = at.saturating_add(extent.len).min(end);
-        let is_hole = extent.flags & hole != 0;
-        let kind = if is_hole { Allocation::Hole } else { Allocation::Data };
+        let has_flag = extent.flags & flag != 0;
         match runs.last_mut() {
-            Some(last) if last.kind == kind => last.end = at,
-            _ => runs.push(Run { end: at, kind }),
+            Some(last) if last.has_flag == has_flag => last.end = at,
+            _ => runs.push(Run { end: at, has_flag }),
         }
     }
     runs
@@ -92,7 +90,8 @@ impl Nbd {
         if self.shared.agreed.allocation.is_none() {
             return Ok((Allocation::Data, len));
         }
-        self.known(ring, offset, len, extent_flags::ZERO).await
+        let (is_zero, run) = self.known(ring, offset, len, extent_flags::ZERO).await?;
+        Ok((if is_zero { Allocation::Hole } else { Allocation::Data }, run))
     }
 
     /// Whether it shows a bitmap.
@@ -111,23 +110,22 @@ impl Nbd {
         if len == 0 || !self.shows_bitmap() {
             return Ok((false, len));
         }
-        let (kind, run) = self.known(ring, offset, len, extent_flags::DIRTY).await?;
-        Ok((kind == Allocation::Hole, run))
+        self.known(ring, offset, len, extent_flags::DIRTY).await
     }
 
-    /// What the server says, of the one context that was chosen.
+    /// Whether the byte at `offset` has a flag of the one context that was chosen, and for how many
+    /// bytes that is so.
     ///
     /// * `len`: not 0, and inside the export.
-    /// * `hole`: the flag of what counts as a hole.
     async fn known(
         &self,
         ring: &Ring,
         offset: u64,
         len: u64,
-        hole: u64,
-    ) -> Result<(Allocation, u64), Errno> {
-        if let Some((kind, run)) = self.status.find(offset) {
-            return Ok((kind, run.min(len)));
+        flag: u64,
+    ) -> Result<(bool, u64), Errno> {
+        if let Some((has_flag, run)) = self.status.find(offset) {
+            return Ok((has_flag, run.min(len)));
         }
         let block = u64::from(self.shared.agreed.block);
         let start = offset / block * block;
@@ -146,13 +144,13 @@ impl Nbd {
         };
         // A server may say more than it was asked about, at the end: that is not believed.
         let driver = driver::of(&self.shared, ring);
-        let runs = driver.status(request, |extents| runs(start, end, hole, extents)).await?;
+        let runs = driver.status(request, |extents| runs(start, end, flag, extents)).await?;
         let known = Known { start, runs, since: Instant::now() };
-        let (kind, run) = known.find(offset).unwrap_or((Allocation::Data, len));
+        let (has_flag, run) = known.find(offset).unwrap_or((false, len));
         if self.read_only {
             self.status.set(known);
         }
-        Ok((kind, run.min(len)))
+        Ok((has_flag, run.min(len)))
     }
 }
 
@@ -168,10 +166,10 @@ mod tests {
         let known = Known { start: 100, runs: runs(100, 150, 2, &extents), since: Instant::now() };
         for (offset, found) in [
             (99, None),
-            (100, Some((Allocation::Data, 20))),
-            (119, Some((Allocation::Data, 1))),
-            (120, Some((Allocation::Hole, 20))),
-            (140, Some((Allocation::Data, 10))),
+            (100, Some((false, 20))),
+            (119, Some((false, 1))),
+            (120, Some((true, 20))),
+            (140, Some((false, 10))),
             (150, None),
         ] {
             assert_eq!(known.find(offset), found, "{offset}");

@@ -260,9 +260,10 @@ impl Checkpoints {
         };
         let rest = dirty.ranges.get(wanted.first..).unwrap_or_default();
         let some = rest.get(..RANGES_MAX).unwrap_or(rest);
+        let pairs: Vec<_> = some.iter().map(|range| (range.start, range.end)).collect();
         Ok(json!({
             "granularity": dirty.granularity_bytes.0,
-            "ranges": some,
+            "ranges": pairs,
             "more": rest.len() > some.len(),
         }))
     }

@@ -70,9 +70,8 @@ pub struct ConvertOptions {
     pub target_has_backing: bool,
     /// Ranges that cannot be read become zeroes (`--salvage`).
     pub salvage: bool,
-    /// Only these ranges are copied, first byte and the byte after the last one: in order, without
-    /// overlaps. `None`: all.
-    pub only: Option<Arc<[(u64, u64)]>>,
+    /// Only these ranges are copied, in bytes of the disk: in order, without overlaps. `None`: all.
+    pub only: Option<Arc<[Range<u64>]>>,
     /// The file system copies where it can (`-C`), by reference where it has that; zeroes inside of
     /// data are not looked for then.
     pub copy_range: bool,

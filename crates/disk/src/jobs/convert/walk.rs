@@ -155,10 +155,10 @@ impl<'a> Walk<'a> {
     /// Whether `at` is in a range that is copied, and where that, or the gap, ends.
     fn span(&self, at: u64) -> (bool, u64) {
         let Some(only) = &self.options.only else { return (true, self.size) };
-        let next = only.partition_point(|(_, end)| *end <= at);
+        let next = only.partition_point(|range| range.end <= at);
         match only.get(next) {
-            Some((start, end)) if *start <= at => (true, (*end).min(self.size)),
-            Some((start, _)) => (false, (*start).min(self.size)),
+            Some(range) if range.start <= at => (true, range.end.min(self.size)),
+            Some(range) => (false, range.start.min(self.size)),
             None => (false, self.size),
         }
     }

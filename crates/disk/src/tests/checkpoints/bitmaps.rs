@@ -66,7 +66,8 @@ fn runs(marked: &[bool]) -> Vec<(u64, u64)> {
 }
 
 fn dirty(checkpoint: &Checkpoint) -> Vec<(u64, u64)> {
-    checkpoint.dirty().expect("a bitmap").ranges.to_vec()
+    let dirty = checkpoint.dirty().expect("a bitmap");
+    dirty.ranges.iter().map(|range| (range.start, range.end)).collect()
 }
 
 /// What a bitmap of an image that nobody uses says; `None`: there is none that is valid.
@@ -234,9 +235,9 @@ fn incremental_rounds_give_the_last_state() {
             match checkpoint.dirty() {
                 None => backup = shown.clone(),
                 Some(dirty) => {
-                    for (start, end) in dirty.ranges.iter() {
-                        let range = usize::try_from(*start).expect("small")
-                            ..usize::try_from(*end).expect("small");
+                    for marked in dirty.ranges.iter() {
+                        let range = usize::try_from(marked.start).expect("small")
+                            ..usize::try_from(marked.end).expect("small");
                         backup[range.clone()].copy_from_slice(&shown[range]);
                     }
                 }

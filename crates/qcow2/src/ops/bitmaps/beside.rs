@@ -12,7 +12,7 @@ use ringdisk_ring::{Errno, Ring};
 use super::store;
 use super::update::{self, Update, Use};
 use crate::bitmaps::bits::Bits;
-use crate::bitmaps::directory::{self, AUTO, Entry, FLAGS_AT, IN_USE, TYPE_DIRTY_TRACKING};
+use crate::bitmaps::directory::{self, AUTO, Entry, FLAGS_AT, IN_USE};
 use crate::engine::Qcow2;
 use crate::error::Error;
 use crate::header::write_bytes;
@@ -88,16 +88,7 @@ impl Qcow2 {
                 return Err(errno);
             }
         };
-        entries.push(Entry {
-            table_offset: stored.0,
-            table_entries: stored.1,
-            flags: AUTO,
-            kind: TYPE_DIRTY_TRACKING,
-            // At most 31.
-            granularity_bits: u8::try_from(granularity_bits).unwrap_or(u8::MAX),
-            extra: Vec::new(),
-            name: name.as_bytes().to_vec(),
-        });
+        entries.push(Entry::new(name, granularity_bits, AUTO, stored));
         let is_changed = engine.started.load(Ordering::Acquire);
         let in_use = is_changed || engine.recording.has_begun();
         // The new directory has all of them in use. If it is not known which header is on the

@@ -11,7 +11,7 @@ use super::store;
 use super::update::{self, Update};
 use crate::bitmaps::bits::Bits;
 use crate::bitmaps::directory::{
-    self, AUTO, Entry, GRANULARITY_BITS_MAX, GRANULARITY_BITS_MIN, IN_USE, TYPE_DIRTY_TRACKING,
+    self, AUTO, Entry, GRANULARITY_BITS_MAX, GRANULARITY_BITS_MIN, IN_USE,
 };
 use crate::bitmaps::tables::{self, Place};
 use crate::cause::Cause;
@@ -104,17 +104,8 @@ impl Qcow2 {
             .ok_or_else(|| self.no_memory_for_bitmap(name))?;
         let mut update = Update::default();
         let stored = store::store(self, ring, &bits, &mut update.taken).await;
-        let (table_offset, table_entries) = self.or_give_back(stored, &mut update)?;
-        entries.push(Entry {
-            table_offset,
-            table_entries,
-            flags,
-            kind: TYPE_DIRTY_TRACKING,
-            // At most 31.
-            granularity_bits: u8::try_from(granularity_bits).unwrap_or(u8::MAX),
-            extra: Vec::new(),
-            name: name.as_bytes().to_vec(),
-        });
+        let table = self.or_give_back(stored, &mut update)?;
+        entries.push(Entry::new(name, granularity_bits, flags, table));
         self.publish_bitmaps(ring, update, &entries).await
     }
 
