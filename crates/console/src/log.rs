@@ -29,6 +29,17 @@ const REMEMBERED_MAX: usize = 1000;
 /// * `verbose`: how often `-v` was given: warnings, progress, details, everything.
 /// * `serves`: the process goes on after it has begun, so it repeats its warnings.
 pub fn start(verbose: u8, serves: bool) {
+    begin(verbose, serves, None);
+}
+
+/// The same for a server that stands in for a program which does not say some things.
+///
+/// * `target`: of the events that are not written.
+pub fn start_without(verbose: u8, target: &'static str) {
+    begin(verbose, true, Some(target));
+}
+
+fn begin(verbose: u8, serves: bool, hidden: Option<&'static str>) {
     let level = match verbose {
         0 => LevelFilter::WARN,
         1 => LevelFilter::INFO,
@@ -42,7 +53,7 @@ pub fn start(verbose: u8, serves: bool) {
         .fmt_fields(Message)
         // The names of fields would be in italics in files too.
         .with_ansi(false)
-        .with_writer(StandardError { warned: (!serves).then(Mutex::default) })
+        .with_writer(StandardError { warned: (!serves).then(Mutex::default), hidden })
         .event_format(Line);
     let _ = tracing::subscriber::set_global_default(builder.finish());
 }
@@ -51,28 +62,34 @@ pub fn start(verbose: u8, serves: bool) {
 struct StandardError {
     /// The warnings that were written, where each is to be written once.
     warned: Option<Mutex<HashSet<Vec<u8>>>>,
+    /// The target of events that are not written.
+    hidden: Option<&'static str>,
 }
 
 impl<'a> MakeWriter<'a> for StandardError {
     type Writer = EventWriter<'a>;
 
     fn make_writer(&'a self) -> EventWriter<'a> {
-        EventWriter { warned: None }
+        EventWriter { warned: None, is_hidden: false }
     }
 
     fn make_writer_for(&'a self, meta: &Metadata<'_>) -> EventWriter<'a> {
-        EventWriter { warned: self.warned.as_ref().filter(|_| *meta.level() == Level::WARN) }
+        EventWriter {
+            warned: self.warned.as_ref().filter(|_| *meta.level() == Level::WARN),
+            is_hidden: self.hidden == Some(meta.target()),
+        }
     }
 }
 
 /// Writes one event, which tracing hands over as a whole.
 struct EventWriter<'a> {
     warned: Option<&'a Mutex<HashSet<Vec<u8>>>>,
+    is_hidden: bool,
 }
 
 impl Write for EventWriter<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if self.warned.is_none_or(|warned| is_new(warned, bytes)) {
+        if !self.is_hidden && self.warned.is_none_or(|warned| is_new(warned, bytes)) {
             write_error(bytes);
         }
         Ok(bytes.len())

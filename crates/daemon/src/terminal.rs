@@ -102,6 +102,21 @@ fn takes_a_piece(out: &impl AsFd) -> bool {
     ready
 }
 
+/// The process stands in for a program that does not say what it has tidied up.
+static IS_TERSE: AtomicBool = AtomicBool::new(false);
+
+/// Leaves notes about what was tidied up out from now on ([`note_of_tidying`]).
+pub fn be_terse() {
+    IS_TERSE.store(true, Ordering::Relaxed);
+}
+
+/// What was left by another process and is gone now.
+pub fn note_of_tidying(text: impl fmt::Display) {
+    if !IS_TERSE.load(Ordering::Relaxed) {
+        note(text);
+    }
+}
+
 /// Something worth knowing that stops nothing.
 pub fn note(text: impl fmt::Display) {
     say_error(format_args!("{}: {} {text}", name(), paint("note:", "1;36")));

@@ -109,6 +109,7 @@ pub use live::{
     Backing, MirrorControl, MirrorEnd, MirrorLeft, MirrorOptions, MirrorSync, NewSize,
     OverlayOptions, ResizeOptions, Resized, SnapshotChange, StreamOptions,
 };
+pub use lost_names::LOST_NAMES_TARGET;
 pub use open::{StoredImage, guess, note_file};
 pub use options::{
     AllowedHost, Cache, DetectZeroes, Discard, Format, ImageOptions, NullOptions, SnapshotChoice,

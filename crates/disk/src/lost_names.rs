@@ -12,6 +12,9 @@ use crate::layer::Layer;
 use crate::name::printable_path;
 use crate::{Disk, Error, ErrorKind};
 
+/// Target of the log events that say, when a disk is closed, that a file has lost its name.
+pub const LOST_NAMES_TARGET: &str = "ringdisk_disk::lost_names";
+
 impl Layer {
     /// Says, in a sentence without full stop, that the image file or its external data file has
     /// lost its name since it was opened. `None`: the names still lead to the files, or there are

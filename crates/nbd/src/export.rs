@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 
 use ringdisk_export::stats::{QueueView, Stats};
 use ringdisk_export::{
-    Error, ErrorKind, HaltReason, HandOverState, PlacementRule, QueueThread, ThreadSetup, ask_all,
-    close_disk, place_threads, stop_threads,
+    Error, ErrorKind, HaltReason, HandOverState, Pending, PlacementRule, QueueThread, ThreadSetup,
+    ask_all, close_disk, place_threads, stop_threads,
 };
-use ringdisk_ring::{Config, SpinPolicy, Topology};
+use ringdisk_ring::{Config, Errno, SpinPolicy, Topology};
 use rustix::net::listen;
 use rustix::net::sockopt::{set_socket_keepalive, set_tcp_nodelay};
 use rustix::process::{Resource, getrlimit};
@@ -305,25 +305,27 @@ impl Export {
         ask_all(&self.threads, END_LIMIT, hold).is_ok()
     }
 
-    /// Flushes and closes all disks that are ours to close.
+    /// Flushes and closes all disks that are ours to close, side by side: one whose storage does not
+    /// answer keeps no other one from its end.
     fn close_disks(&self, drained: bool) -> Result<(), HaltReason> {
         let Some(first) = self.threads.first() else { return Ok(()) };
-        let is_in_charge = self.is_in_charge;
-        let close = async move |queue: Rc<Queue>| {
-            let mut result = Ok(());
-            let disks = if is_in_charge { queue.shared.exports.all() } else { Vec::new() };
-            for export in disks {
-                result = result.and(close_disk(&export.disk, &queue.ring, drained).await);
-            }
-            result
-        };
+        let disks = if self.is_in_charge { self.shared.exports.all() } else { Vec::new() };
         let begun = Instant::now();
-        let closed = first.ask_task(close).wait(|| begun.elapsed() < END_LIMIT);
-        match closed {
-            Ok(Ok(())) if drained => Ok(()),
-            Ok(Err(errno)) => Err(HaltReason::Flush(errno)),
-            Ok(Ok(())) | Err(_) => Err(HaltReason::StillInFlight(self.in_flight())),
-        }
+        let close = |export: Arc<Exported>| {
+            first.ask_task(async move |queue: Rc<Queue>| {
+                close_disk(&export.disk, &queue.ring, drained).await
+            })
+        };
+        let closing: Vec<_> = disks.into_iter().map(close).collect();
+        let still_in_flight = || HaltReason::StillInFlight(self.in_flight());
+        let closed = |closing: Pending<Result<(), Errno>>| {
+            let closed = closing.wait(|| begun.elapsed() < END_LIMIT);
+            closed.map_err(|_| still_in_flight())?.map_err(HaltReason::Flush)
+        };
+        // All of them are waited for.
+        let results: Vec<_> = closing.into_iter().map(closed).collect();
+        results.into_iter().collect::<Result<(), _>>()?;
+        if drained { Ok(()) } else { Err(still_in_flight()) }
     }
 
     /// Lets everything stand still for a successor, which has it then, or it goes on here.

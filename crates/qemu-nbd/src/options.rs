@@ -422,7 +422,15 @@ impl Reading {
             || self.allocation_depth
             || !self.bitmaps.is_empty()
             || self.device.is_some()
-            || self.disconnects;
+            || self.disconnects
+            || self.format.is_some()
+            || self.snapshot.is_some()
+            || self.cache.is_some()
+            || self.aio.is_some()
+            || self.discard.is_some();
+        if self.fork {
+            return Err(String::from("List mode is incompatible with forking"));
+        }
         if says_more {
             return Err(String::from("List mode is incompatible with per-device settings"));
         }

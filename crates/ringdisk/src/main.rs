@@ -85,8 +85,11 @@ fn run() -> u8 {
     {
         return usage(&error);
     }
-    let serves = matches!(cli.command, Command::Mount(_) | Command::Serve(_));
-    log::start(cli.verbose, serves);
+    // `ringdisk nbd` writes the log as `qemu-nbd` would, and starts it.
+    if !matches!(cli.command, Command::Nbd(_)) {
+        let serves = matches!(cli.command, Command::Mount(_) | Command::Serve(_));
+        log::start(cli.verbose, serves);
+    }
     limits::raise();
     match command(&cli.command) {
         Ok(code) => code,

@@ -87,7 +87,7 @@ impl MadeSocket {
         let _lock = whole.parent().and_then(|directory| lock(directory, directory_lock::START));
         if let Some(left) = check(path)? {
             remove(&whole, left).map_err(cannot)?;
-            terminal::note(format_args!(
+            terminal::note_of_tidying(format_args!(
                 "'{}' was left by a process that is gone; it is replaced",
                 path.display()
             ));

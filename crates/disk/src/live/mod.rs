@@ -39,6 +39,7 @@ use ringdisk_ring::{Errno, Ring};
 use crate::graph::{Drained, State};
 use crate::layer::{Layer, Node};
 pub(crate) use crate::long_changes::{LongChange, Place, busy};
+use crate::lost_names::LOST_NAMES_TARGET;
 use crate::{Disk, Error, ErrorKind};
 
 pub use backing::Backing;
@@ -116,7 +117,7 @@ impl Disk {
             return result;
         }
         for lost in self.lost_names() {
-            tracing::warn!("at the end of the disk: {lost}");
+            tracing::warn!(target: LOST_NAMES_TARGET, "at the end of the disk: {lost}");
         }
         for layer in graph.layers.iter().filter(|layer| layer.is_writable) {
             let closed = match &layer.node {

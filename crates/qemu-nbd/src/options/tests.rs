@@ -147,6 +147,12 @@ fn wrong_words_have_the_texts_of_qemu_nbd() {
         (&["-L", "disk"], "List mode is incompatible with a file name"),
         (&["-L", "-x", "a"], "List mode is incompatible with per-device settings"),
         (&["-L", "-c", "/dev/nbd0"], "List mode is incompatible with per-device settings"),
+        (&["-L", "-f", "raw"], "List mode is incompatible with per-device settings"),
+        (&["-L", "-l", "s"], "List mode is incompatible with per-device settings"),
+        (&["-L", "-n"], "List mode is incompatible with per-device settings"),
+        (&["-L", "--aio=threads"], "List mode is incompatible with per-device settings"),
+        (&["-L", "--discard=unmap"], "List mode is incompatible with per-device settings"),
+        (&["-L", "--fork"], "List mode is incompatible with forking"),
         (
             &["-l", "snapshot.foo=1", "d"],
             "Invalid parameter 'snapshot.foo'\n\

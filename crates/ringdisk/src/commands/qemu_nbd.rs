@@ -89,7 +89,9 @@ fn serve(asked: &Serve) -> Result<u8, String> {
     args.nbd.is_for_a_device = asked.device.is_some();
     args.nbd.keeps_output = args.nbd.is_for_a_device && asked.verbose;
     of_tls(asked, &mut args.nbd.access)?;
-    log::start(cli.verbose, true);
+    // Callers kill servers, remove images before they end their server, and read standard error.
+    terminal::be_terse();
+    log::start_without(cli.verbose, ringdisk_disk::LOST_NAMES_TARGET);
     limits::raise();
     let mut disks = args.disks().map_err(|error| usage(&error))?;
     for disk in &mut disks {

@@ -1,6 +1,6 @@
 //! An NBD server for tests, whose export is the storage of a disk: memory that knows what was
 //! flushed, and that stands still where a test wants it. Written from the text of the protocol, not
-//! with code of ours: fixed newstyle, `GO`, simple replies.
+//! with code of ours: fixed newstyle, `GO`, simple replies. It goes silent where a test wants that.
 //!
 //! Promises: requests of all connections are carried out one after the other, so a flush covers
 //! what was answered on any of them. Dropping it ends all of its threads.
@@ -63,8 +63,22 @@ struct State {
     reads_max: Option<u32>,
     /// Reads that stand still.
     held_reads: usize,
+    silence: Option<Silence>,
     has_ended: bool,
     connections: Vec<UnixStream>,
+}
+
+/// From where on nothing more comes on a connection, which stays open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Silence {
+    /// A client that connects is not greeted.
+    Greeting,
+    /// A client is greeted, and its first option is not answered.
+    Handshake,
+    /// A reply to a read ends in the middle of its data.
+    Reply,
+    /// The end of a client that disconnects is not noticed.
+    Disconnect,
 }
 
 #[derive(Clone)]
@@ -140,9 +154,25 @@ impl NbdStorage {
         self.shared.state().held_reads
     }
 
-    /// Reads go on, also those that stand still.
+    /// Goes silent there.
+    pub(crate) fn fall_silent(&self, silence: Silence) {
+        self.shared.state().silence = Some(silence);
+    }
+
+    /// Ends all connections.
+    pub(crate) fn cut(&self) {
+        for connection in self.shared.state().connections.drain(..) {
+            let _ = connection.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Reads go on, also those that stand still, and the server is silent no more: connections on
+    /// which it was end.
     pub(crate) fn go_on(&self) {
-        self.shared.state().reads_max = None;
+        let mut state = self.shared.state();
+        state.reads_max = None;
+        state.silence = None;
+        drop(state);
         self.shared.changed.notify_all();
     }
 }
@@ -194,17 +224,39 @@ impl Shared {
         loop {
             let request = Request::read(&mut stream)?;
             if request.command == DISCONNECT {
+                self.is_silent(Silence::Disconnect);
                 return Ok(());
             }
             let Some(data) = self.answer(&request) else { return Ok(()) };
             let head = [&0x6744_6698_u32.to_be_bytes()[..], &[0; 4], &request.cookie];
-            stream.write_all(&[&head.concat()[..], &data].concat())?;
+            let reply = [&head.concat()[..], &data].concat();
+            let (first, rest) = reply.split_at(reply.len() - data.len() / 2);
+            stream.write_all(first)?;
+            if request.command == READ && self.is_silent(Silence::Reply) {
+                return Ok(());
+            }
+            stream.write_all(rest)?;
         }
+    }
+
+    /// Whether the server was silent there; waits until it is no more.
+    fn is_silent(&self, there: Silence) -> bool {
+        let state = self.state();
+        let was_silent = state.silence == Some(there);
+        let is_silent = |state: &mut State| state.silence == Some(there) && !state.has_ended;
+        drop(self.changed.wait_while(state, is_silent).unwrap_or_else(PoisonError::into_inner));
+        was_silent
     }
 
     /// Whether the client wants the export.
     fn shake_hands(&self, stream: &mut UnixStream) -> io::Result<bool> {
+        if self.is_silent(Silence::Greeting) {
+            return Ok(false);
+        }
         stream.write_all(b"NBDMAGICIHAVEOPT\0\x03")?;
+        if self.is_silent(Silence::Handshake) {
+            return Ok(false);
+        }
         let flags = u32::from_be_bytes(read(stream)?);
         let size = self.state().now.len() as u64;
         let export = [&size.to_be_bytes()[..], &EXPORT_FLAGS.to_be_bytes()].concat();

@@ -19,6 +19,7 @@ mod nbd;
 mod nbd_crowd;
 mod nbd_flush;
 mod nbd_moves;
+mod nbd_silent;
 mod nbd_tls;
 mod other_host;
 mod qemu_nbd;

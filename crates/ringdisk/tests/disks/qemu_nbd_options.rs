@@ -102,6 +102,23 @@ fn list(of: &[String], socket: &Path) -> String {
     ended.stdout
 }
 
+/// Callers kill servers, remove an image before they end its server, and read what that says.
+#[test]
+fn a_socket_that_was_left_and_an_image_that_was_removed_are_not_spoken_of() {
+    let theirs = peer("qemu-nbd");
+    for program in [Some(ours()), theirs].iter().flatten() {
+        let place = Place::new("raw");
+        let words = ["-f", "raw", text(&place.image)];
+        let killed = Server::of(program, &place.socket, &words);
+        killed.process.signal(Signal::KILL);
+        killed.process.finish(LIMIT);
+        assert!(place.socket.exists(), "{program:?}");
+        let server = Server::of(program, &place.socket, &words);
+        fs::remove_file(&place.image).expect("removed");
+        server.stop();
+    }
+}
+
 #[test]
 fn a_temporary_file_takes_what_clients_write_and_goes_with_the_server() {
     for format in ["raw", "qcow2"] {
@@ -301,9 +318,22 @@ fn a_list_shows_all_exports_of_a_server() {
     if let Some(theirs) = peer("qemu-nbd") {
         assert_eq!(list(&theirs, &one.socket), text);
     }
-    for words in [&["-L", "-D", "x"][..], &["-L", "-o", "1"], &["-L", "-B", "x"], &["-L", "-A"]] {
-        let said = error(&ours(), words);
-        assert_eq!(said, "List mode is incompatible with per-device settings\n", "{words:?}");
+    let settings: [&[&str]; 9] = [
+        &["-D", "x"],
+        &["-o", "1"],
+        &["-B", "x"],
+        &["-A"],
+        &["-f", "raw"],
+        &["-l", "x"],
+        &["-n"],
+        &["--aio=threads"],
+        &["--discard=unmap"],
+    ];
+    for words in settings {
+        for program in [Some(ours()), peer("qemu-nbd")].iter().flatten() {
+            let said = error(program, &[&["-L"], words].concat());
+            assert_eq!(said, "List mode is incompatible with per-device settings\n", "{words:?}");
+        }
     }
     let said = error(&ours(), &["-L", "image"]);
     assert_eq!(said, "List mode is incompatible with a file name\n");

@@ -8,6 +8,7 @@ mod commit;
 mod common;
 mod given_up;
 mod keep;
+mod nbd_silent;
 mod passthrough;
 mod refused;
 mod rounds;
