@@ -305,7 +305,7 @@ impl Export {
         ask_all(&self.threads, END_LIMIT, hold).is_ok()
     }
 
-    /// Flushes and closes all disks that are ours to close, side by side: one whose storage does not
+    /// Flushes and closes all disks that are ours to close, all at once: one whose storage does not
     /// answer keeps no other one from its end.
     fn close_disks(&self, drained: bool) -> Result<(), HaltReason> {
         let Some(first) = self.threads.first() else { return Ok(()) };

@@ -13,7 +13,7 @@ use rustix::process::Signal;
 use crate::common::nbd_client::{FLUSH, NbdClient, READ, WRITE};
 use crate::common::nbd_storage::{NbdStorage, Silence};
 use crate::common::serving::{Daemon, Place, ctl, serve_command};
-use crate::common::{BLOCK, MIB};
+use crate::common::BLOCK;
 
 /// How long the server has to come back (`--reconnect`).
 const RECONNECT: Duration = Duration::from_secs(1);
@@ -35,7 +35,7 @@ struct Two {
 
 impl Two {
     fn start() -> Two {
-        let storage = NbdStorage::new(vec![5; MIB as usize]);
+        let storage = NbdStorage::new(vec![5; 1 << 20]);
         let place = Place::new("qcow2");
         let far = format!("--disk=image={},format=raw,reconnect=1s,export-name=far", storage.uri());
         let near = format!("--disk=image={},format=qcow2,export-name=near", text(&place.image));
@@ -56,7 +56,7 @@ impl Two {
         if silence != Silence::Reply {
             self.storage.cut();
         }
-        client.ask(READ, 0, BLOCK as u32, &[]).expect("a server");
+        client.ask(READ, 0, 4096, &[]).expect("a server");
         client
     }
 
@@ -106,7 +106,7 @@ fn a_server_that_is_silent_in_the_handshake_fails_its_requests_in_time_and_no_ot
         // It comes back, and so does the disk.
         two.storage.go_on();
         let is_back = || {
-            let cookie = client.ask(WRITE, 0, BLOCK as u32, &[6; BLOCK]).expect("a server");
+            let cookie = client.ask(WRITE, 0, 4096, &[6; BLOCK]).expect("a server");
             (client.answer().expect("an answer") == (cookie, 0)).then_some(())
         };
         assert!(until(LIMIT, is_back).is_some(), "{silence:?}");

@@ -67,7 +67,7 @@ fn programs_get_an_error_when_the_server_is_silent_in_the_handshake() {
         return;
     }
     for silence in [Silence::Greeting, Silence::Handshake] {
-        let storage = NbdStorage::new(vec![5; MIB as usize]);
+        let storage = NbdStorage::new(vec![5; 1 << 20]);
         let disk = mounted(&storage);
         let begun = Instant::now();
         let reader = stuck(&disk, &storage, silence);
@@ -90,7 +90,7 @@ fn a_stop_waits_for_no_server_that_is_silent_for_longer_than_it_says() {
         return;
     }
     for silence in [Silence::Greeting, Silence::Reply] {
-        let storage = NbdStorage::new(vec![5; MIB as usize]);
+        let storage = NbdStorage::new(vec![5; 1 << 20]);
         let mut disk = mounted(&storage);
         let reader = stuck(&disk, &storage, silence);
         assert_answers(&disk);
@@ -114,7 +114,7 @@ fn a_server_that_does_not_let_its_client_go_keeps_no_mount() {
         return;
     }
     for by_command in [false, true] {
-        let storage = NbdStorage::new(vec![5; MIB as usize]);
+        let storage = NbdStorage::new(vec![5; 1 << 20]);
         let mut disk = mounted(&storage);
         open(disk.path()).write_all_at(&[7; BLOCK], 0).expect("write");
         storage.fall_silent(Silence::Disconnect);
