@@ -7,8 +7,8 @@
 //!
 //! Of disk `N` are kept: what was sealed (`ringdisk-origin-N`), its images
 //! (`ringdisk-images-N`), the state of its export (`ringdisk-export-N`; empty: it has ended), and
-//! whatever descriptors that one names (`ringdisk-late-N-M`), those of its jobs, and the right to go
-//! on with it ([`super::succession`]).
+//! whatever descriptors that one names (`ringdisk-late-N-M`), those of its jobs, and the right to
+//! go on with it ([`super::succession`]).
 
 use std::collections::HashSet;
 use std::fs::File;

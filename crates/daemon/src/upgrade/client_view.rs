@@ -1,5 +1,5 @@
-//! What clients see of a disk, as command lines say it: a process that takes the disk over must show
-//! the same.
+//! What clients see of a disk, as command lines say it: a process that takes the disk over must
+//! show the same.
 //!
 //! Promises: plain values and a comparison; looks at one name in the file system, changes nothing.
 //! Both processes make one from their own words; the old one compares, before anything stands still

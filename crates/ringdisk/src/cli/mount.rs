@@ -194,8 +194,8 @@ pub(crate) struct MountArgs {
     /// For a new version of ringdisk. The words are those that the mount was started with: what its
     /// users see must stay as it is, threads, CPUs, the depth and the sandbox may change. The
     /// process before serves until everything is prepared here, and goes on if it cannot be taken
-    /// over. Over /dev/fuse only, and not with --passthrough; by the same user or root. A mount that
-    /// a service manager keeps (--keep-mount) goes on with its `restart` instead.
+    /// over. Over /dev/fuse only, and not with --passthrough; by the same user or root. A mount
+    /// that a service manager keeps (--keep-mount) goes on with its `restart` instead.
     #[arg(long, help_heading = "Serving options")]
     pub(crate) upgrade: bool,
 

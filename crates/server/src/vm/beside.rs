@@ -17,8 +17,9 @@ use super::Plan;
 use crate::nbd::{Handle, Served};
 use crate::vhost;
 
-/// Makes the sockets and the export once the disks are open. No client is served yet. The last
-/// value: a process that served the same ones was killed, and its sockets may be there for a moment.
+/// Makes the sockets and the export once the disks are open. No client is served yet. The second
+/// argument: a process that served the same ones was killed, and its sockets may be there for a
+/// moment.
 ///
 /// Errors: an address that cannot be had; bitmaps; those of threads and rings.
 pub type Start<'a> = Box<dyn FnOnce(&[OpenDisk<'_>], bool) -> Result<Beside, Failure> + 'a>;

@@ -163,7 +163,8 @@ impl NbdArgs {
         }
         if upgrade {
             return refuse(
-                "--upgrade goes with --vhost-user-blk or with --nbd, not with both: leave --nbd out",
+                "--upgrade goes with --vhost-user-blk or with --nbd, not with both: leave --nbd \
+                 out",
             );
         }
         if guests < disks.len() {
