@@ -10,10 +10,10 @@ use ringdisk_testkit::mount::text;
 use ringdisk_testkit::process::{Finished, LIMIT, patient, until};
 use rustix::process::Signal;
 
+use crate::common::BLOCK;
 use crate::common::nbd_client::{FLUSH, NbdClient, READ, WRITE};
 use crate::common::nbd_storage::{NbdStorage, Silence};
 use crate::common::serving::{Daemon, Place, ctl, serve_command};
-use crate::common::BLOCK;
 
 /// How long the server has to come back (`--reconnect`).
 const RECONNECT: Duration = Duration::from_secs(1);
