@@ -35,13 +35,13 @@ pub struct Report {
 }
 
 /// A quotient that is 0 where there is nothing to divide by.
-#[allow(clippy::cast_precision_loss)] // ClientView with a few digits.
+#[allow(clippy::cast_precision_loss)] // Shown with a few digits.
 fn ratio(count: u64, by: f64) -> f64 {
     if by > 0.0 { count as f64 / by } else { 0.0 }
 }
 
 /// A quotient of two counts.
-#[allow(clippy::cast_precision_loss)] // ClientView with a few digits.
+#[allow(clippy::cast_precision_loss)] // Shown with a few digits.
 fn per(count: u64, by: u64) -> f64 {
     ratio(count, by as f64)
 }

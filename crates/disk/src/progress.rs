@@ -72,7 +72,7 @@ impl Progress {
     }
 
     /// Finished part, 0.0 to 1.0; 0.0 while the total is not known.
-    #[allow(clippy::cast_precision_loss)] // ClientView to people.
+    #[allow(clippy::cast_precision_loss)] // Shown to people.
     pub fn fraction(&self) -> f64 {
         match self.total() {
             Bytes::ZERO => 0.0,

@@ -60,7 +60,7 @@ pub(crate) struct Device<'a> {
     pub(crate) flags: u16,
     /// A request that is not answered for so long loses its connection.
     pub(crate) timeout: Duration,
-    /// ClientView in `/sys/block/nbdN/backend`.
+    /// Shown in `/sys/block/nbdN/backend`.
     pub(crate) backend: &'a str,
 }
 

@@ -21,7 +21,7 @@ pub struct Config {
     pub restricted: bool,
     /// Whether and how long a thread polls before it sleeps.
     pub spin: SpinPolicy,
-    /// ClientView in log lines.
+    /// Shown in log lines.
     pub name: String,
 }
 

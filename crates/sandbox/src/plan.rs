@@ -51,7 +51,7 @@ pub struct Plan {
     is_required: bool,
 }
 
-/// The parts of the sandbox that are in force. ClientView in one line.
+/// The parts of the sandbox that are in force. Shown in one line.
 #[derive(Clone, Debug)]
 pub struct InForce {
     /// The kernel's version of landlock, and the number of paths with rules.

@@ -202,7 +202,10 @@ impl<'a> KeptImage<'a> {
 /// * `paths`: an overlay, and an image.
 fn is_named(top: &Layer, paths: [Option<&Path>; 2]) -> bool {
     let named = paths.into_iter().flatten().next();
-    let (Some(file), Some(named)) = (top.file(), named) else { return named.is_none() };
+    let (Some(file), Some(named)) = (top.file(), named) else {
+        // A null disk, unless a mirror has moved it to a file.
+        return top.file().is_none() && named.is_none();
+    };
     match named.metadata() {
         Ok(meta) => file.identity() == Some(Storage::identity_of(&meta)),
         // One of another machine.

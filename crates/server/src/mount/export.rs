@@ -50,7 +50,7 @@ pub(super) struct Options {
     pub(super) restricted: bool,
     /// The mount outlives this process.
     pub(super) keep: Option<Keep>,
-    /// ClientView as the source of the mount and in statistics.
+    /// Shown as the source of the mount and in statistics.
     pub(super) name: String,
 }
 

@@ -7,11 +7,11 @@ use super::Running;
 
 /// Says it.
 pub(super) fn greet(running: &[Running]) {
-    let with_path: Vec<ClientView<'_>> = running
+    let with_path: Vec<Shown<'_>> = running
         .iter()
         .filter_map(|disk| {
             let path = disk.path.as_deref()?.to_str()?;
-            Some(ClientView { path, connects: disk.front.is_some(), queues: disk.queues })
+            Some(Shown { path, connects: disk.front.is_some(), queues: disk.queues })
         })
         .collect();
     for disk in running {
@@ -27,7 +27,7 @@ pub(super) fn greet(running: &[Running]) {
 }
 
 /// A disk that a virtual machine can connect to.
-struct ClientView<'a> {
+struct Shown<'a> {
     path: &'a str,
     /// To a socket that it makes itself.
     connects: bool,
@@ -35,10 +35,10 @@ struct ClientView<'a> {
 }
 
 /// Options that connect QEMU to the disks.
-fn qemu(disks: &[ClientView<'_>]) -> String {
+fn qemu(disks: &[Shown<'_>]) -> String {
     let mut line =
         String::from("-object memory-backend-memfd,id=mem,size=4G,share=on -numa node,memdev=mem");
-    for (number, ClientView { path, connects, queues }) in disks.iter().enumerate() {
+    for (number, Shown { path, connects, queues }) in disks.iter().enumerate() {
         // A comma would end the value.
         let path = path.replace(',', ",,");
         // QEMU has to come back when this process was killed and another one serves (before QEMU
@@ -60,8 +60,8 @@ mod tests {
     #[test]
     fn a_line_can_be_copied_whatever_the_path() {
         let disks = [
-            ClientView { path: "/run/vm.sock", connects: false, queues: 4 },
-            ClientView { path: "/run/a, b", connects: true, queues: 1 },
+            Shown { path: "/run/vm.sock", connects: false, queues: 4 },
+            Shown { path: "/run/a, b", connects: true, queues: 1 },
         ];
         assert_eq!(
             qemu(&disks),

@@ -219,7 +219,7 @@ impl Hand {
                 let flags = flags | if self.lap { AVAIL } else { USED };
                 let descriptor = (*addr, *len, number, flags);
                 match held {
-                    // ClientView last.
+                    // Shown last.
                     None => held = Some((self.avail, descriptor)),
                     Some(_) => self.store(self.avail, descriptor),
                 }

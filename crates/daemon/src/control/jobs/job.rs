@@ -432,7 +432,7 @@ impl Job {
         if now.saturating_duration_since(last.0) >= RATE_WINDOW {
             inner.marks = [last, (now, done)];
         }
-        #[allow(clippy::cast_precision_loss)] // ClientView to people.
+        #[allow(clippy::cast_precision_loss)] // Shown to people.
         let bytes = done.saturating_sub(was) as f64;
         match now.saturating_duration_since(from).as_secs_f64() {
             0.0 => 0.0,

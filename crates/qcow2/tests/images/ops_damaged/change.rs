@@ -6,7 +6,7 @@ use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 
 use crate::common::{KIB, runtime};
 use crate::live::{read, writable};
-use crate::ops_damaged::image::{CLUSTER, ClientView, Contents, SIZE};
+use crate::ops_damaged::image::{CLUSTER, Shown, Contents, SIZE};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
@@ -59,11 +59,11 @@ impl Change {
 
 /// Every cluster that shows something shows it still. What shows nothing, since the file ends
 /// before it, may become zeroes when the file has grown over it, and never somebody else's bytes.
-pub(crate) fn assert_same(before: &[ClientView], after: &[ClientView], what: &str) {
-    const ZEROES: ClientView = ClientView::Contents([0; 32]);
+pub(crate) fn assert_same(before: &[Shown], after: &[Shown], what: &str) {
+    const ZEROES: Shown = Shown::Contents([0; 32]);
     for (cluster, (before, after)) in before.iter().zip(after).enumerate() {
-        let is_hole = *before == ClientView::Nothing && *after == ZEROES;
-        if *before != ClientView::Metadata && !is_hole {
+        let is_hole = *before == Shown::Nothing && *after == ZEROES;
+        if *before != Shown::Metadata && !is_hole {
             assert_eq!(before, after, "{what}: cluster {cluster}");
         }
     }
@@ -100,7 +100,7 @@ pub(crate) fn judge(damaged: &Contents, change: Change, is_known: bool, what: &s
             assert_same(&damaged.show(l1), &shown, what);
         }
         (Change::Empty | Change::EmptyFull, Ok(())) => {
-            assert!(shown.iter().all(|it| *it == ClientView::Contents([0; 32])), "{what}");
+            assert!(shown.iter().all(|it| *it == Shown::Contents([0; 32])), "{what}");
         }
         (Change::Shrink, Ok(())) => {
             let left = (SIZE / 2 + 8 * KIB) / CLUSTER;

@@ -13,7 +13,7 @@ pub(crate) const PLACES: [u64; 3] = [0, 2 * MIB, 4 * MIB];
 
 /// What a cluster of a disk shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ClientView {
+pub(crate) enum Shown {
     /// Its first bytes.
     Contents([u8; 32]),
     /// The entry cannot be right.
@@ -82,7 +82,7 @@ impl Contents {
     }
 
     /// What a disk shows, by a reader of its own.
-    pub(crate) fn show(&self, l1: L1) -> Vec<ClientView> {
+    pub(crate) fn show(&self, l1: L1) -> Vec<Shown> {
         let (len, metadata) = (self.0.len() as u64, self.metadata());
         let mut shown = Vec::new();
         let entries = CLUSTER / 8;
@@ -90,17 +90,17 @@ impl Contents {
             let l2 = self.word(l1.0 + 8 * table) & OFFSET;
             for entry in 0..entries {
                 if l2 >= len {
-                    shown.push(ClientView::Nothing);
+                    shown.push(Shown::Nothing);
                     continue;
                 }
                 let host = if l2 == 0 { 0 } else { self.word(l2 + 8 * entry) & OFFSET };
                 let is_zero = host == 0 || self.word(l2 + 8 * entry) & 1 != 0;
                 let bytes = self.0.get(host as usize..host as usize + 32);
                 shown.push(match bytes {
-                    _ if is_zero => ClientView::Contents([0; 32]),
-                    _ if metadata.contains(&host) => ClientView::Metadata,
-                    Some(bytes) => ClientView::Contents(bytes.try_into().expect("32 bytes")),
-                    None => ClientView::Nothing,
+                    _ if is_zero => Shown::Contents([0; 32]),
+                    _ if metadata.contains(&host) => Shown::Metadata,
+                    Some(bytes) => Shown::Contents(bytes.try_into().expect("32 bytes")),
+                    None => Shown::Nothing,
                 });
             }
         }
@@ -119,9 +119,9 @@ impl Contents {
     }
 
     /// Metadata that an entry names stays that, or belongs to the entry: nobody else gets it.
-    pub(crate) fn assert_counted(&self, before: &[ClientView], l1: L1, what: &str) {
+    pub(crate) fn assert_counted(&self, before: &[Shown], l1: L1, what: &str) {
         for (cluster, (before, host)) in before.iter().zip(self.hosts(l1)).enumerate() {
-            if *before == ClientView::Metadata && host != 0 {
+            if *before == Shown::Metadata && host != 0 {
                 assert!(self.count(host) > 0, "{what}: cluster {cluster} names {host:#x}");
             }
         }
