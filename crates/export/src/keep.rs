@@ -33,6 +33,10 @@ pub trait Keeper: fmt::Debug + Send {
     /// Errors: it is not kept; the one before is.
     fn write(&mut self, state: &str) -> io::Result<()>;
 
+    /// Another process has the export. What is kept of it stays as it is, for the case that the
+    /// other process was killed before it could go on.
+    fn leave(&mut self);
+
     /// The export has ended: nothing of it is kept any longer, and no process goes on with it.
     fn end(&mut self);
 }

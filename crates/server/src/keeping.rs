@@ -12,6 +12,7 @@ use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::helper::mark;
 use ringdisk_daemon::keep::disks::{self, FoundDisk, HeldDisks, KeptDisks, Role};
 use ringdisk_daemon::keep::jobs::KeptJobs;
+use ringdisk_daemon::keep::succession::Succession;
 use ringdisk_daemon::keep::{State, StateFile, holder};
 use ringdisk_daemon::new_file::NewFiles;
 use ringdisk_daemon::signals::{Phase, Watcher};
@@ -106,6 +107,7 @@ impl Kept {
     ///
     /// * `number`: which one it is.
     /// * `created`: the format of its image, if that was made.
+    /// * `right`: to go on with it, if it is an export of its own.
     ///
     /// Errors: it is not kept.
     pub fn keep(
@@ -114,11 +116,12 @@ impl Kept {
         image: &KeptImage<'_>,
         created: Option<Format>,
         disk: &Disk,
+        right: Option<&Succession>,
     ) -> Result<(Box<dyn Keeper>, KeptJobs), Failure> {
         let images = self.keep_images(number, created, disk)?;
         let jobs = self.disks.keep_jobs(number, &images);
         keep_changes(disk, images, image.allowed().may_be_top());
-        Ok((self.disks.keep(number)?, jobs))
+        Ok((self.disks.keep(number, right)?, jobs))
     }
 
     /// The images of a disk, as they are from now on.
@@ -149,7 +152,9 @@ impl Kept {
     ) -> Result<KeptJobs, Failure> {
         let layers = disk.layers();
         let named = layers.first().filter(|top| is_named(top, image.paths()));
-        // What a guest has written to it since does not decide what it is.
+        // What a guest has written to it since does not decide what it is. (An overlay is qcow2,
+        // which says nothing of the image below.)
+        let named = named.filter(|_| image.plan.request.overlay.is_none());
         let images = self.keep_images(number, named.and_then(|top| top.format()), disk)?;
         keep_handed(disk, &images, image.paths(), image.plan.request.copy_on_read);
         let jobs = self.disks.keep_jobs(number, &images);

@@ -15,6 +15,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Instant;
 
 use ringdisk_export::keep::{Keeper, KeptState};
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -25,7 +26,7 @@ use super::jobs::{KeptJobs, is_of_job, kept_or_alone};
 use super::link::{self, Named};
 use super::slots::FRONT_END;
 use super::state::{State, StateFile};
-use super::succession::{self, Succession};
+use super::succession::{self, CLAIM_LIMIT, CLAIM_POLL_INTERVAL, Succession};
 use crate::failure::{Exit, Failure};
 use crate::helper::start::Role as Started;
 use crate::notify::{Notify, Word};
@@ -129,9 +130,18 @@ struct DiskKeeper {
     /// So many at most.
     parked_max: usize,
     is_ended: bool,
+    /// To go on with the disk, where it is an export of its own.
+    right: Option<Succession>,
 }
 
 impl DiskKeeper {
+    /// The holder needs them no longer.
+    fn release_all(&mut self) {
+        for number in std::mem::take(&mut self.parked) {
+            self.notify.unstore(&self.name(number));
+        }
+    }
+
     fn name(&self, number: u64) -> String {
         format!("{LATE}{}-{number}", self.disk)
     }
@@ -161,6 +171,19 @@ impl Keeper for DiskKeeper {
         Ok(())
     }
 
+    fn leave(&mut self) {
+        self.is_ended = true;
+        let Some(right) = &self.right else { return };
+        let begun = Instant::now();
+        while !right.is_claimed() && begun.elapsed() < CLAIM_LIMIT {
+            std::thread::sleep(CLAIM_POLL_INTERVAL);
+        }
+        // Memory and sockets of the front end are the successor's alone from now on.
+        if right.is_claimed() {
+            self.release_all();
+        }
+    }
+
     fn end(&mut self) {
         if std::mem::replace(&mut self.is_ended, true) {
             return;
@@ -168,9 +191,7 @@ impl Keeper for DiskKeeper {
         if let Err(error) = self.write("") {
             tracing::warn!("the end of disk {} is not kept: {error}", self.disk);
         }
-        for number in std::mem::take(&mut self.parked) {
-            self.notify.unstore(&self.name(number));
-        }
+        self.release_all();
     }
 }
 
@@ -196,8 +217,16 @@ impl KeptDisks {
 
     /// Keeps a new disk from now on.
     ///
+    /// * `right`: to go on with it, if it is an export of its own.
+    ///
     /// Errors: memory is short; the holder is gone.
-    pub fn keep(&self, disk: usize) -> Result<Box<dyn Keeper>, Failure> {
+    pub fn keep(
+        &self,
+        disk: usize,
+        right: Option<&Succession>,
+    ) -> Result<Box<dyn Keeper>, Failure> {
+        let right = right.map(Succession::try_clone).transpose();
+        let right = right.map_err(|error| cannot(&error))?;
         let memory = memfd_create(c"ringdisk-export", MemfdFlags::CLOEXEC);
         let memory = memory.map(File::from).map_err(|errno| cannot(&errno.into()))?;
         self.notify
@@ -211,14 +240,18 @@ impl KeptDisks {
             parked: HashSet::new(),
             parked_max: parked_max(self.count),
             is_ended: false,
+            right,
         }))
     }
 
     /// The right to go on with a disk, which a successor gets when it takes the disk over.
     ///
+    /// * `is_upgrade`: another process serves the disk until [`Succession::is_ours`].
+    ///
     /// Errors: no descriptor is left; the holder is gone.
-    pub fn keep_succession(&self, disk: usize) -> Result<Succession, Failure> {
-        let succession = Succession::make().map_err(|error| cannot(&error))?;
+    pub fn keep_succession(&self, disk: usize, is_upgrade: bool) -> Result<Succession, Failure> {
+        let make = if is_upgrade { Succession::of_a_successor } else { Succession::make };
+        let succession = make().map_err(|error| cannot(&error))?;
         self.notify
             .store(&succession::name_of(disk), succession.as_fd())
             .map_err(|error| cannot(&error))?;
@@ -373,6 +406,7 @@ impl Parts {
             parked: late.iter().map(|(number, _)| *number).collect(),
             parked_max,
             is_ended: words.is_empty() || was_given,
+            right: succession.as_ref().and_then(|right| right.try_clone().ok()),
         };
         let export = KeptState { words, descriptors: late };
         // A successor has it, or it has ended.
@@ -452,6 +486,7 @@ mod tests {
             parked: HashSet::new(),
             parked_max: 2,
             is_ended: false,
+            right: None,
         };
         let file = file();
         assert!((1..3).all(|number| keeper.park(number, file.as_fd()).is_ok()));

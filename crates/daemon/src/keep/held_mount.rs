@@ -12,7 +12,7 @@ use ringdisk_fuse::mount::{self, Mount, Unmount, mountpoint};
 
 use super::held::Held;
 use super::link::Named;
-use super::{ALIVE, ORIGIN, STATE, State};
+use super::{ALIVE, DEVICE, ORIGIN, STATE, State};
 use crate::mount_lock;
 use crate::mountpoint::MountpointState;
 use crate::new_file::NewFile;
@@ -81,6 +81,8 @@ impl Held for HeldMount {
                 ORIGIN => first = State::sealed(&descriptor).ok(),
                 STATE => {}
                 ALIVE => alive = Some(File::from(descriptor)),
+                // Of jobs, and the right to go on.
+                name if !name.starts_with(DEVICE) => {}
                 _ => devices.push(descriptor),
             }
         }

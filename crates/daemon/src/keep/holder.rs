@@ -30,7 +30,7 @@ use super::held::{Held, LATE};
 use super::helping::{Helping, Line};
 use super::link::{self, Received};
 use super::passed_on::Signals;
-use super::succession::{self, Succession};
+use super::succession::{self, CLAIM_LIMIT, CLAIM_POLL_INTERVAL, Succession};
 use crate::background::Background;
 use crate::failure::{Exit, Failure};
 use crate::io_flusher;
@@ -80,8 +80,10 @@ struct Holder<'a> {
     is_upgrade: bool,
     /// It has given that up: it is held here.
     has_taken: bool,
-    /// A successor serves what was held here.
+    /// A successor serves what was held here, as the present process says.
     is_given: bool,
+    /// Disks of which there is a right to go on with them.
+    rights: Vec<usize>,
     is_ready: bool,
     /// A stop was asked for.
     is_stopping: bool,
@@ -163,7 +165,7 @@ pub fn run(
         let has_served = holder.serves_since.is_some();
         let result = match holder.next(status) {
             // Also of one that is given up: a successor may have it by now.
-            Next::Again | Next::GiveUp if !holder.goes_on() => {
+            Next::Again | Next::GiveUp if holder.is_ours() && !holder.goes_on() => {
                 terminal::note(format_args!("the {noun} is served by another process"));
                 holder.leave();
                 Ok(Exit::Clean.code())
@@ -177,8 +179,16 @@ pub fn run(
                 continue;
             }
             Next::End(code) if holder.is_given => {
-                holder.leave();
-                Ok(code)
+                if holder.is_claimed_soon() || !holder.goes_on() {
+                    holder.leave();
+                    Ok(code)
+                } else {
+                    terminal::warn(format_args!(
+                        "the process that took the {noun} over was killed before it could serve; \
+                         another one goes on here"
+                    ));
+                    continue;
+                }
             }
             Next::End(code) => {
                 holder.end(has_served);
@@ -209,6 +219,11 @@ fn disk_of(name: &str) -> Option<usize> {
     let (disk, number) = name.strip_prefix(LATE)?.split_once('-')?;
     let is_ours = name.len() <= LATE_NAME_BYTES_MAX && is_number(disk) && is_number(number);
     disk.parse().ok().filter(|_| is_ours)
+}
+
+/// The disk of the right to go on that has this name.
+fn right_of(name: &str) -> Option<usize> {
+    disk_of(name).filter(|disk| succession::name_of(*disk) == name)
 }
 
 /// Whether descriptors were lost because this process may not have more.
@@ -260,6 +275,7 @@ impl<'a> Holder<'a> {
             is_upgrade,
             has_taken: false,
             is_given: false,
+            rights: Vec::new(),
             is_ready: false,
             is_stopping: false,
             is_at_once: false,
@@ -344,7 +360,7 @@ impl Holder<'_> {
         // The first thing that it says, it says when it takes signals.
         let mut listens = false;
         let mut to_pass_on = Vec::new();
-        self.stops = false;
+        (self.stops, self.is_given) = (false, false);
         if let Some(watch) = &mut self.watch {
             watch.is_over = false;
         }
@@ -469,7 +485,10 @@ impl Holder<'_> {
             self.let_go(value("FDNAME").unwrap_or_default());
         } else if value("BARRIER").is_some() {
             // The one who parks waits for this, before it is confined.
-            self.is_parked |= !self.parked.is_empty();
+            if !self.is_parked && !self.parked.is_empty() {
+                self.is_parked = true;
+                self.rights = self.parked.iter().filter_map(|(name, _)| right_of(name)).collect();
+            }
         } else if value("READY").is_some() {
             self.ready(status)?;
         } else if value("STOPPING").is_some() {
@@ -500,7 +519,9 @@ impl Holder<'_> {
             // What is not closed yet takes room as well.
             parked.count() + closer.waiting() + descriptors.len() > self.held.late_max()
         });
-        if self.is_parked && closer.is_none() || is_full {
+        // The right to go on is that of the start, or one that this process has made.
+        let is_late = closer.is_none() || right_of(name).is_some();
+        if self.is_parked && is_late || is_full {
             let closer = closer.map_or(&self.closer, |(_, closer)| closer);
             descriptors.into_iter().for_each(|descriptor| closer.close(descriptor));
             self.refuse(if is_full { "too many descriptors" } else { "descriptors" });
@@ -523,7 +544,7 @@ impl Holder<'_> {
     /// Lets go of descriptors, unless they are of the start.
     fn let_go(&mut self, name: &str) {
         let closer = disk_of(name).and_then(|disk| self.closers.get(disk));
-        if self.is_parked && closer.is_none() {
+        if self.is_parked && (closer.is_none() || right_of(name).is_some()) {
             return;
         }
         let closer = closer.unwrap_or(&self.closer);
@@ -536,8 +557,7 @@ impl Holder<'_> {
     ///
     /// * `is_removed`: the serving process has ended it.
     fn end(&mut self, is_removed: bool) {
-        if self.is_upgrade && !(self.has_taken || self.is_ready) {
-            // It never was ours.
+        if !self.is_ours() || !self.goes_on() {
             return self.leave();
         }
         self.held.end(std::mem::take(&mut self.parked), is_removed);
@@ -548,23 +568,47 @@ impl Holder<'_> {
     /// server was killed, and makes a new right for the next one, so that none goes on with what a
     /// successor serves, and the other way round.
     fn goes_on(&mut self) -> bool {
-        let (mut claimed, mut left) = (0, 0);
-        for disk in 0..self.held.disks() {
-            let name = succession::name_of(disk);
+        let mut left = 0;
+        for disk in &self.rights {
+            let name = succession::name_of(*disk);
             let right = self.parked.iter_mut().find(|(parked, _)| *parked == name);
-            let Some((_, place)) = right else { continue };
             // One that cannot be read is of a server that was taken over: it gets no other.
-            let right = place.try_clone().and_then(Succession::of);
-            match right.is_ok_and(|right| right.claim()).then(Succession::make) {
-                Some(Ok(new)) => {
+            let claimed = right.and_then(|(_, place)| {
+                let right = place.try_clone().and_then(Succession::of);
+                right.is_ok_and(|right| right.claim()).then_some(place)
+            });
+            let Some(place) = claimed else { continue };
+            match Succession::make() {
+                Ok(new) => {
                     *place = new.into();
                     left += 1;
                 }
-                Some(Err(error)) => tracing::warn!("disk {disk} cannot be gone on with: {error}"),
-                None => claimed += 1,
+                Err(error) => tracing::warn!("disk {disk} cannot be gone on with: {error}"),
             }
         }
-        claimed == 0 || left > 0
+        self.rights.is_empty() || left > 0
+    }
+
+    /// Whether what is held has become ours: the server of a successor takes it over first.
+    fn is_ours(&self) -> bool {
+        !self.is_upgrade || self.has_taken || self.is_ready
+    }
+
+    /// Whether a successor has claimed all, or does so within moments.
+    fn is_claimed_soon(&self) -> bool {
+        let rights = self.parked.iter().filter(|(name, _)| right_of(name).is_some());
+        let rights = rights.map(|(_, right)| right.try_clone().and_then(Succession::of));
+        let rights: Vec<_> = rights.flatten().collect();
+        let begun = Instant::now();
+        loop {
+            if rights.iter().all(Succession::is_claimed) {
+                return true;
+            }
+            if begun.elapsed() > CLAIM_LIMIT {
+                return false;
+            }
+            std::thread::sleep(CLAIM_POLL_INTERVAL);
+        }
     }
 
     /// Another process serves it, with all that it has.

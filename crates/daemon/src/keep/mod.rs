@@ -274,12 +274,15 @@ impl Kept {
     /// Gives everything to the process that keeps it. When this returns, this process may be
     /// killed.
     ///
+    /// * `is_upgrade`: another process serves the mount until [`Kept::took_over`].
+    ///
     /// Errors: it was not taken.
     pub fn park(
         &mut self,
         parked: &Parked,
         state: State,
         alive: Option<&File>,
+        is_upgrade: bool,
     ) -> Result<(), Failure> {
         let cannot = |error| {
             Failure::system("nobody keeps the descriptors of the mount", &error, Exit::General)
@@ -299,7 +302,8 @@ impl Kept {
             self.names.push(name);
         }
         if self.has_holder() {
-            let right = Succession::make().map_err(cannot)?;
+            let make = if is_upgrade { Succession::of_a_successor } else { Succession::make };
+            let right = make().map_err(cannot)?;
             self.notify.store(&succession::name_of(0), right.as_fd()).map_err(cannot)?;
             self.right = Some(right);
         }
@@ -317,6 +321,7 @@ impl Kept {
     /// What another process served is ours: when this one is killed, the next one goes on with it,
     /// although nothing was ready yet.
     pub fn took_over(&self) {
+        self.right.iter().for_each(Succession::is_ours);
         self.notify.say(Word::TookOver, "");
     }
 

@@ -4,15 +4,18 @@
 //! Promises: one of the two does, whenever a process is killed. The right to go on is the count of
 //! an eventfd that the holder, the server and the successor have: the process that reads it has the
 //! right, and no other one gets it after that. A holder that has read it makes a new one for the
-//! server that it starts. Control path.
+//! server that it starts. The holder of a successor has one from the beginning that nobody can
+//! claim; it counts as soon as the successor has claimed that of the process before. Control path.
 
 use std::fs;
-use std::io;
+use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
 
 use ringdisk_export::HandOverState;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
+use rustix::io::{ReadWriteFlags, preadv2};
 use serde_json::Value;
 
 use super::held::LATE;
@@ -21,8 +24,16 @@ use super::held::LATE;
 /// ([`super::jobs`]), and an export those from 1 on.
 pub(super) const NUMBER: u64 = (1 << 48) - 1;
 
+/// In place of an offset, for what has none (preadv2(2)).
+const CURRENT: u64 = u64::MAX;
+
 /// In the description of an export that is handed over.
 const KEY: &str = "succession";
+
+/// A successor that has taken something over claims the right to it within this time, unless it was
+/// killed.
+pub(super) const CLAIM_LIMIT: Duration = Duration::from_secs(1);
+pub(super) const CLAIM_POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// What the kernel calls an eventfd (`fs/eventfd.c`).
 const EVENTFD: &[u8] = b"anon_inode:[eventfd]";
@@ -36,7 +47,19 @@ impl Succession {
     ///
     /// Errors: no descriptor is left.
     pub(crate) fn make() -> io::Result<Succession> {
-        Ok(Succession(eventfd(1, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
+        Ok(Succession(eventfd(1, EventfdFlags::CLOEXEC)?))
+    }
+
+    /// One that counts as claimed until [`Succession::is_ours`]: another process serves.
+    ///
+    /// Errors: no descriptor is left.
+    pub(crate) fn of_a_successor() -> io::Result<Succession> {
+        Ok(Succession(eventfd(0, EventfdFlags::CLOEXEC)?))
+    }
+
+    /// What another process served is ours. Once, of what [`Succession::of_a_successor`] has made.
+    pub fn is_ours(&self) {
+        let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
     }
 
     /// The one behind a descriptor of another process, which may have been taken over.
@@ -48,13 +71,18 @@ impl Succession {
         if name.as_os_str().as_encoded_bytes() != EVENTFD {
             return Err(io::ErrorKind::InvalidData.into());
         }
-        rustix::io::ioctl_fionbio(&descriptor, true)?;
         Ok(Succession(descriptor))
     }
 
     /// Whether this process goes on. The answer is final for all processes.
     pub(crate) fn claim(&self) -> bool {
-        rustix::io::retry_on_intr(|| rustix::io::read(&self.0, &mut [0_u8; 8])).is_ok()
+        let mut count = [0_u8; 8];
+        let mut claim = || {
+            // Whatever other processes have made of its flags, this does not wait.
+            let (mut into, flags) = ([IoSliceMut::new(&mut count)], ReadWriteFlags::NOWAIT);
+            preadv2(&self.0, &mut into, CURRENT, flags)
+        };
+        rustix::io::retry_on_intr(&mut claim).is_ok()
     }
 
     /// Whether a process has claimed it.
@@ -131,6 +159,14 @@ mod tests {
         assert!(theirs.claim());
         assert!(ours.is_claimed());
         assert!(!ours.claim() && !theirs.claim());
+    }
+
+    #[test]
+    fn that_of_a_successor_is_free_when_it_has_taken_over() {
+        let right = Succession::of_a_successor().expect("a descriptor");
+        assert!(right.is_claimed() && !right.claim());
+        right.is_ours();
+        assert!(!right.is_claimed() && right.claim() && !right.claim());
     }
 
     #[test]

@@ -182,7 +182,7 @@ impl<'a> Serving<'a> {
         let Some(parked) = parked.filter(|_| kept.resumed().is_none()) else { return Ok(()) };
         let made = (self.made.mountpoint_id(), self.created);
         let state = self.plan.state(&self.disk, &parked, made);
-        kept.park(&parked, state, self.lock.as_deref())
+        kept.park(&parked, state, self.lock.as_deref(), false)
     }
 
     /// Waits until the process before this one has let go of the mount.

@@ -91,7 +91,7 @@ pub(super) fn take_over(
     // The process that keeps the mount has everything before the other one gives it up.
     if let (Some(kept), Some(parked)) = (&mut kept, prepared.take_parked()) {
         let state = plan.state(&disk, &parked, (handed.made, handed.created));
-        kept.park(&parked, state, handed.lock.as_ref())?;
+        kept.park(&parked, state, handed.lock.as_ref(), true)?;
         let names = [request.disk.overlay.as_deref(), plan.image.image.as_deref()];
         keep_handed(&disk, &kept.state_file(), names, request.disk.copy_on_read);
         keep_changes(&disk, kept.state_file(), plan.may_be_top());

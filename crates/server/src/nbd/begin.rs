@@ -69,7 +69,14 @@ pub(super) struct Begun {
 /// with then.
 pub(super) struct KeptDisk {
     pub(super) jobs: Option<KeptJobs>,
-    _keeper: Box<dyn Keeper>,
+    keeper: Box<dyn Keeper>,
+}
+
+impl KeptDisk {
+    /// Another process has the disk.
+    pub(super) fn leave(mut self) {
+        self.keeper.leave();
+    }
 }
 
 impl<'a> Wanted<'a> {
@@ -103,9 +110,9 @@ impl<'a> Wanted<'a> {
             let (kept, right) = match kept {
                 Some(kept) => {
                     let sockets = &listening.listeners;
-                    let fresh = |number, image: &KeptImage<'_>, disk: &Disk| {
+                    let fresh = |number, image: &KeptImage<'_>, disk: &Disk, right: Right<'_>| {
                         let created = image.plan.new_image()?.map(|(new, _)| new.format);
-                        kept.keep(number, image, created, disk)
+                        kept.keep(number, image, created, disk, right)
                     };
                     keep(request, kept, &plans, &opened, (sockets, &fresh))?
                 }
@@ -165,9 +172,9 @@ impl<'a> Wanted<'a> {
         // The parent has everything before the other process gives it up.
         let (keepers, right) = match kept {
             Some(kept) => {
-                let handed = |number, image: &KeptImage<'_>, disk: &Disk| {
+                let handed = |number, image: &KeptImage<'_>, disk: &Disk, right: Right<'_>| {
                     let jobs = kept.keep_handed(number, image, disk)?;
-                    Ok((kept.disks.keep(number)?, jobs))
+                    Ok((kept.disks.keep(number, right)?, jobs))
                 };
                 keep(request, kept, &plans, &opened, (&listening.listeners, &handed))?
             }
@@ -180,6 +187,7 @@ impl<'a> Wanted<'a> {
             return Err(Failure::new(Exit::General, text));
         }
         let mut predecessor = offer.take()?;
+        right.iter().for_each(Succession::is_ours);
         kept.iter().for_each(|kept| kept.disks.took_over());
         served.take_charge();
         served.take_up();
@@ -217,7 +225,7 @@ impl<'a> Wanted<'a> {
             opened.push(named(words, disk)?);
             let kept_jobs = kept.disks.keep_jobs(number, &images);
             jobs.push(kept_jobs.found(late));
-            keepers.push(KeptDisk { jobs: Some(kept_jobs), _keeper: keeper });
+            keepers.push(KeptDisk { jobs: Some(kept_jobs), keeper });
         }
         watcher.enter(Phase::Mounting);
         this.become_io_flusher(&opened);
@@ -268,8 +276,11 @@ fn client_view(request: &Request, disks: &[DiskRequest], plans: &[ImagePlan]) ->
 }
 
 /// Keeps what the images of one disk are.
-type KeepImages<'a> =
-    dyn Fn(usize, &KeptImage<'_>, &Disk) -> Result<(Box<dyn Keeper>, KeptJobs), Failure> + 'a;
+type KeepImages<'a> = dyn Fn(usize, &KeptImage<'_>, &Disk, Right<'_>) -> Result<(Box<dyn Keeper>, KeptJobs), Failure>
+    + 'a;
+
+/// To go on with a disk: with the first one of an export, which goes as a whole.
+type Right<'a> = Option<&'a Succession>;
 
 /// Keeps the disks and the listening sockets from now on. When this returns, the process may be
 /// killed. Gives the right to go on with them, too.
@@ -287,9 +298,11 @@ fn keep(
     };
     let confines = confine::confines_files(request.sandbox);
     let mut all = Vec::new();
+    let right = kept.disks.keep_succession(0, request.upgrade)?;
     for (number, (plan, named)) in plans.iter().zip(opened).enumerate() {
         let image = KeptImage { plan, confines };
-        let (mut keeper, jobs) = keep_images(number, &image, &named.disk)?;
+        let right = Some(&right).filter(|_| number == 0);
+        let (mut keeper, jobs) = keep_images(number, &image, &named.disk, right)?;
         // The sockets are all disks', and stay with the first one.
         let sockets = if number == 0 { listeners } else { &[] };
         for (at, socket) in (1..).zip(sockets) {
@@ -297,10 +310,8 @@ fn keep(
         }
         let words = KeptWords { listeners: sockets.len() };
         keeper.write(&VERSIONS.to_text(&words).map_err(cannot)?).map_err(cannot)?;
-        all.push(KeptDisk { jobs: Some(jobs), _keeper: keeper });
+        all.push(KeptDisk { jobs: Some(jobs), keeper });
     }
-    // They are one export, and go together.
-    let right = kept.disks.keep_succession(0)?;
     kept.disks.is_kept()?;
     Ok((all, Some(right)))
 }

@@ -210,7 +210,10 @@ impl<'a> Serving<'a> {
             drop(disk.disk);
             drop(disk.control);
         }
-        drop(self.keepers);
+        match was_given {
+            true => self.keepers.into_iter().for_each(KeptDisk::leave),
+            false => drop(self.keepers),
+        }
         if was_given {
             let successor = successor.and_then(|successor| match handle.is_stopped() {
                 true => successor.end_with_stop(Stop::Clean),

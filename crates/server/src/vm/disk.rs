@@ -85,9 +85,9 @@ pub(super) fn start(
 ) -> Result<Running, Failure> {
     let image = KeptImage { plan: &plan.image, confines: plan.confines };
     let created = plan.new.as_ref().map(|(new, _)| new.format);
-    let keep = kept.map(|kept| kept.keep(number, &image, created, &disk)).transpose()?;
-    let (keep, kept_jobs) = keep.unzip();
-    let right = kept.map(|kept| kept.disks.keep_succession(number)).transpose()?;
+    let right = kept.map(|kept| kept.disks.keep_succession(number, false)).transpose()?;
+    let keep = |kept: &Kept| kept.keep(number, &image, created, &disk, right.as_ref());
+    let (keep, kept_jobs) = kept.map(keep).transpose()?.unzip();
     let mut placed = plan.placed(&disk);
     placed.kept_jobs = kept_jobs;
     placed.nbd = beside.map(|beside| beside.place(number));

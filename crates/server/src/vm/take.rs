@@ -71,6 +71,7 @@ pub(super) fn take_over(
     for Waiting { placed, makes, prepared, offer, right } in waiting {
         match offer.take() {
             Ok(predecessor) => {
+                right.iter().for_each(Succession::is_ours);
                 kept.iter().for_each(|kept| kept.disks.took_over());
                 let disk = Arc::clone(prepared.disk());
                 let served = Served::go(prepared, placed.name.clone());
@@ -118,7 +119,8 @@ fn prepare(number: usize, plan: Plan, kept: Option<&Kept>) -> Result<Waiting, Fa
     let (state, offer) = ask(Kind::Disk, &path, &name_for_successor(&path), &plan.client_view)?;
     // Before there are threads that shall have it too.
     io_flusher::become_one_if(state.fds.iter().any(io_flusher::is_device));
-    let keep = kept.map(|kept| kept.disks.keep(number)).transpose()?;
+    let right = kept.map(|kept| kept.disks.keep_succession(number, true)).transpose()?;
+    let keep = kept.map(|kept| kept.disks.keep(number, right.as_ref())).transpose()?;
     let options = options(&plan.request, false, plan.restricted, listen, plan.image.name());
     let accel = options.accel.filter(|_| keep.is_none());
     let options = ExportOptions { keep, accel, ..options };
@@ -134,7 +136,6 @@ fn prepare(number: usize, plan: Plan, kept: Option<&Kept>) -> Result<Waiting, Fa
     let image = KeptImage { plan: &plan.image, confines: plan.confines };
     let keep = |kept: &Kept| kept.keep_handed(number, &image, prepared.disk());
     let kept_jobs = kept.map(keep).transpose()?;
-    let right = kept.map(|kept| kept.disks.keep_succession(number)).transpose()?;
     let makes = plan.request.socket.make.is_some();
     let placed = plan.placed(prepared.disk());
     let placed = Placed { path: Some(path), front, kept_jobs, ..placed };

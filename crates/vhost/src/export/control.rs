@@ -51,7 +51,11 @@ impl Host {
         if let Some(beside) = &self.beside {
             beside.end();
         }
-        let is_ours = !self.control.device.gives_up() && !matches!(result, Ok(End::HandedOver));
+        let was_given = matches!(result, Ok(End::HandedOver));
+        let is_ours = !self.control.device.gives_up() && !was_given;
+        if was_given && let Some(record) = self.record.take() {
+            record.leave();
+        }
         let mut flushed = Ok(());
         if is_ours {
             // The image is free as soon as it is closed, and may be another process's then.

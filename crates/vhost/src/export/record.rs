@@ -233,6 +233,11 @@ impl Record {
         Ok(())
     }
 
+    /// Another process goes on with the export.
+    pub(super) fn leave(mut self) {
+        self.parking.keeper.leave();
+    }
+
     /// The export has ended: no process goes on with it.
     pub(super) fn end(mut self) {
         self.parking.keeper.end();
@@ -325,6 +330,8 @@ mod tests {
         fn write(&mut self, _state: &str) -> io::Result<()> {
             Ok(())
         }
+
+        fn leave(&mut self) {}
 
         fn end(&mut self) {}
     }

@@ -33,6 +33,8 @@ impl Keeper for Nothing {
         Ok(())
     }
 
+    fn leave(&mut self) {}
+
     fn end(&mut self) {}
 }
 

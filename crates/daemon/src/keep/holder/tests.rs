@@ -53,6 +53,7 @@ fn holder() -> Holder<'static> {
         is_upgrade: false,
         has_taken: false,
         is_given: false,
+        rights: Vec::new(),
         is_ready: true,
         is_stopping: false,
         is_at_once: false,
@@ -238,7 +239,8 @@ fn what_a_successor_has_claimed_is_not_gone_on_with() {
     let rights: Vec<Succession> = (0..2).map(|_| Succession::make().expect("made")).collect();
     let given = rights.iter().map(|right| right.try_clone().expect("a descriptor"));
     let named = |(disk, right): (usize, Succession)| (succession::name_of(disk), right.into());
-    let mut holder = Holder { parked: given.enumerate().map(named).collect(), ..holder() };
+    let parked = given.enumerate().map(named).collect();
+    let mut holder = Holder { parked, rights: vec![0, 1], ..holder() };
     // The holder is first, and then a successor; another server gets a new right.
     assert!(holder.goes_on());
     assert!(!rights[0].claim() && !rights[1].claim());
@@ -252,5 +254,37 @@ fn what_a_successor_has_claimed_is_not_gone_on_with() {
     assert!(holder.goes_on());
     assert!(parked(&holder, 0).is_claimed() && !parked(&holder, 1).is_claimed());
     assert!(parked(&holder, 1).claim());
+    assert!(!holder.goes_on() && holder.is_claimed_soon());
+    // A server that was taken over gets no other right by taking this one away, or by giving one.
+    holder.is_parked = true;
+    holder
+        .hear(&format!("FDSTOREREMOVE=1\nFDNAME={}", succession::name_of(0)), Vec::new())
+        .expect("heard");
+    let new = vec![OwnedFd::from(Succession::make().expect("made"))];
+    holder.hear(&format!("FDSTORE=1\nFDNAME={}", succession::name_of(1)), new).expect("heard");
     assert!(!holder.goes_on());
+}
+
+#[test]
+fn what_a_process_has_given_and_no_successor_has_claimed_is_gone_on_with() {
+    let right = Succession::make().expect("made");
+    let parked = vec![(succession::name_of(0), right.try_clone().expect("copied").into())];
+    let mut holder = Holder { parked, rights: vec![0], ..holder() };
+    holder.hear("X_RINGDISK_HANDED_OVER=1\nSTATUS=", Vec::new()).expect("heard");
+    assert!(holder.is_given && !holder.is_claimed_soon() && holder.goes_on());
+    assert!(!right.claim(), "a successor that comes later");
+}
+
+#[test]
+fn what_was_not_taken_over_is_the_other_process_s() {
+    let right = Succession::of_a_successor().expect("made");
+    let parked = vec![(succession::name_of(0), right.try_clone().expect("copied").into())];
+    let mut holder =
+        Holder { parked, rights: vec![0], is_upgrade: true, is_ready: false, ..holder() };
+    assert!(!holder.is_ours());
+    holder.hear("X_RINGDISK_TOOK_OVER=1\nSTATUS=", Vec::new()).expect("heard");
+    // Another disk was taken, and not this one.
+    assert!(holder.is_ours() && !holder.goes_on());
+    right.is_ours();
+    assert!(holder.goes_on());
 }

@@ -6,7 +6,7 @@ use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 
 use crate::common::{KIB, runtime};
 use crate::live::{read, writable};
-use crate::ops_damaged::image::{CLUSTER, Shown, Contents, SIZE};
+use crate::ops_damaged::image::{CLUSTER, Contents, SIZE, Shown};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
