@@ -231,36 +231,41 @@ fn a_kept_raw_disk_on_packed_rings_goes_on() {
 }
 
 /// Two disks of one pair of processes, with their directory and sockets.
-struct Two {
+pub(crate) struct Two {
     directory: TempDir,
-    holder: Process,
+    pub(crate) holder: Process,
 }
 
 impl Two {
-    fn start() -> Two {
+    pub(crate) fn start() -> Two {
         let directory = scratch();
-        let mut command = Command::new(program());
-        command.args(["serve", "--keep", "--queues", "1"]);
         let mut two = Two { directory, holder: Process::spawn(&mut Command::new("true")) };
+        (0..2).for_each(|number| images::qcow2(&two.image(number), "8M", "cluster_size=4k"));
+        two.holder = two.process(&["--keep"]);
+        two
+    }
+
+    /// A process that serves both.
+    pub(crate) fn process(&self, words: &[&str]) -> Process {
+        let mut command = Command::new(program());
+        command.args(["serve", "--queues", "1"]).args(words).env_remove("NOTIFY_SOCKET");
         for number in 0..2 {
-            images::qcow2(&two.image(number), "8M", "cluster_size=4k");
-            let (image, socket) = (two.image(number), two.socket(number));
+            let (image, socket) = (self.image(number), self.socket(number));
             let spec = format!("image={},socket={}", text(&image), text(&socket));
             command.args(["--disk", &spec]);
         }
-        two.holder = Process::spawn(&mut command);
-        two
+        Process::spawn(&mut command)
     }
 
     fn image(&self, number: usize) -> PathBuf {
         self.directory.path().join(format!("disk{number}"))
     }
 
-    fn socket(&self, number: usize) -> PathBuf {
+    pub(crate) fn socket(&self, number: usize) -> PathBuf {
         self.directory.path().join(format!("socket{number}"))
     }
 
-    fn machine(&self, number: usize) -> Vm {
+    pub(crate) fn machine(&self, number: usize) -> Vm {
         let options = VmOptions { queues: 1, ..options(false, false, number as u64) };
         Vm::started(FrontEnd::connect(&self.socket(number)), options)
     }

@@ -8,11 +8,12 @@ use std::time::{Duration, Instant};
 use ringdisk_testkit::limits::full;
 use ringdisk_testkit::model::{FrontEnd, Load, Request, Vm};
 use ringdisk_testkit::mount::text;
-use ringdisk_testkit::process::{LIMIT, Process, until};
+use ringdisk_testkit::process::{LIMIT, Process, command, run, until};
 use ringdisk_testkit::sim::Prng;
 
+use crate::common::program;
 use crate::common::tools::child_of;
-use crate::keep::{Server, judge, kill, load, options};
+use crate::keep::{Server, Two, judge, kill, load, options};
 
 fn kills() -> u64 {
     let wanted = std::env::var("RINGDISK_KILLS").ok().and_then(|n| n.parse().ok());
@@ -213,4 +214,43 @@ fn a_raw_disk_goes_on_whoever_is_killed_in_a_hand_over() {
 #[test]
 fn a_qcow2_disk_goes_on_whoever_is_killed_in_a_hand_over() {
     survives("qcow2", true, 6);
+}
+
+/// Two disks of one process, which go one after the other: each goes on in the process that has it,
+/// whoever is killed in between.
+#[test]
+fn two_disks_go_on_whoever_is_killed_in_their_hand_over() {
+    let (mut prng, mut split) = (Prng::new(8), 0);
+    for number in 0..kills() {
+        let mut two = Two::start();
+        let mut machines = [0, 1].map(|disk| two.machine(disk));
+        for disk in 0..2 {
+            let socket = two.socket(disk);
+            let words = [&*program(), "ctl", text(&socket), "stats"];
+            let answers = || (run(command(&words)).code() == Some(0)).then_some(());
+            assert!(until(LIMIT, answers).is_some(), "{}", two.holder.output());
+        }
+        let mut new = two.process(&["--keep", "--upgrade"]);
+        std::thread::sleep(Duration::from_micros(prng.below(150_000)));
+        let holder = if prng.coin() { two.holder.pid() } else { new.pid() };
+        child_of(holder).into_iter().for_each(kill);
+        for _ in 0..3 {
+            for machine in &mut machines {
+                let said = || format!("{}\nthe new: {}", two.holder.output(), new.output());
+                assert_eq!(machine.status(0, Request::flush()), 0, "kill {number}: {}", said());
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        split += u64::from(two.holder.ended().is_none() && new.ended().is_none());
+        for machine in machines {
+            drop(machine);
+        }
+        for process in [&mut two.holder, &mut new] {
+            process.signal(rustix::process::Signal::TERM);
+            let output = process.output();
+            assert!(process.wait(LIMIT).is_some(), "kill {number}: {output}");
+            assert!(!output.contains("panicked"), "kill {number}: {output}");
+        }
+    }
+    println!("of {} kills, {split} left each disk with another pair of processes", kills());
 }
