@@ -276,8 +276,11 @@ fn client_view(request: &Request, disks: &[DiskRequest], plans: &[ImagePlan]) ->
 }
 
 /// Keeps what the images of one disk are.
-type KeepImages<'a> = dyn Fn(usize, &KeptImage<'_>, &Disk, Right<'_>) -> Result<(Box<dyn Keeper>, KeptJobs), Failure>
-    + 'a;
+type KeepImages<'a> =
+    dyn Fn(usize, &KeptImage<'_>, &Disk, Right<'_>) -> Result<KeptParts, Failure> + 'a;
+
+/// What keeps the export of a disk, and its jobs.
+type KeptParts = (Box<dyn Keeper>, KeptJobs);
 
 /// To go on with a disk: with the first one of an export, which goes as a whole.
 type Right<'a> = Option<&'a Succession>;
