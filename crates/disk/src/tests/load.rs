@@ -5,7 +5,7 @@ use ringdisk_qcow2::Bytes;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ringdisk_ring::{Config, IoBuf, Ring, Runtime};
 use ringdisk_testkit::sim::Prng;
@@ -21,6 +21,8 @@ const CLIENTS: u64 = 4;
 const THINK_MAX_MICROS: u64 = 600;
 /// Longest request, bytes.
 const REQUEST_MAX: u64 = 96 << 10;
+/// How long what requests have begun beside themselves is waited for.
+const AFTER_MAX: Duration = Duration::from_secs(5);
 
 /// A running load.
 pub(crate) struct Load {
@@ -122,6 +124,12 @@ fn run(
                 }
                 Err(error) => panic!("a client has failed: {error}"),
             }
+        }
+        // What a request has begun beside itself (tables that are written) ends on this ring, too:
+        // an image whose write is given up cannot be handed over.
+        let begun = Instant::now();
+        while ring.in_flight() > 0 && begun.elapsed() < AFTER_MAX {
+            ring.sleep(Duration::from_millis(2)).await;
         }
     });
     done.sort_by_key(|part| part.start);

@@ -240,7 +240,12 @@ fn bitmaps_whose_storage_hangs_hold_no_other_disk() {
     assert_has(a.path(), 0, 1);
     hanging.go_on(client);
     // What came too late goes once the storage answers.
-    let is_gone = || (bitmaps(hanging.socket()) == 1).then_some(());
+    let is_one = || {
+        std::thread::sleep(Duration::from_millis(100));
+        bitmaps(hanging.socket()) == 1
+    };
+    // It may be added only now.
+    let is_gone = || (0..5).all(|_| is_one()).then_some(());
     until(LIMIT, is_gone).expect("the bitmap that came too late is removed");
     assert_has(hanging.socket(), 0, 1);
     assert_eq!(a.stop().code(), Some(0));
