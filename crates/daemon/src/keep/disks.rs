@@ -15,7 +15,6 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Instant;
 
 use ringdisk_export::keep::{Keeper, KeptState};
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -26,7 +25,7 @@ use super::jobs::{KeptJobs, is_of_job, kept_or_alone};
 use super::link::{self, Named};
 use super::slots::FRONT_END;
 use super::state::{State, StateFile};
-use super::succession::{self, CLAIM_LIMIT, CLAIM_POLL_INTERVAL, Succession};
+use super::succession::{self, Succession};
 use crate::failure::{Exit, Failure};
 use crate::helper::start::Role as Started;
 use crate::notify::{Notify, Word};
@@ -173,13 +172,8 @@ impl Keeper for DiskKeeper {
 
     fn leave(&mut self) {
         self.is_ended = true;
-        let Some(right) = &self.right else { return };
-        let begun = Instant::now();
-        while !right.is_claimed() && begun.elapsed() < CLAIM_LIMIT {
-            std::thread::sleep(CLAIM_POLL_INTERVAL);
-        }
-        // Memory and sockets of the front end are the successor's alone from now on.
-        if right.is_claimed() {
+        // Memory and sockets of the front end are the successor's alone from then on.
+        if self.right.as_ref().is_some_and(Succession::is_claimed_soon) {
             self.release_all();
         }
     }
@@ -250,8 +244,7 @@ impl KeptDisks {
     ///
     /// Errors: no descriptor is left; the holder is gone.
     pub fn keep_succession(&self, disk: usize, is_upgrade: bool) -> Result<Succession, Failure> {
-        let make = if is_upgrade { Succession::of_a_successor } else { Succession::make };
-        let succession = make().map_err(|error| cannot(&error))?;
+        let succession = Succession::of_start(is_upgrade).map_err(|error| cannot(&error))?;
         self.notify
             .store(&succession::name_of(disk), succession.as_fd())
             .map_err(|error| cannot(&error))?;

@@ -30,7 +30,7 @@ use super::held::{Held, LATE};
 use super::helping::{Helping, Line};
 use super::link::{self, Received};
 use super::passed_on::Signals;
-use super::succession::{self, CLAIM_LIMIT, CLAIM_POLL_INTERVAL, Succession};
+use super::succession::{self, Succession};
 use crate::background::Background;
 use crate::failure::{Exit, Failure};
 use crate::io_flusher;
@@ -596,19 +596,11 @@ impl Holder<'_> {
 
     /// Whether a successor has claimed all, or does so within moments.
     fn is_claimed_soon(&self) -> bool {
-        let rights = self.parked.iter().filter(|(name, _)| right_of(name).is_some());
-        let rights = rights.map(|(_, right)| right.try_clone().and_then(Succession::of));
-        let rights: Vec<_> = rights.flatten().collect();
-        let begun = Instant::now();
-        loop {
-            if rights.iter().all(Succession::is_claimed) {
-                return true;
-            }
-            if begun.elapsed() > CLAIM_LIMIT {
-                return false;
-            }
-            std::thread::sleep(CLAIM_POLL_INTERVAL);
-        }
+        let mut rights = self.parked.iter().filter(|(name, _)| right_of(name).is_some());
+        rights.all(|(_, right)| {
+            let right = right.try_clone().and_then(Succession::of);
+            right.is_ok_and(|right| right.is_claimed_soon())
+        })
     }
 
     /// Another process serves it, with all that it has.

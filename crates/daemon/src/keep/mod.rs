@@ -302,8 +302,7 @@ impl Kept {
             self.names.push(name);
         }
         if self.has_holder() {
-            let make = if is_upgrade { Succession::of_a_successor } else { Succession::make };
-            let right = make().map_err(cannot)?;
+            let right = Succession::of_start(is_upgrade).map_err(cannot)?;
             self.notify.store(&succession::name_of(0), right.as_fd()).map_err(cannot)?;
             self.right = Some(right);
         }

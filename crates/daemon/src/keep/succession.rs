@@ -10,7 +10,7 @@
 use std::fs;
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ringdisk_export::HandOverState;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -32,8 +32,8 @@ const KEY: &str = "succession";
 
 /// A successor that has taken something over claims the right to it within this time, unless it was
 /// killed.
-pub(super) const CLAIM_LIMIT: Duration = Duration::from_secs(1);
-pub(super) const CLAIM_POLL_INTERVAL: Duration = Duration::from_millis(2);
+const CLAIM_LIMIT: Duration = Duration::from_secs(1);
+const CLAIM_POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// What the kernel calls an eventfd (`fs/eventfd.c`).
 const EVENTFD: &[u8] = b"anon_inode:[eventfd]";
@@ -43,6 +43,15 @@ const EVENTFD: &[u8] = b"anon_inode:[eventfd]";
 pub struct Succession(OwnedFd);
 
 impl Succession {
+    /// One for what is to be kept from now on.
+    ///
+    /// * `is_upgrade`: another process serves it until [`Succession::is_ours`].
+    ///
+    /// Errors: no descriptor is left.
+    pub(super) fn of_start(is_upgrade: bool) -> io::Result<Succession> {
+        if is_upgrade { Succession::of_a_successor() } else { Succession::make() }
+    }
+
     /// A new one, which no process has claimed.
     ///
     /// Errors: no descriptor is left.
@@ -53,7 +62,7 @@ impl Succession {
     /// One that counts as claimed until [`Succession::is_ours`]: another process serves.
     ///
     /// Errors: no descriptor is left.
-    pub(crate) fn of_a_successor() -> io::Result<Succession> {
+    pub(super) fn of_a_successor() -> io::Result<Succession> {
         Ok(Succession(eventfd(0, EventfdFlags::CLOEXEC)?))
     }
 
@@ -89,6 +98,19 @@ impl Succession {
     pub(crate) fn is_claimed(&self) -> bool {
         let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
         poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready == 0)
+    }
+
+    /// Whether a process has claimed it, or does so within moments, as a successor does that was
+    /// not killed. Waits for a second at most.
+    pub(super) fn is_claimed_soon(&self) -> bool {
+        let begun = Instant::now();
+        while !self.is_claimed() {
+            if begun.elapsed() > CLAIM_LIMIT {
+                return false;
+            }
+            std::thread::sleep(CLAIM_POLL_INTERVAL);
+        }
+        true
     }
 
     /// Another descriptor of it.
