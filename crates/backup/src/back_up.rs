@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ringdisk_console::operation::{Operation, Showing};
-use ringdisk_daemon::control::checkpoint::words::Bitmaps;
 use ringdisk_daemon::control::client::{ANSWER, Client};
+use ringdisk_daemon::control::protocol::checkpoint::Bitmaps;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::new_file::NewFiles;
 use ringdisk_daemon::sockets::Address;

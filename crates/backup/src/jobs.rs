@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use ringdisk_daemon::control::checkpoint::round::fleecing_file;
 use ringdisk_daemon::control::client::{ANSWER, Client, Timeout};
-use ringdisk_daemon::control::jobs::words::Terms;
+use ringdisk_daemon::control::protocol::jobs::Terms;
 use ringdisk_daemon::control::protocol::{Backup, Command, Mirror};
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::new_file::NewFiles;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ringdisk_daemon::control::checkpoint::round::fleecing_file;
-use ringdisk_daemon::control::checkpoint::words::Bitmaps;
+use ringdisk_daemon::control::protocol::checkpoint::Bitmaps;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_disk::name::is_export;
 use ringdisk_disk::{

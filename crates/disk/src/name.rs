@@ -6,6 +6,7 @@
 //! names ("json:" and "file:" pseudo-protocols).
 
 mod json;
+mod keys;
 mod node;
 mod quotes;
 mod words;

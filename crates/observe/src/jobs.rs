@@ -8,9 +8,9 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use ringdisk_daemon::control::client::{ANSWER, Client, Timeout};
-use ringdisk_daemon::control::jobs::words::{JobCommand, Named};
 use ringdisk_daemon::control::many::{Answer, Asked};
 use ringdisk_daemon::control::protocol::Command;
+use ringdisk_daemon::control::protocol::jobs::{JobCommand, Named};
 use ringdisk_daemon::control::registry::Found;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::processes;

@@ -51,13 +51,11 @@ pub use events::Readiness;
 pub(crate) use executor::ROOT;
 pub use op::{Fd, Op, Sleep};
 pub use remote::Remote;
-pub(crate) use scattered::Cut;
 
 use client_pages::Pipes;
 use executor::Executor;
-use op::{State, What};
+use op::{State, Way, What};
 use remote::Shared;
-use scattered::Way;
 
 /// Marks the user data of a poll linked before an operation; alone: a cancellation.
 pub(crate) const TAG_IGNORE: u64 = 1 << 63;

@@ -7,7 +7,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
-use ringdisk_daemon::control::disk::{Serving, SocketClient};
+use ringdisk_daemon::control::serving::{Serving, SocketClient};
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::stats::Report;
 use ringdisk_daemon::topology;

@@ -4,9 +4,9 @@
 
 use std::time::Duration;
 
-use ringdisk_daemon::control::checkpoint::words::Listed;
 use ringdisk_daemon::control::client::{Client, Timeout};
 use ringdisk_daemon::control::protocol::Command;
+use ringdisk_daemon::control::protocol::checkpoint::Listed;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_disk::Progress;
 use serde::Deserialize;

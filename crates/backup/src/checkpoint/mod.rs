@@ -15,9 +15,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ringdisk_daemon::control::checkpoint::round::{self, Begun, Part, fleecing_file, free_bytes};
-use ringdisk_daemon::control::checkpoint::words::{Begin, Bitmaps, Dirty, End, Listed};
 use ringdisk_daemon::control::client::{Client, Timeout};
 use ringdisk_daemon::control::protocol::Command;
+use ringdisk_daemon::control::protocol::checkpoint::{Begin, Bitmaps, Dirty, End, Listed};
 use ringdisk_daemon::control::registry;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::sockets::Address;

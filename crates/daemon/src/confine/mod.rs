@@ -27,7 +27,8 @@ use ringdisk_sandbox::{InForce, Plan};
 use ringdisk_storage::{Opener, Storage};
 
 use crate::failure::{Exit, Failure};
-pub use crate::helper::tasks::{Named, Tasks, pin};
+pub use crate::helper::named::{Named, pin};
+pub use crate::helper::tasks::Tasks;
 use crate::terminal;
 
 /// How far a serving process is confined (`--sandbox`).

@@ -21,12 +21,14 @@ use rustix::io::Errno;
 
 use super::{Confinement, Reach, by_descriptor, directory_of};
 use crate::helper;
+use crate::helper::answer::DONE;
 use crate::helper::chain::Image;
+use crate::helper::named::{Id, Named, named};
 use crate::helper::overlays::{
-    FORGET, HELD_MAX, Id, LEAVE, LOWER, MADE_MAX, MAKE, NOTE, NOTE_BOTH, READ, REMOVE, SYNC, WRITE,
+    FORGET, HELD_MAX, LEAVE, LOWER, MADE_MAX, MAKE, NOTE, NOTE_BOTH, READ, REMOVE, SYNC, WRITE,
     is_component,
 };
-use crate::helper::tasks::{CONNECT_NBD, DONE, Named, named};
+use crate::helper::tasks::CONNECT_NBD;
 
 /// Asks the helper process. Inside.
 #[derive(Debug)]

@@ -27,7 +27,7 @@ use rustix::net::sockopt::socket_peercred;
 use rustix::process::{PidfdFlags, pidfd_open};
 use serde_json::Value;
 
-use crate::control::jobs::words::JobCommand;
+use crate::control::protocol::jobs::JobCommand;
 use crate::control::protocol::{Command, REPLY_BYTES_MAX, Reply, VERSION};
 use crate::control::registry::{
     Found, connect_now, is_served, name_of_mount, name_of_path, owner_of, user,

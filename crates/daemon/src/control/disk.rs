@@ -8,7 +8,7 @@ mod advice;
 mod changes;
 mod describe;
 mod execute;
-mod serving;
+mod job_kinds;
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -23,15 +23,15 @@ use crate::confine::HeldForDisk;
 use crate::control::checkpoint::{Accel, Checkpoints};
 use crate::control::jobs::keeper::JobKeeper;
 use crate::control::jobs::{Claims, HandedJob, Job, Jobs, NewJob};
+use crate::control::serving::Serving;
 use crate::failure::{Exit, Failure};
 use crate::helper::Named;
 use crate::size::human_time;
 use crate::stats::layer_json;
 use crate::stopping::{Stage, Stopping};
 
-pub(in crate::control) use advice::Advice;
-pub use describe::{NbdPlace, ServedAs, SocketClient};
-pub use serving::Serving;
+use advice::Advice;
+pub use describe::{NbdPlace, ServedAs};
 
 /// A disk under control.
 pub struct DiskControl {

@@ -21,3 +21,4 @@ pub mod protocol;
 pub mod refusal;
 pub mod registry;
 pub mod server;
+pub mod serving;

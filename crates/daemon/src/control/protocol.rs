@@ -19,6 +19,9 @@
 //! any bytes become a command or an error that says why not. Unknown commands
 //! and unknown arguments are errors, never ignored.
 
+pub mod checkpoint;
+pub mod jobs;
+
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -27,8 +30,8 @@ use ringdisk_disk::name::{FileName, is_export};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use crate::control::checkpoint::words::{Begin, Dirty, End};
-use crate::control::jobs::words::{JobCommand, Terms};
+use self::checkpoint::{Begin, Dirty, End};
+use self::jobs::{JobCommand, Terms};
 pub use crate::control::refusal::Refusal;
 use crate::helper::approval::Allows;
 use crate::terminal::visible;

@@ -22,8 +22,7 @@ use ringdisk_sandbox::User;
 use rustix::fs::{CWD, FileType, Mode, OFlags, fstat, openat};
 use rustix::io::Errno;
 
-use super::overlays::Id;
-use super::tasks::{Named, pin};
+use super::named::{Id, Named, pin};
 use crate::helper::approval::{self, Allows};
 use crate::helper::mark;
 
@@ -301,7 +300,7 @@ pub(crate) fn checked(
 mod tests {
     use ringdisk_testkit::limits::needs;
 
-    use super::super::tasks::named;
+    use super::super::named::named;
     use super::*;
 
     #[test]

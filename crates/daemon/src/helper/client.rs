@@ -17,9 +17,9 @@ use ringdisk_messages::Wait;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{Shutdown, shutdown};
 
+use super::answer::{Answer, BUSY, DONE};
 use super::tasks::{
-    ABORT, Answer, BUSY, CONNECT, DONE, FORCE, HEAR, LAZY, MESSAGE_BYTES_MAX, NORMAL, Tasks,
-    UNLINK, USERS,
+    ABORT, CONNECT, FORCE, HEAR, LAZY, MESSAGE_BYTES_MAX, NORMAL, Tasks, UNLINK, USERS,
 };
 use super::wire::{receive, send};
 use super::{line, process, speaker};

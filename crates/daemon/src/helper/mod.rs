@@ -15,6 +15,7 @@
 //! [`start`] starts this program anew as each of these; [`client`] is the confined process's side;
 //! [`tasks`], [`overlays`] and [`chain`] are the helper's.
 
+pub(crate) mod answer;
 pub mod approval;
 pub mod chain;
 pub mod client;
@@ -22,6 +23,7 @@ pub(crate) mod line;
 pub mod mark;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod model;
+pub mod named;
 pub mod ours;
 pub mod overlays;
 pub mod process;
@@ -32,6 +34,7 @@ pub mod tasks;
 mod wire;
 
 pub use client::Helper;
+pub use named::{Named, named, pin};
 pub use ours::{connect, is_for_helper, is_gone, leave, may_be, remove_file, say, users};
 pub use process::run;
-pub use tasks::{Named, Tasks, named, pin};
+pub use tasks::Tasks;

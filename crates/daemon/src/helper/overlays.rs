@@ -27,8 +27,9 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 
+use super::answer::{Answer, DONE, REFUSED};
 use super::chain::{self, Chain, Image};
-use super::tasks::{Answer, DONE, Named, REFUSED, pin};
+use super::named::{Id, Named, pin};
 use crate::helper::mark;
 
 /// Makes a file; after the numbers of the directory comes its name, or, where `--allow-path` names
@@ -58,9 +59,6 @@ pub(crate) const LEAVE: u8 = b'l';
 pub(crate) const HELD_MAX: usize = 512;
 /// Files that are made while the process serves: one each ten minutes for a year.
 pub(crate) const MADE_MAX: u32 = 1 << 16;
-
-/// Device and inode number.
-pub(crate) type Id = (u64, u64);
 
 /// What is held for new overlays. Outside.
 #[derive(Debug, Default)]

@@ -7,8 +7,9 @@
 use std::io;
 use std::os::fd::AsFd;
 
+use super::answer::{Answer, DONE};
 use super::speaker::Speaker;
-use super::tasks::{Answer, DONE, HEAR, Held, MESSAGE_BYTES_MAX, SAY, Tasks};
+use super::tasks::{HEAR, Held, MESSAGE_BYTES_MAX, SAY, Tasks};
 use super::wire::{is_partial, receive, reply};
 
 /// Carries out requests until the other end of the socket is closed.

@@ -23,27 +23,19 @@ use ringdisk_fuse::ErrorKind;
 use ringdisk_fuse::mount::{self, Abort, Unmount};
 use ringdisk_sandbox::User;
 use ringdisk_storage::NbdEndpoint;
-use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags, makedev, statx};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect as connect_to, socket_with,
 };
 
+use super::answer::{Answer, BUSY, DONE, REFUSED};
 use super::approval::Allows;
 use super::chain::Image;
+use super::named::{Named, pin};
 use super::overlays::{Overlays, Purpose};
 use crate::directory_lock;
 use crate::mount_users::{self, Place};
 use crate::pid_text;
-
-/// A file by its name, with device and inode number: what has taken its name since is another one.
-pub type Named = (PathBuf, (u64, u64));
-
-/// A file or directory as it is now.
-pub fn named(path: PathBuf) -> Option<Named> {
-    let meta = fs::metadata(&path).ok()?;
-    Some((path, (meta.dev(), meta.ino())))
-}
 
 /// Longest message, bytes: two names of 4096 bytes, with numbers and the names in a header.
 pub(crate) const MESSAGE_BYTES_MAX: usize = 16 << 10;
@@ -76,11 +68,6 @@ pub(crate) const USERS: u8 = b'U';
 pub(crate) const HEAR: u8 = b'H';
 /// Words for the service manager, without an answer: see [`super::speaker`].
 pub(crate) const SAY: u8 = b'W';
-
-/// What came of one.
-pub(crate) const DONE: u8 = b'D';
-pub(crate) const BUSY: u8 = b'B';
-pub(crate) const REFUSED: u8 = b'E';
 
 /// What will have to be done.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -176,26 +163,6 @@ fn users(place: &Place) -> Answer {
         serde_json::to_string(&users).ok().filter(|text| text.len() < MESSAGE_BYTES_MAX)
     });
     fitting.into_iter().next().map_or_else(Answer::refused, |text| Answer::new(DONE, text))
-}
-
-/// The answer to an order.
-#[derive(Debug)]
-pub struct Answer {
-    pub(crate) kind: u8,
-    /// For people.
-    pub(crate) words: String,
-    /// A socket or file that was asked for.
-    pub(crate) fd: Option<OwnedFd>,
-}
-
-impl Answer {
-    pub(crate) fn new(kind: u8, words: impl Into<String>) -> Answer {
-        Answer { kind, words: words.into(), fd: None }
-    }
-
-    pub(super) fn refused() -> Answer {
-        Answer::new(REFUSED, "not a task of the helper process")
-    }
 }
 
 impl Tasks {
@@ -363,18 +330,6 @@ fn unmount((mountpoint, connection): &(PathBuf, u32), how: Unmount) -> Answer {
         }
         Err(error) => Answer::new(REFUSED, error.with_hint().to_string()),
     }
-}
-
-/// Keeps the numbers of a file from being given to another one: a descriptor that nothing can be
-/// read or written by. `None`: its name leads to something else, as that of a mountpoint does,
-/// which would be in use then; or there is no descriptor left.
-pub fn pin(path: &Path, id: (u64, u64)) -> Option<OwnedFd> {
-    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let file = rustix::fs::open(path, flags, Mode::empty()).ok()?;
-    // What is mounted there may not answer yet, so nothing is asked of it.
-    let quietly = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
-    let now = statx(&file, "", quietly, StatxFlags::INO).ok()?;
-    ((makedev(now.stx_dev_major, now.stx_dev_minor), now.stx_ino) == id).then_some(file)
 }
 
 /// Removes a file if its name still leads to it, and if it is one that a server makes: a socket, a

@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use ringdisk_messages::{Message, Wait};
 use rustix::io::Errno;
 
-use super::tasks::Answer;
+use super::answer::Answer;
 
 /// One message, and the descriptor that came with it. A length of 0: the other end is closed.
 ///

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use ringdisk_qcow2::{BitmapContents, Qcow2};
 use ringdisk_ring::Ring;
 
-use super::hold::changed;
+use super::checks::changed;
 use super::{CheckpointEnd, DirtyRanges, NewBitmap};
 use crate::graph::Graph;
 use crate::live::{DRAIN_LIMIT, Marks, bitmap_result, has_bitmap as has, not_drained};

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use ringdisk_ring::Ring;
 
+use super::checks::check_seen;
 use super::frozen::Source;
 use super::{Checkpoint, Prepared};
 use crate::disk::{Parts, Policy};
@@ -90,30 +91,6 @@ fn frozen_disk(disk: &Disk, graph: &Graph, fleece: &Arc<Fleece>) -> Arc<Disk> {
     graph.top().name().clone_into(&mut layer.name);
     let policy = Policy { read_only: true, cache: disk.cache(), ..Policy::default() };
     Disk::build(vec![layer], Parts { policy, ..Parts::default() })
-}
-
-/// Refuses a disk whose writes this process does not see.
-///
-/// Errors: `Unsupported`.
-pub(super) fn check_seen(disk: &Disk) -> Result<(), Error> {
-    if disk.is_lent() {
-        return Err(Error::new(
-            ErrorKind::Unsupported,
-            "the kernel reads and writes the image itself (--passthrough), so nothing can be kept \
-             of what is overwritten; mount it without that option",
-        ));
-    }
-    Ok(())
-}
-
-/// The error for a disk that is not as it was prepared.
-///
-/// * `what`: `its …`.
-pub(super) fn changed(what: &str) -> Error {
-    Error::new(
-        ErrorKind::Busy,
-        format!("the disk has changed {what} since the checkpoint was prepared; try again"),
-    )
 }
 
 impl std::fmt::Debug for Held<'_> {

@@ -18,6 +18,7 @@
 //! Control path. The copies themselves are made by `graph/fleece`.
 
 mod bitmaps;
+mod checks;
 mod frozen;
 mod hold;
 mod options;

@@ -12,7 +12,7 @@ use ringdisk_storage::{Kind, Storage};
 
 use super::CheckpointOptions;
 use super::bitmaps::Wanted;
-use super::hold::check_seen;
+use super::checks::check_seen;
 use crate::graph::{Fleece, Graph};
 use crate::layer::Node;
 use crate::live::checkpointed;

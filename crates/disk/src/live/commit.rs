@@ -18,7 +18,7 @@ use std::sync::atomic::Ordering;
 use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::{Errno, Ring};
 
-use super::copy::{Copier, all_of, copy_range, pieces};
+use super::copy::{all_of, copier, copy_range, pieces};
 use super::pivot::{Last, Named, check_cut, merged_size, name_of_base};
 use super::reopen::kept_for_writing;
 use super::{LongChange, Place, check_lasting, close_layer, for_reading, in_mode, offline_on};
@@ -290,17 +290,6 @@ async fn check_snapshots(ring: &Ring, graph: &Graph, options: CommitOptions) -> 
         ));
     }
     Ok(())
-}
-
-/// The layers to copy, and their target.
-pub(super) fn copier(graph: &Graph, options: CommitOptions) -> Result<Copier<'_>, Errno> {
-    graph.check()?;
-    let from = graph.layers.get(options.top..options.base).ok_or(Errno::IO)?;
-    Ok(Copier {
-        from: Chain(from),
-        target: graph.layers.get(options.base).ok_or(Errno::IO)?,
-        below: graph.below(options.base),
-    })
 }
 
 /// Makes the base writable and large enough, locks the layers that will be emptied for writing, and

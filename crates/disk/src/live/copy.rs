@@ -11,7 +11,9 @@ use std::task::Poll;
 use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
+use crate::CommitOptions;
 use crate::chain::Chain;
+use crate::graph::Graph;
 pub(crate) use crate::graph::fill::{COPY_BYTES, buffer, pieces};
 use crate::layer::{Layer, Node};
 
@@ -175,4 +177,15 @@ pub(crate) fn equal(a: &IoBuf, b: &IoBuf) -> bool {
         at += len;
     }
     true
+}
+
+/// The layers to copy, and their target.
+pub(super) fn copier(graph: &Graph, options: CommitOptions) -> Result<Copier<'_>, Errno> {
+    graph.check()?;
+    let from = graph.layers.get(options.top..options.base).ok_or(Errno::IO)?;
+    Ok(Copier {
+        from: Chain(from),
+        target: graph.layers.get(options.base).ok_or(Errno::IO)?,
+        below: graph.below(options.base),
+    })
 }

@@ -21,7 +21,7 @@ use std::sync::atomic::Ordering;
 use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::{Errno, Ring};
 
-use super::commit::copier;
+use super::copy::copier;
 use super::{again, close_layer, for_reading, in_mode, offline_on};
 use crate::graph::{Drained, Graph};
 use crate::layer::{Layer, Node};

@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 
 use ringdisk_storage::{NBD_PORT, NbdAddress, NbdServer};
 
+use super::keys::{text_of, unknown_key};
 use super::node::NodeOptions;
 use super::quotes::double_quoted;
 use super::{FileName, invalid};
@@ -228,21 +229,6 @@ pub(super) fn of_address(why: &ringdisk_storage::BadAddress) -> Error {
     Error::new(ErrorKind::Invalid, format!("the address of the NBD export: {why}"))
 }
 
-pub(super) fn unknown_key(key: &str) -> Error {
-    Error::new(
-        ErrorKind::Unsupported,
-        format!("the key '{}' of the `json:` name is not supported", key.escape_debug()),
-    )
-}
-
-pub(super) fn text_of(object: &Map<String, Value>, key: &str) -> Result<Option<String>, Error> {
-    match object.get(key) {
-        None => Ok(None),
-        Some(Value::String(text)) => Ok(Some(text.clone())),
-        Some(_) => Err(invalid(format!("'{key}' of the `json:` name is not text"))),
-    }
-}
-
 /// QEMU writes numbers as numbers or as decimal text.
 fn number_of(key: &str, value: &Value) -> Result<u64, Error> {
     let number = match value {
@@ -251,8 +237,4 @@ fn number_of(key: &str, value: &Value) -> Result<u64, Error> {
         _ => None,
     };
     number.ok_or_else(|| invalid(format!("'{key}' of the `json:` name is not a size in bytes")))
-}
-
-pub(super) fn invalid_value(key: &str, what: &str) -> Error {
-    invalid(format!("'{key}' of the `json:` name is not {what}"))
 }

@@ -6,7 +6,7 @@
 use ringdisk_qcow2::Bytes;
 use serde_json::{Map, Value};
 
-use super::json::{invalid_value, text_of};
+use super::keys::{invalid_value, text_of, unknown_key};
 use crate::{Cache, DetectZeroes, Discard, Error, ErrorKind, Format, ImageOptions};
 
 /// How an image is opened, as far as its description says.
@@ -47,7 +47,7 @@ impl NodeOptions {
             Some(_) => return Err(invalid_value("cache", "an object")),
         };
         if let Some(key) = cache.keys().find(|key| !CACHE.contains(&key.as_str())) {
-            return Err(super::json::unknown_key(&format!("cache.{key}")));
+            return Err(unknown_key(&format!("cache.{key}")));
         }
         let cache_switch =
             |key: &str| cache.get(key).map(|value| switch_of(key, value)).transpose();

@@ -4,34 +4,13 @@
 //! cache lines; counting allocates nothing. Any thread may read.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Instant;
 
 use ringdisk_ring::{Counters, CountersSnapshot, Remote};
 
 use super::QueueStats;
+use super::cell::Cell;
 use super::histogram::LatencyCells;
-
-/// A counter with one writer.
-#[derive(Debug, Default)]
-pub struct Cell(AtomicU64);
-
-impl Cell {
-    /// Adds `n`. The writing thread only.
-    pub fn add(&self, n: u64) {
-        self.0.store(self.0.load(Relaxed) + n, Relaxed);
-    }
-
-    /// Sets it. The writing thread only.
-    pub fn set(&self, n: u64) {
-        self.0.store(n, Relaxed);
-    }
-
-    /// Reads it. Any thread.
-    pub fn get(&self) -> u64 {
-        self.0.load(Relaxed)
-    }
-}
 
 /// What a queue thread writes.
 #[derive(Debug, Default)]

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use super::Cell;
+use super::cell::Cell;
 
 /// Linear steps inside each power of two: a percentile is at most 1/16 too high.
 const STEPS: usize = 16;

@@ -3,10 +3,12 @@
 //! Promises: reading them stops nobody. The queue thread writes its [`QueueCells`]; any thread
 //! takes a snapshot of them through a [`QueueView`].
 
+mod cell;
 mod cells;
 mod histogram;
 
-pub use cells::{Cell, QueueCells, QueueView};
+pub use cell::Cell;
+pub use cells::{QueueCells, QueueView};
 pub use histogram::Histogram;
 
 /// Counters of one queue since the start of the export. Times in nanoseconds, sizes in bytes.

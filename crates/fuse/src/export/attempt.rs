@@ -7,104 +7,35 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::channel;
 
-use ringdisk_disk::{ClientErrors, Disk};
+use ringdisk_disk::ClientErrors;
 use ringdisk_export::{Clock, Error};
 use ringdisk_ring::{Errno, SharedMemory, Topology};
 
-use super::Forced;
+use super::Export;
 use super::control_thread::{ask_first, control_thread};
 use super::fallback::{
     is_direct, lend, may_zero_copy, no_passthrough, queue_devices, refusal, why_no_zero_copy,
 };
-use super::{Export, ExportOptions};
+use super::phases::{Attempt, Connection, Layout, Outcome, RingStart, Stop, Threads};
 use crate::abi::flags::{INIT_HAS_IO_URING_BUFPOOL, INIT_OVER_IO_URING, INIT_PASSTHROUGH};
 use crate::dev::{Place, answer_init};
 use crate::events::{Event, EventSender};
 use crate::file::{FileOptions, FileServer};
-use crate::kept::{self, Parked, TakenMount};
-use crate::mount::{Method, Mount, MountOptions, mount, open_backing};
-use crate::negotiate::{Negotiated, Profile};
-use crate::placement::{self, Placement};
+use crate::kept::{self, Parked};
+use crate::mount::{Method, MountOptions, mount, open_backing};
+use crate::negotiate::Profile;
+use crate::placement;
 use crate::queue::{QUEUE_DEPTH_DEFAULT, QUEUE_DEPTH_MAX};
 use crate::thread::{FuseThread, QueueSetup, Serve};
-use crate::topology::{MountTopology, Sizes, describe};
+use crate::topology::{Sizes, describe};
 use crate::uring::{Plan, PoolUses, Refused, RingMode, Rings, Starting, SwitchWatch, ZeroCopy};
 
 /// Entries of each thread's reader of `/dev/fuse` beside rings: what comes there needs no data and
 /// is rare (FORGET, INTERRUPT, what was queued before the start). An idle entry costs 6 KiB, so 64
 /// threads with [`QUEUE_DEPTH_DEFAULT`] would take 50 MiB.
 const DEPTH_BESIDE_RINGS: usize = 16;
-
-/// What is tried.
-pub(super) struct Attempt<'a> {
-    pub(super) disk: &'a Arc<Disk>,
-    pub(super) options: &'a ExportOptions,
-    /// The most that rings shall do; `None`: no rings.
-    pub(super) mode: Option<RingMode>,
-    /// The mount of a live process; `None`: it is made, or was left by a process that is gone.
-    pub(super) taken: Option<&'a TakenMount>,
-    pub(super) forced: Forced,
-}
-
-/// What came of an attempt.
-pub(super) enum Outcome {
-    Serves(Box<Export>),
-    /// Rings of this mode could not be had; nothing is mounted. With the reason.
-    RingsRefused(RingMode, String),
-    /// The kernel's switch was turned while the mount began; nothing is mounted.
-    SwitchTurned,
-}
-
-/// Why an attempt stops.
-pub(super) enum Stop {
-    /// The export cannot be started.
-    Error(Error),
-    /// Another attempt may do.
-    Outcome(Outcome),
-}
-
-impl From<Error> for Stop {
-    fn from(error: Error) -> Stop {
-        Stop::Error(error)
-    }
-}
-
-/// Where everything will be.
-pub(super) struct Layout {
-    placement: Placement,
-    plan: Option<Plan>,
-    /// Entries of each thread over `/dev/fuse`.
-    entries: usize,
-    profile: Profile,
-    pub(super) topology: MountTopology,
-}
-
-/// The threads of the export. Dropped, they end.
-pub(super) struct Threads {
-    pub(super) queues: Vec<FuseThread>,
-    /// How many of them serve the mount; the others serve injected devices.
-    pub(super) count: usize,
-    pub(super) place: Arc<Place>,
-    pub(super) rings: Option<Arc<Rings>>,
-    pub(super) clock: Clock,
-    pub(super) events: EventSender,
-    pub(super) received: Receiver<Event>,
-}
-
-/// A mount that has agreed on the protocol. Dropped, it goes, if this attempt has made it.
-pub(super) struct Connection {
-    pub(super) mount: Mount,
-    pub(super) negotiated: Negotiated,
-    /// Number of the image for the kernel, with passthrough; 0: none.
-    backing_id: u32,
-    /// The switch of the kernel for io_uring stayed on meanwhile.
-    switch_stayed_on: bool,
-}
-
-/// A start over io_uring under way, and what the threads report of it.
-type RingStart = (Starting, Receiver<()>);
 
 impl Attempt<'_> {
     /// Tries.

@@ -13,7 +13,7 @@ use ringdisk_disk::{Disk, SizeWatch};
 use ringdisk_export::{ControlThread, Error};
 
 use super::Export;
-use super::attempt::{Attempt, Connection, Layout, Threads};
+use super::phases::{Attempt, Connection, Layout, Threads};
 use crate::control::{Control, InUseSlot};
 use crate::events::{Event, EventSender};
 use crate::file::FileServer;

@@ -9,6 +9,7 @@ mod control_thread;
 mod fallback;
 mod forced;
 mod options;
+mod phases;
 pub(crate) mod start;
 mod take_over;
 

@@ -9,8 +9,8 @@ use ringdisk_disk::Disk;
 use ringdisk_export::{Error, ErrorKind};
 
 use super::Forced;
-use super::attempt::{Attempt, Outcome};
 use super::fallback::first_mode;
+use super::phases::{Attempt, Outcome};
 use super::{Export, ExportOptions};
 use crate::kept;
 use crate::transport::{Transport, choose_transport};

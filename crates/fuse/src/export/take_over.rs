@@ -12,8 +12,8 @@ use ringdisk_disk::Disk;
 use ringdisk_export::{ControlThread, Error, ErrorKind};
 
 use super::Forced;
-use super::attempt::{Attempt, Connection, Layout, Stop, Threads};
 use super::control_thread::{Work, control_thread};
+use super::phases::{Attempt, Connection, Layout, Stop, Threads};
 use super::start::report;
 use super::{Export, ExportOptions};
 use crate::file::FileServer;

@@ -9,7 +9,7 @@
 use std::collections::HashMap;
 
 use crate::bitmaps::directory::{AUTO, FLAGS_AT, IN_USE};
-use crate::check::rebuild::Image;
+use crate::check::image::Image;
 use crate::check::report::{CheckHooks, CheckReport};
 use crate::check::scan::{Holds, Scan};
 use crate::check::source::Source;
@@ -19,40 +19,6 @@ use crate::extensions::BitmapDirectory;
 use crate::header::{self, Header};
 use crate::limits::{CHECK_TABLES_BYTES_MAX, SECTOR};
 use crate::units::{Bytes, HostCluster, HostOffset};
-
-/// Bitmaps that cannot be used.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct LostBitmaps {
-    /// None of them can: the directory cannot be read.
-    pub(super) all: bool,
-    /// Their numbers in the directory, rising, each once.
-    pub(super) numbers: Vec<u32>,
-    /// For messages.
-    names: Vec<String>,
-}
-
-impl LostBitmaps {
-    pub(super) fn is_empty(&self) -> bool {
-        !self.all && self.numbers.is_empty()
-    }
-
-    /// What a repair that leaves them out has to say.
-    pub(super) fn said(&self) -> Vec<String> {
-        if self.all {
-            return vec![
-                "Repaired: all bitmaps are removed, as their directory cannot be read".into(),
-            ];
-        }
-        let each = |name| format!("Repaired: bitmap '{name}' is removed, as it cannot be used");
-        self.names.iter().map(each).collect()
-    }
-
-    fn add(&mut self, number: u32) {
-        if let Err(at) = self.numbers.binary_search(&number) {
-            self.numbers.insert(at, number);
-        }
-    }
-}
 
 /// Bitmap directory of an image, where the image says that it may be believed.
 fn directory(header: &Header) -> Option<BitmapDirectory> {

@@ -2,10 +2,9 @@
 //!
 //! Promises: every refcount block is read once, in a stream; messages about neighbours are joined.
 
-use crate::check::counts::{REGION_CLUSTERS, Region, Uses};
+use crate::check::counts::{REGION_CLUSTERS, Region, Uses, needs_flags};
 use crate::check::layout::{BLOCK_RESERVED, Layout};
 use crate::check::refcount;
-use crate::check::repair;
 use crate::check::report::{CheckHooks, CheckReport};
 use crate::check::scan::Scan;
 use crate::check::source::{READ_BYTES, Source};
@@ -297,7 +296,7 @@ impl Findings {
         if stored != counted {
             compared.too_low |= stored < counted;
             self.leaked += u64::from(stored > counted);
-            compared.leaks_with_flags |= stored > counted && repair::needs_flags(uses, counted);
+            compared.leaks_with_flags |= stored > counted && needs_flags(uses, counted);
             self.add(cluster, stored, counted, report);
         }
         self.too_low += u64::from(stored < total);

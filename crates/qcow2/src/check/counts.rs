@@ -286,3 +286,8 @@ fn grow<T: Copy + Default>(target: &mut Vec<T>, len: usize) -> Result<(), OutOfM
     target.resize(len, T::default());
     Ok(())
 }
+
+/// Whether an entry gets the wrong flag when its cluster's refcount sinks to `refcount`.
+pub(super) fn needs_flags(uses: Uses, refcount: u64) -> bool {
+    refcount == 1 && uses.plain > 0
+}

@@ -20,7 +20,9 @@
 mod bitmaps;
 mod compare;
 mod counts;
+mod image;
 mod layout;
+mod lost_bitmaps;
 mod overlaps;
 mod plan;
 mod rebuild;
@@ -117,7 +119,7 @@ pub(crate) async fn rebuild_refcounts(
     file: &Arc<Storage>,
     header: &Header,
 ) -> Result<(), Error> {
-    let image = rebuild::Image { ring, storage: file, header, data_len: None };
+    let image = image::Image { ring, storage: file, header, data_len: None };
     let rebuilt = repair::rebuild_dirty(image, CheckHooks::none());
     Box::pin(rebuilt).await.map_err(|stop| stop.into_error(file.name()))
 }

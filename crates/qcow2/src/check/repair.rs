@@ -21,9 +21,10 @@
 
 use crate::check::bitmaps;
 use crate::check::compare::{self, Compared};
-use crate::check::counts::Uses;
+use crate::check::counts;
+use crate::check::image::Image;
 use crate::check::layout::{BLOCK_RESERVED, COPIED, ZERO};
-use crate::check::rebuild::{Image, rebuild};
+use crate::check::rebuild::rebuild;
 use crate::check::refcount;
 use crate::check::report::{CheckHooks, CheckReport, MESSAGES_MAX};
 use crate::check::scan::{Fixable, Scan};
@@ -332,7 +333,7 @@ async fn take_leaks_back(
             let uses = scan.counts.get(cluster);
             let counted = u64::from(uses.total).min(max);
             let kept = scan.past_end.contains_key(&cluster);
-            if stored <= counted || kept || needs_flags(uses, counted) {
+            if stored <= counted || kept || counts::needs_flags(uses, counted) {
                 continue;
             }
             refcount::set(&mut block, order, place, counted);
@@ -357,11 +358,6 @@ async fn take_leaks_back(
         }
     }
     Ok(freed)
-}
-
-/// Whether an entry gets the wrong flag when its cluster's refcount sinks to `refcount`.
-pub(super) fn needs_flags(uses: Uses, refcount: u64) -> bool {
-    refcount == 1 && uses.plain > 0
 }
 
 fn add_to(runs: &mut Vec<(HostCluster, u64)>, cluster: HostCluster) {

@@ -6,7 +6,7 @@
 //! table that stays may name what was freed. That is so for the tables of the disk, those of
 //! internal snapshots, and what bitmaps have.
 //!
-//! What cannot be read has nothing to lose, so it does not stop a change that does not need it.
+//! ClusterKind cannot be read has nothing to lose, so it does not stop a change that does not need it.
 //! Memory: one L1 table, and a number for each L2 table; L2 tables that several L1 tables share are
 //! read once.
 
@@ -23,6 +23,7 @@ use crate::units::{Bytes, HostOffset};
 
 use super::active::read_l1;
 use super::bitmaps;
+use super::cluster_kind::ClusterKind;
 use super::snapshot_table::SnapshotTable;
 use super::transaction::Transaction;
 
@@ -41,14 +42,6 @@ enum Depth {
     Tables,
     /// Also what L2 tables name.
     Entries,
-}
-
-/// What a cluster that is named should hold.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum What {
-    Table,
-    /// Data, or bits of a bitmap.
-    Data,
 }
 
 impl Qcow2 {
@@ -71,7 +64,7 @@ impl Transaction<'_> {
     }
 
     /// As [`note_all_named`](Transaction::note_all_named), once while the image is open: clients
-    /// that append to a disk make it grow again and again. What was let go since by one of two
+    /// that append to a disk make it grow again and again. ClusterKind was let go since by one of two
     /// entries that name it is not known to be named any more.
     pub(super) async fn note_all_named_once(&mut self) -> Result<(), Error> {
         if self.knows_all_named() { Ok(()) } else { self.note_all_named().await }
@@ -85,8 +78,8 @@ impl Transaction<'_> {
     async fn note_named_of(&mut self, of: Tables) -> Result<(), Error> {
         self.walk(of, Depth::Entries, |tx, _, what, run| {
             match what {
-                What::Table => tx.note_named(run.start, run.count),
-                What::Data => tx.note_data(run.start, run.count),
+                ClusterKind::Table => tx.note_named(run.start, run.count),
+                ClusterKind::Data => tx.note_data(run.start, run.count),
             }
             Ok(())
         })
@@ -126,7 +119,7 @@ impl Transaction<'_> {
         &mut self,
         of: Tables,
         depth: Depth,
-        mut found: impl FnMut(&mut Self, &str, What, Run) -> Result<(), Error>,
+        mut found: impl FnMut(&mut Self, &str, ClusterKind, Run) -> Result<(), Error>,
     ) -> Result<(), Error> {
         let mut seen = HashSet::new();
         let active = Some(self.header.l1_table()).filter(|_| of == Tables::All);
@@ -149,7 +142,7 @@ impl Transaction<'_> {
             };
             let run = self.clusters_of(offset, Bytes(u64::from(entries) * 8));
             if run.count > 0 {
-                found(self, user, What::Table, run)?;
+                found(self, user, ClusterKind::Table, run)?;
             }
             for entry in l1 {
                 let offset = HostOffset(entry & OFFSET_MASK);
@@ -157,9 +150,9 @@ impl Transaction<'_> {
                     continue;
                 }
                 let (table, named) = self.named_by(offset, depth).await?;
-                found(self, user, What::Table, table)?;
+                found(self, user, ClusterKind::Table, table)?;
                 for run in named {
-                    found(self, user, What::Data, run)?;
+                    found(self, user, ClusterKind::Data, run)?;
                 }
             }
         }

@@ -18,6 +18,7 @@
 mod active;
 mod bitmaps;
 mod close;
+mod cluster_kind;
 mod compact;
 mod edit;
 mod empty;

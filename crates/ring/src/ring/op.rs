@@ -12,7 +12,6 @@ use std::time::Duration;
 
 use io_uring::squeue;
 
-use super::Cut;
 use crate::slots::Keep;
 use crate::{Errno, IoBuf, Ring};
 
@@ -30,6 +29,21 @@ impl Fd {
     pub fn of(fd: &impl AsFd) -> Fd {
         Fd::Raw(fd.as_fd().as_raw_fd())
     }
+}
+
+/// Direction of the bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    Read,
+    Write,
+}
+
+/// An operation on a scattered buffer whose ends lie inside pieces: its array is made in the slot.
+#[derive(Clone, Copy)]
+pub(crate) struct Cut {
+    pub(super) fd: Fd,
+    pub(super) offset: u64,
+    pub(super) way: Way,
 }
 
 /// What to submit.

@@ -5,7 +5,7 @@
 
 use io_uring::{opcode, squeue, types};
 
-use super::op::{Fd, Op, What};
+use super::op::{Cut, Fd, Op, Way, What};
 use super::{Inner, Ring};
 use crate::IoBuf;
 use crate::buffer::Vectors;
@@ -13,21 +13,6 @@ use crate::slots::VECTOR_MAX;
 
 /// Pieces of one operation at most (`UIO_MAXIOV`): with more the operation is short.
 const PIECES_MAX: usize = 1024;
-
-/// Direction of the bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
-    Read,
-    Write,
-}
-
-/// An operation on a scattered buffer whose ends lie inside pieces: its array is made in the slot.
-#[derive(Clone, Copy)]
-pub(crate) struct Cut {
-    fd: Fd,
-    offset: u64,
-    way: Way,
-}
 
 fn entry(cut: Cut, vector: *const libc::iovec, count: usize) -> squeue::Entry {
     let Cut { fd, offset, way } = cut;

@@ -4,12 +4,12 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
 use ringdisk_backup::checkpoint::Fleece;
-use ringdisk_daemon::control::checkpoint::words::check_name;
+use ringdisk_daemon::control::protocol::checkpoint::check_name;
 use ringdisk_daemon::size::parse_size;
 use ringdisk_disk::Format;
 
+use crate::cli::address::parse_new_address;
 use crate::cli::names::parse_bitmap;
-use crate::cli::serve::parse_new_address;
 use crate::cli::{Address, PoolArgs, ProgressArgs, format_parser};
 
 /// Where fleecing files are made unless the user says so.

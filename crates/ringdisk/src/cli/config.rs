@@ -16,7 +16,7 @@ use clap::{Arg, ArgAction, ArgMatches, Args, Command, CommandFactory, ValueHint}
 use ringdisk_daemon::failure;
 use toml::{Table, Value};
 
-use crate::cli::serve::DiskSpec;
+use crate::cli::disk_spec::DiskSpec;
 use crate::cli::{Cli, command_of, refuse};
 
 /// A file that is longer is none of ours, bytes.

@@ -5,15 +5,26 @@
 //! say otherwise.
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
-use clap::{Arg, ArgAction, ArgMatches, Args, Command, CommandFactory, FromArgMatches};
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, CommandFactory, FromArgMatches, Parser};
 
-use crate::cli::serve::DiskSpec;
+use super::disk_args::DiskArgs;
 
 /// Other names of keys: what is short in a SPEC and says what it is in an option.
 const SHORT: [(&str, &str); 1] = [("socket", "vhost-user-blk")];
+
+/// The words of one `--disk`, after its keys were made options.
+#[derive(Debug, Parser)]
+#[command(no_binary_name = true, disable_help_flag = true)]
+pub(crate) struct DiskSpec {
+    #[arg(long, value_name = "FILE", conflicts_with = "null")]
+    pub(super) image: Option<PathBuf>,
+    #[command(flatten)]
+    pub(super) one: DiskArgs,
+}
 
 /// Options of single disks that were given for all of them, as words.
 #[derive(Clone, Debug, Default)]

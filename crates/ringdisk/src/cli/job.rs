@@ -2,7 +2,7 @@
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
-use ringdisk_daemon::control::jobs::words::{Terms, check_name};
+use ringdisk_daemon::control::protocol::jobs::{Terms, check_name};
 use ringdisk_daemon::size::parse_size;
 
 const JOB_EXAMPLES: &str = "\

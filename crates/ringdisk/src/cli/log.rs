@@ -6,8 +6,7 @@ use clap::{Args, ValueHint};
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::log_target::{self, Wanted};
 
-use crate::cli::Address;
-use crate::cli::serve::parse_new_address;
+use crate::cli::address::{Address, parse_new_address};
 use crate::cli::words::{Words, one_of};
 
 /// The words of `--log`.

@@ -5,12 +5,14 @@
 //! are the source of the man pages. Options have the names and letters of qemu-img wherever that
 //! has them.
 
+mod address;
 mod bitmap;
 mod change;
 mod checkpoint;
 pub(crate) mod config;
 mod copy;
 mod ctl;
+mod disk_args;
 mod disk_spec;
 mod image;
 mod job;
@@ -30,6 +32,7 @@ mod words;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+pub(crate) use address::Address;
 pub(crate) use bitmap::BitmapArgs;
 pub(crate) use change::CreateArgs;
 pub(crate) use change::{CheckArgs, CommitArgs, RebaseArgs, ResizeArgs, SnapshotArgs};
@@ -42,6 +45,7 @@ use clap_complete::Shell;
 pub(crate) use config::ConfigArgs;
 pub(crate) use copy::{CompareArgs, ConvertArgs, MeasureArgs};
 pub(crate) use ctl::{BackupJobArgs, CtlArgs, CtlCommand, MirrorArgs};
+pub(crate) use disk_args::ServedDisk;
 pub(crate) use disk_spec::DiskWords;
 pub(crate) use image::ImageArgs;
 pub(crate) use job::{JobArgs, JobRunArgs, JobWork};
@@ -54,7 +58,7 @@ pub(crate) use report::ReportArgs;
 use ringdisk_console::operation::Showing;
 use ringdisk_disk::{Cache, Format};
 pub(crate) use serve::NbdAccessArgs;
-pub(crate) use serve::{Address, ServeArgs, ServedDisk};
+pub(crate) use serve::ServeArgs;
 pub(crate) use top::TopArgs;
 pub(crate) use topology::TopologyArgs;
 pub(crate) use user::UserArgs;

@@ -1,6 +1,5 @@
 //! The words of `ringdisk serve`.
 
-mod device;
 mod nbd;
 mod nbd_access;
 mod nbd_request;
@@ -9,14 +8,12 @@ mod vm_request;
 use std::path::PathBuf;
 
 use clap::error::ErrorKind;
-use clap::{Args, Parser, ValueHint};
-use ringdisk_daemon::sockets::SocketOptions;
-use ringdisk_vhost::export::Second;
+use clap::{Args, ValueHint};
 
-use crate::cli::words::{SECOND, one_of};
-use crate::cli::{ConfigArgs, DiskWords, ImageArgs, LogArgs, SandboxArgs, UserArgs, refuse};
-pub(crate) use device::{Accel, DeviceArgs};
-pub(crate) use nbd::{Address, NbdArgs, NbdDiskArgs, parse_new_address};
+use super::disk_args::{Accel, DeviceArgs, DiskArgs, ServedDisk, SocketArgs};
+use super::disk_spec::{DiskSpec, DiskWords};
+use crate::cli::{ConfigArgs, LogArgs, SandboxArgs, UserArgs, refuse};
+pub(crate) use nbd::NbdArgs;
 pub(crate) use nbd_access::NbdAccessArgs;
 
 const SERVE_LONG: &str = "\
@@ -149,109 +146,6 @@ pub(crate) struct ServeArgs {
     one: DiskArgs,
 }
 
-/// What each disk of a process has for itself.
-#[derive(Args, Clone, Debug)]
-pub(crate) struct DiskArgs {
-    #[command(flatten)]
-    pub(crate) place: SocketArgs,
-    #[command(flatten)]
-    pub(crate) device: DeviceArgs,
-    #[command(flatten)]
-    pub(crate) nbd: NbdDiskArgs,
-    #[command(flatten)]
-    pub(crate) source: ImageArgs,
-}
-
-/// Where front ends come from.
-#[derive(Args, Clone, Debug)]
-pub(crate) struct SocketArgs {
-    /// The socket to make and to listen on; one that a killed process left is replaced
-    #[arg(long, value_name = "SOCKET", value_hint = ValueHint::FilePath, help_heading = "Socket \
-        options")]
-    pub(crate) vhost_user_blk: Option<PathBuf>,
-
-    /// Connect to a front end that listens on SOCKET, and again when it has gone
-    ///
-    /// While nobody listens there it is tried every 100 ms at first, then less and less often, down
-    /// to every 2 s.
-    #[arg(long, value_name = "SOCKET", value_hint = ValueHint::FilePath, help_heading = "Socket \
-        options",
-          conflicts_with_all = ["vhost_user_blk", "second_front_end", "socket_mode",
-          "socket_group"])]
-    pub(crate) connect: Option<PathBuf>,
-
-    /// Use descriptor N, a Unix socket that listens or that is connected, from the process that
-    /// starts this one
-    #[arg(long, value_name = "N",
-          value_parser = clap::value_parser!(i32).range(3..=i64::from(FD_MAX)),
-          help_heading = "Socket options", conflicts_with_all = ["vhost_user_blk", "connect",
-          "socket_mode", "socket_group"])]
-    pub(crate) socket_fd: Option<i32>,
-
-    /// Use the socket of this name from the service manager (FileDescriptorName=) [default: the
-    /// next one]
-    #[arg(long, value_name = "NAME", help_heading = "Socket options",
-          conflicts_with_all = ["vhost_user_blk", "connect", "socket_fd", "socket_mode",
-          "socket_group"])]
-    pub(crate) socket_name: Option<String>,
-
-    /// Who may connect, as chmod writes it [default: 600, with --socket-group 660]
-    #[arg(long, value_name = "MODE", value_parser = parse_mode, help_heading = "Socket options")]
-    pub(crate) socket_mode: Option<u32>,
-
-    /// Group of the socket: a name or a number
-    #[arg(long, value_name = "GROUP", help_heading = "Socket options")]
-    pub(crate) socket_group: Option<String>,
-
-    /// What happens to a front end that comes while another one is connected
-    #[arg(long, value_name = "WHAT", value_parser = one_of(SECOND),
-          default_value = "wait", help_heading = "Socket options")]
-    pub(crate) second_front_end: Second,
-}
-
-/// Largest number of a descriptor that is taken for one.
-const FD_MAX: i32 = 1 << 20;
-
-/// The words of one `--disk`, after its keys were made options.
-#[derive(Debug, Parser)]
-#[command(no_binary_name = true, disable_help_flag = true)]
-pub(crate) struct DiskSpec {
-    #[arg(long, value_name = "FILE", conflicts_with = "null")]
-    image: Option<PathBuf>,
-    #[command(flatten)]
-    one: DiskArgs,
-}
-
-/// One disk, after the words were checked against each other.
-#[derive(Clone, Debug)]
-pub(crate) struct ServedDisk {
-    /// `None` with `--null`.
-    pub(crate) image: Option<PathBuf>,
-    pub(crate) args: DiskArgs,
-}
-
-impl SocketArgs {
-    /// Whether the words say where front ends come from.
-    pub(crate) fn is_given(&self) -> bool {
-        self.vhost_user_blk.is_some()
-            || self.connect.is_some()
-            || self.socket_fd.is_some()
-            || self.socket_name.is_some()
-    }
-
-    /// As the library takes them.
-    pub(crate) fn options(&self) -> SocketOptions {
-        SocketOptions {
-            make: self.vhost_user_blk.clone(),
-            connect: self.connect.clone(),
-            descriptor: self.socket_fd,
-            name: self.socket_name.clone(),
-            mode: self.socket_mode,
-            group: self.socket_group.clone(),
-        }
-    }
-}
-
 impl ServeArgs {
     /// The disks, in the order of the words.
     ///
@@ -371,16 +265,6 @@ impl ServeArgs {
             }
         }
         Ok(())
-    }
-}
-
-fn parse_mode(text: &str) -> Result<u32, String> {
-    match u32::from_str_radix(text, 8) {
-        // A process that may not write to a socket cannot connect (unix(7)).
-        Ok(mode) if mode <= 0o777 && mode & 0o600 == 0o600 => Ok(mode),
-        _ => Err(String::from(
-            "write an octal mode from 600 to 777 that lets its owner read and write, such as 660",
-        )),
     }
 }
 

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use ringdisk_backup::checkpoint::{self, Target, Wanted};
 use ringdisk_console::output::json_text;
-use ringdisk_daemon::control::checkpoint::words::Bitmaps;
 use ringdisk_daemon::control::client::Client;
+use ringdisk_daemon::control::protocol::checkpoint::Bitmaps;
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::size::human_size;
 use ringdisk_daemon::terminal::{self, shell_word, visible};

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ringdisk_daemon::control::disk::Serving;
+use ringdisk_daemon::control::serving::Serving;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::stats::Report;
 use ringdisk_daemon::stopping::{Stop, StopAsked};

@@ -8,7 +8,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
-use ringdisk_daemon::control::disk::{Serving, SocketClient};
+use ringdisk_daemon::control::serving::{Serving, SocketClient};
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::stats::Report;
 use ringdisk_daemon::topology;

@@ -6,7 +6,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use ringdisk_daemon::control::disk::{DiskControl, Serving};
+use ringdisk_daemon::control::disk::DiskControl;
+use ringdisk_daemon::control::serving::Serving;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::notify::Notify;
 use ringdisk_daemon::signals::Actions;

@@ -7,6 +7,7 @@
 
 use std::ffi::OsString;
 use std::fmt;
+use std::net::ToSocketAddrs;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
 
@@ -41,7 +42,13 @@ impl NbdServer {
     ///
     /// Errors: no such host.
     pub fn look_up(&self) -> std::io::Result<Vec<NbdEndpoint>> {
-        super::connect::endpoints(self)
+        match self {
+            NbdServer::Unix(path) => Ok(vec![NbdEndpoint::Unix(std::path::absolute(path)?)]),
+            NbdServer::Tcp(host, port) => {
+                let found = (host.as_str(), *port).to_socket_addrs()?;
+                Ok(found.map(NbdEndpoint::Tcp).collect())
+            }
+        }
     }
 }
 

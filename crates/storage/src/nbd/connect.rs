@@ -5,7 +5,6 @@
 //! made for it, never a queue thread.
 
 use std::io::{self, Read, Write};
-use std::net::ToSocketAddrs;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,25 +14,11 @@ use ringdisk_tls::{ClientTls, StreamError, TlsStream};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{RecvFlags, SendFlags, recv, send, sockopt};
 
-use super::address::NbdServer;
 use crate::endpoint::NbdEndpoint;
 use crate::opener::Opener;
 
 /// How often a Unix socket whose queue of clients is full is tried again.
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
-
-/// The endpoints of a server, the one to try first in front. Blocks for the look-up of a name.
-///
-/// Errors: no such host.
-pub(super) fn endpoints(server: &NbdServer) -> std::io::Result<Vec<NbdEndpoint>> {
-    match server {
-        NbdServer::Unix(path) => Ok(vec![NbdEndpoint::Unix(std::path::absolute(path)?)]),
-        NbdServer::Tcp(host, port) => {
-            let found = (host.as_str(), *port).to_socket_addrs()?;
-            Ok(found.map(NbdEndpoint::Tcp).collect())
-        }
-    }
-}
 
 /// A socket that is used by blocking calls with a common deadline.
 #[derive(Debug)]

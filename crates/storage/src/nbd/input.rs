@@ -4,7 +4,6 @@
 //! of its request. Every number of the server is checked before it is used, and what does not fit
 //! ends the connection. The buffer is the only memory that a server can fill.
 
-use std::cell::Cell;
 use std::future::poll_fn;
 use std::task::Poll;
 
@@ -18,71 +17,18 @@ use ringdisk_nbd_protocol::status::Extent;
 use ringdisk_ring::{Errno, IoBuf};
 use ringdisk_tls::StreamError;
 
-use super::driver::{Driver, Lost};
+use super::buffers::BUFFER_BYTES;
+use super::driver::Driver;
 use super::link::Link;
+use super::lost::Lost;
 use crate::nbd::slots::Violation;
 
-/// Bytes that are read ahead: a batch of short replies.
-const BUFFER_BYTES: usize = 256 << 10;
 /// Data of which at least so much is missing goes straight into the memory of its request.
 const DIRECT_MIN: usize = 16 << 10;
 /// Longest payload of an error: its numbers and its text, and the offset.
 const ERROR_BYTES_MAX: usize = ERROR_BYTES + NAME_BYTES_MAX + 8;
 /// Bytes of an extent of 32 and of 64 bits.
 const EXTENT_BYTES: (usize, usize) = (8, 16);
-
-/// Bytes that have come and were not taken yet.
-pub(super) struct Input {
-    buf: IoBuf,
-    start: Cell<usize>,
-    end: Cell<usize>,
-}
-
-impl Input {
-    pub(super) fn new() -> Input {
-        let buf = IoBuf::new(BUFFER_BYTES, 4096);
-        Input { buf, start: Cell::new(0), end: Cell::new(0) }
-    }
-
-    pub(super) fn clear(&self) {
-        self.start.set(0);
-        self.end.set(0);
-    }
-
-    fn len(&self) -> usize {
-        self.end.get() - self.start.get()
-    }
-
-    /// Copies bytes from the front, and leaves them there.
-    fn peek(&self, bytes: &mut [u8]) {
-        self.buf.copy_to_slice(self.start.get(), bytes);
-    }
-
-    fn skip(&self, count: usize) {
-        self.start.set(self.start.get() + count);
-    }
-
-    /// The next `count` bytes.
-    fn take(&self, count: usize) -> IoBuf {
-        let start = self.start.get();
-        self.skip(count);
-        self.buf.slice(start..start + count)
-    }
-
-    /// The room behind the bytes, with `count` bytes at least counted from the first one that was
-    /// not taken.
-    fn room(&self, count: usize) -> IoBuf {
-        let (start, end) = (self.start.get(), self.end.get());
-        if start == end {
-            self.clear();
-        } else if start + count > BUFFER_BYTES {
-            self.buf.copy_from_buf(0, &self.buf.slice(start..end));
-            self.start.set(0);
-            self.end.set(end - start);
-        }
-        self.buf.slice(self.end.get()..BUFFER_BYTES)
-    }
-}
 
 /// An error of the wire. A server that ends is a lost connection, whose requests are repeated.
 fn error_of(error: u32) -> Result<Errno, Lost> {

@@ -27,11 +27,13 @@
 
 mod address;
 mod blocks;
+mod buffers;
 mod connect;
 mod driver;
 mod handshake;
 mod input;
 mod link;
+mod lost;
 mod opening;
 mod output;
 mod shared;
@@ -120,7 +122,7 @@ pub(crate) struct Nbd {
 pub(crate) fn open(address: &NbdAddress, options: &NbdOptions) -> Result<Nbd, Error> {
     let name = address.to_string();
     check_bitmap(address, options.read_only)?;
-    let endpoints = connect::endpoints(&address.server).map_err(|error| {
+    let endpoints = address.server.look_up().map_err(|error| {
         let why = format!("no address of its host: {error}");
         Error::not_opened(ErrorKind::NotFound, &name, &why)
     })?;

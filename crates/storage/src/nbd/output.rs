@@ -8,36 +8,17 @@ use std::future::poll_fn;
 use std::task::Poll;
 
 use ringdisk_nbd_protocol::request::{EXTENDED_BYTES, Style};
-use ringdisk_ring::{Errno, IoBuf, Scatter};
+use ringdisk_ring::{Errno, IoBuf};
 use ringdisk_tls::StreamError;
 
-use super::driver::{Driver, Lost};
+use super::buffers::{BATCH_BYTES, DIRECT_MAX};
+use super::driver::Driver;
 use super::link::Link;
+use super::lost::Lost;
 
-/// Memory for heads and short payloads of one batch, bytes: the usual room of a socket.
-const BATCH_BYTES: usize = 256 << 10;
 /// Payloads up to this length are copied: a copy of 16 KiB costs as much as a piece more of the
 /// vector.
 const COPIED_MAX: usize = 16 << 10;
-/// Payloads of one batch that are sent from where they are: each takes two pieces of a vector,
-/// which has at most 1024.
-const DIRECT_MAX: usize = 128;
-
-/// The batch that is being sent.
-pub(super) struct Output {
-    heads: IoBuf,
-    pieces: Scatter,
-}
-
-impl Output {
-    pub(super) fn new() -> Output {
-        Output {
-            heads: IoBuf::new(BATCH_BYTES, 4096),
-            pieces: Scatter::with_capacity(2 * DIRECT_MAX + 2),
-        }
-    }
-}
-
 impl Driver {
     /// Sends what is queued, for as long as the link is there.
     pub(super) async fn send_all(&self, link: &Link) -> Lost {

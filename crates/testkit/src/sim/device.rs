@@ -9,7 +9,8 @@ use std::sync::Arc;
 use ringdisk_storage::{Allocation, Errno};
 
 use super::image::STALE;
-use super::state::{Action, Change, Outcome, State};
+use super::operation::{Action, Change, Outcome};
+use super::state::State;
 
 /// Larger ranges are never filled with other bytes by a discard: a test that discards all of a
 /// large device stays cheap.

@@ -2,26 +2,8 @@
 //! that a power cut could have left.
 
 use super::SimStorage;
-use super::image::Image;
-use super::state::{Change, State};
-
-/// Something that took effect.
-#[derive(Clone, Debug)]
-pub(crate) enum Event {
-    Change(Change),
-    /// Covers the changes with smaller numbers.
-    Flush {
-        before: u64,
-    },
-}
-
-/// What was recorded.
-#[derive(Clone, Debug)]
-pub(crate) struct History {
-    start: Image,
-    first_change: u64,
-    pub(crate) events: Vec<Event>,
-}
+use super::recording::{Event, History};
+use super::state::State;
 
 /// A recorded storage at some moment of its life.
 #[derive(Debug)]

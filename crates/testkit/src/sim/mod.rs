@@ -23,8 +23,11 @@
 mod device;
 mod history;
 mod image;
+mod operation;
+mod perform;
 mod power;
 mod prng;
+mod recording;
 mod rules;
 mod serve;
 mod state;
@@ -36,11 +39,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use ringdisk_storage::{Errno, Kind, Limits, Storage};
 
 pub use history::Replay;
+pub use operation::{Held, OpKind, Record};
 pub use prng::Prng;
 pub use rules::{Fault, When};
-pub use state::{Held, OpKind, Record};
 
-use state::{Change, State};
+use operation::Change;
+use state::State;
 
 /// Pieces of a storage: offset and length in bytes.
 pub type Ranges = Vec<(u64, u64)>;

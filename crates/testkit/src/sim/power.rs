@@ -8,8 +8,9 @@
 use ringdisk_storage::Kind;
 
 use super::image::Image;
+use super::operation::{Action, Change};
 use super::prng::Prng;
-use super::state::{Action, Change, State};
+use super::state::State;
 
 /// What a disk writes in one piece or not at all.
 const SECTOR: u64 = 512;

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use ringdisk_storage::Errno;
 
+use super::operation::OpKind;
 use super::prng::Prng;
-use super::state::OpKind;
 
 /// What happens to an operation.
 #[derive(Clone, Debug)]

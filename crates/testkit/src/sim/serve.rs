@@ -9,8 +9,9 @@ use ringdisk_storage::{
 };
 
 use super::SimStorage;
+use super::operation::{Action, OpKind, Outcome};
 use super::rules::{self, Fault};
-use super::state::{Action, OpKind, Outcome, Wait};
+use super::state::Wait;
 
 /// Forgets a waiting operation when its future is dropped.
 struct Waiting<'a> {

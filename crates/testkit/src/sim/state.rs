@@ -1,120 +1,15 @@
 //! The state of a simulated storage: content, what is not durable yet, what waits.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
 use std::task::Waker;
 
-use ringdisk_storage::{Allocation, Errno, Kind, Limits, Preallocation};
+use ringdisk_storage::{Errno, Kind, Limits};
 
-use super::device;
-use super::history::{Event, History};
 use super::image::Image;
+use super::operation::{Action, Change, Held, OpKind, Outcome, Record};
 use super::prng::Prng;
+use super::recording::{Event, History};
 use super::rules::Rule;
-
-/// Kinds of operations, after the methods of `Storage`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[allow(missing_docs)] // The names are those of the methods.
-pub enum OpKind {
-    Read,
-    Write,
-    Flush,
-    Discard,
-    WriteZeroes,
-    SetLen,
-    Preallocate,
-    Allocation,
-}
-
-/// An operation that began.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Record {
-    /// Its place in the log, from 0.
-    pub number: u64,
-    /// What it is.
-    pub kind: OpKind,
-    /// Its offset in bytes; the new length for `SetLen`; 0 for `Flush`.
-    pub offset: u64,
-    /// Its length in bytes; 0 for `SetLen` and `Flush`.
-    pub len: u64,
-}
-
-/// An operation that waits for its release.
-pub type Held = Record;
-
-/// An operation with all that it needs to take effect later.
-#[derive(Clone, Debug)]
-pub(crate) enum Action {
-    Read {
-        offset: u64,
-        len: u64,
-    },
-    Write {
-        offset: u64,
-        bytes: Arc<[u8]>,
-    },
-    /// Covers the changes made before it began.
-    Flush {
-        before: u64,
-    },
-    Zero {
-        offset: u64,
-        len: u64,
-        unmap: bool,
-        grow: bool,
-        /// Only space is to be given back; a block device need not zero anything then.
-        discards: bool,
-    },
-    SetLen(u64),
-    Preallocate {
-        offset: u64,
-        len: u64,
-        mode: Preallocation,
-    },
-    Allocation {
-        offset: u64,
-        len: u64,
-    },
-}
-
-/// What an operation brings.
-#[derive(Clone, Debug)]
-pub(crate) enum Outcome {
-    Done,
-    /// What a read found.
-    Bytes(Vec<u8>),
-    Count(usize),
-    Run(Allocation, u64),
-}
-
-/// A change that took effect and may be lost.
-#[derive(Clone, Debug)]
-pub(crate) enum Change {
-    Write { offset: u64, bytes: Arc<[u8]> },
-    Zero { offset: u64, len: u64, unmap: bool },
-    Reserve { offset: u64, len: u64 },
-    SetLen(u64),
-}
-
-impl Change {
-    /// First byte and length of what it touches; a change of the length: (new length, 0).
-    pub(crate) fn range(&self) -> (u64, u64) {
-        match *self {
-            Change::Write { offset, ref bytes } => (offset, bytes.len() as u64),
-            Change::Zero { offset, len, .. } | Change::Reserve { offset, len } => (offset, len),
-            Change::SetLen(len) => (len, 0),
-        }
-    }
-
-    pub(crate) fn apply(&self, image: &mut Image) {
-        match self {
-            Change::Write { offset, bytes } => image.write(*offset, bytes),
-            Change::Zero { offset, len, unmap } => image.zero(*offset, *len, *unmap),
-            Change::Reserve { offset, len } => image.reserve(*offset, *len),
-            Change::SetLen(len) => image.set_len(*len),
-        }
-    }
-}
 
 /// Why an operation waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -173,7 +68,7 @@ pub(crate) struct State {
     /// It zeroes by writing only.
     pub(crate) refuses_holes: bool,
     pub(crate) read_only: bool,
-    powered: bool,
+    pub(crate) powered: bool,
 }
 
 impl State {
@@ -259,63 +154,6 @@ impl State {
         change.apply(&mut self.image);
         self.journal.push_back((self.next_change, change));
         self.next_change += 1;
-    }
-
-    /// Lets an operation take effect.
-    pub(crate) fn perform(&mut self, action: &Action) -> Result<Outcome, Errno> {
-        if !self.powered {
-            return Err(Errno::IO);
-        }
-        let changes = !matches!(
-            action,
-            Action::Read { .. } | Action::Flush { .. } | Action::Allocation { .. }
-        );
-        if changes && self.read_only {
-            return Err(Errno::ROFS);
-        }
-        if self.kind == Kind::BlockDevice
-            && let Some(outcome) = device::perform(self, action)
-        {
-            return outcome;
-        }
-        match *action {
-            Action::Read { offset, len } => {
-                return Ok(Outcome::Bytes(self.image.read(offset, len)));
-            }
-            Action::Write { offset, ref bytes } => {
-                let count = bytes.len();
-                self.change(Change::Write { offset, bytes: bytes.clone() });
-                return Ok(Outcome::Count(count));
-            }
-            Action::Flush { before } => self.flush(before),
-            Action::Zero { offset, len, unmap, grow, .. } => {
-                if grow && offset + len > self.image.len() {
-                    self.change(Change::SetLen(offset + len));
-                }
-                self.change(Change::Zero { offset, len, unmap });
-            }
-            Action::SetLen(len) => self.change(Change::SetLen(len)),
-            Action::Preallocate { offset, len, mode } => {
-                if mode == Preallocation::Full && offset < self.image.len() {
-                    return Err(Errno::INVAL);
-                }
-                if mode != Preallocation::Off {
-                    self.change(Change::Reserve { offset, len });
-                } else if offset + len > self.image.len() {
-                    self.change(Change::SetLen(offset + len));
-                }
-            }
-            Action::Allocation { offset, len } => {
-                let end = offset.saturating_add(len).min(self.image.len());
-                if offset >= end {
-                    return Ok(Outcome::Run(Allocation::Hole, 0));
-                }
-                let (exists, stop) = self.image.run(offset);
-                let kind = if exists { Allocation::Data } else { Allocation::Hole };
-                return Ok(Outcome::Run(kind, stop.min(end) - offset));
-            }
-        }
-        Ok(Outcome::Done)
     }
 
     /// Lets an operation wait.

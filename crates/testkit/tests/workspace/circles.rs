@@ -1,4 +1,4 @@
-//! Inside a crate, the modules at its top use one another in one direction only.
+//! Inside a crate, and inside each of its folders, modules use one another in one direction only.
 //!
 //! Promises: reads the source files that the module tree of a crate names, as text, and changes
 //! nothing. Counted are the paths that begin with `crate`, `$crate` or `super`, in `use` and
@@ -27,12 +27,19 @@ enum Token {
     Text(String),
 }
 
-/// The circles of the crate whose source is in `src`: one line for each, with the files that make
-/// it.
+/// The circles of the crate whose source is in `src`, between the modules at its top and between
+/// those inside each folder: one line for each, with the files that make it.
 pub(crate) fn circles(src: &Path) -> Vec<String> {
-    let uses = uses(src);
+    let files = read_crate(src);
+    let folders: BTreeSet<&[String]> =
+        files.iter().filter_map(|file| Some(file.module.split_last()?.1)).collect();
+    folders.iter().flat_map(|folder| circles_inside(&uses_inside(&files, folder), folder)).collect()
+}
+
+/// The circles between the modules of one folder.
+fn circles_inside(uses: &Uses, folder: &[String]) -> Vec<String> {
     let reach: BTreeMap<&String, BTreeSet<&String>> =
-        uses.keys().map(|module| (module, reachable(&uses, module))).collect();
+        uses.keys().map(|module| (module, reachable(uses, module))).collect();
     let mut done: BTreeSet<&String> = BTreeSet::new();
     let mut found = Vec::new();
     for (module, others) in &reach {
@@ -51,7 +58,7 @@ pub(crate) fn circles(src: &Path) -> Vec<String> {
             })
         });
         let edges: Vec<String> = edges.collect();
-        found.push(format!("{circle:?}: {}", edges.join("; ")));
+        found.push(format!("{}{circle:?}: {}", folder.join("/"), edges.join("; ")));
         done.extend(circle);
     }
     found
@@ -71,48 +78,92 @@ fn reachable<'a>(uses: &'a Uses, module: &String) -> BTreeSet<&'a String> {
 
 /// Which of the modules at the top of a crate uses which.
 pub(crate) fn uses(src: &Path) -> Uses {
+    uses_inside(&read_crate(src), &[])
+}
+
+/// All files of a crate.
+fn read_crate(src: &Path) -> Vec<File> {
     let root = ["lib.rs", "main.rs"].map(|name| src.join(name));
-    let Some(root) = root.into_iter().find(|path| path.exists()) else { return Uses::new() };
     let mut files = Vec::new();
-    read_module(&root, src, &[], &mut files);
-    let modules: BTreeSet<String> =
-        files.iter().filter_map(|file| file.module.first().cloned()).collect();
-    // What the root exports again, by the last name of the path.
-    let mut exports: BTreeMap<String, String> = BTreeMap::new();
-    for file in files.iter().filter(|file| file.module.is_empty()) {
-        for path in &file.imports {
-            let path = path.strip_prefix(&["crate".to_owned()]).unwrap_or(path);
-            let path = path.strip_prefix(&["self".to_owned()]).unwrap_or(path);
-            if let [module, .., name] = path
-                && modules.contains(module)
-            {
-                exports.insert(name.clone(), module.clone());
-            }
-        }
+    if let Some(root) = root.into_iter().find(|path| path.exists()) {
+        read_module(&root, src, &[], &mut files);
     }
+    files
+}
+
+/// Which of the modules directly inside `folder` uses which. What the folder's own file says is
+/// left out: it joins its modules, and they use what stands in it.
+fn uses_inside(files: &[File], folder: &[String]) -> Uses {
+    let below =
+        |module: &[String]| module.strip_prefix(folder).and_then(<[String]>::first).cloned();
+    let modules: BTreeSet<String> = files.iter().filter_map(|file| below(&file.module)).collect();
+    let all: BTreeSet<&[String]> = files.iter().map(|file| file.module.as_slice()).collect();
+    let imports = imports_of_folders(files, &all);
     let mut uses: Uses = modules.iter().map(|module| (module.clone(), BTreeMap::new())).collect();
-    for file in &files {
-        let Some(own) = file.module.first() else { continue };
+    for file in files {
+        let Some(own) = below(&file.module) else { continue };
         for path in &file.paths {
-            let Some(name) = first_name(&file.module, path) else { continue };
-            let target = if modules.contains(name) { Some(name) } else { exports.get(name) };
-            if let Some(target) = target.filter(|target| *target != own)
-                && let Some(targets) = uses.get_mut(own)
+            let Some(path) = absolute(&file.module, path) else { continue };
+            let Some(target) = below(&origin(path, &imports, &all)) else { continue };
+            if target != own
+                && let Some(targets) = uses.get_mut(&own)
+                && modules.contains(&target)
             {
-                targets.entry(target.clone()).or_default().insert(file.name.clone());
+                targets.entry(target).or_default().insert(file.name.clone());
             }
         }
     }
     uses
 }
 
-/// The name at the top of the crate that a path leads to, seen from a module; `None`: it stays
-/// inside the module at the top, or leads to another crate.
-fn first_name<'a>(module: &[String], path: &'a [String]) -> Option<&'a String> {
+/// Names that a module has from modules below it by `use`, and where they come from, from the root
+/// of the crate.
+fn imports_of_folders(
+    files: &[File],
+    all: &BTreeSet<&[String]>,
+) -> BTreeMap<Vec<String>, Vec<String>> {
+    let mut imports = BTreeMap::new();
+    for file in files {
+        for path in &file.imports {
+            let relative = path.strip_prefix(&["self".to_owned()]).unwrap_or(path);
+            let from_root = absolute(&file.module, path)
+                .unwrap_or_else(|| [file.module.as_slice(), relative].concat());
+            let is_below = from_root.len() > file.module.len() + 1
+                && from_root.starts_with(&file.module)
+                && all.contains(&from_root[..=file.module.len()]);
+            if let Some(name) = path.last().filter(|_| is_below) {
+                imports.insert([file.module.as_slice(), &[name.clone()]].concat(), from_root);
+            }
+        }
+    }
+    imports
+}
+
+/// Where a name stands that a path leads to: imports on the way are followed.
+fn origin(
+    path: Vec<String>,
+    imports: &BTreeMap<Vec<String>, Vec<String>>,
+    all: &BTreeSet<&[String]>,
+) -> Vec<String> {
+    let mut path = path;
+    // Each import leads to a module further down; the limit is for source that does not compile.
+    for _ in 0..16 {
+        let modules = (0..=path.len()).rev().find(|len| all.contains(&path[..*len])).unwrap_or(0);
+        let Some(origin) = path.get(..=modules).and_then(|name| imports.get(name)) else { break };
+        path = [origin, &path[modules + 1..]].concat();
+    }
+    path
+}
+
+/// A path that begins with `crate` or `super`, from the root of the crate; `None`: another path.
+fn absolute(module: &[String], path: &[String]) -> Option<Vec<String>> {
     let up = path.iter().take_while(|part| *part == "super").count();
     match path.first()?.as_str() {
-        "crate" => path.get(1),
-        "super" if up == module.len() => path.get(up),
+        "crate" => Some(path[1..].to_vec()),
+        "super" => {
+            let kept = module.len().checked_sub(up)?;
+            Some(module[..kept].iter().chain(&path[up..]).cloned().collect())
+        }
         _ => None,
     }
 }
@@ -507,4 +558,37 @@ fn tests_comments_and_strings_make_no_circle() {
     ]);
     assert_eq!(circles(made.path()), Vec::<String>::new());
     assert_eq!(uses(made.path())["high"].keys().collect::<Vec<_>>(), ["low"]);
+}
+
+#[test]
+fn a_circle_inside_a_folder_is_found() {
+    let ways = [
+        "use super::high::Thing;",
+        "use super::Thing;",
+        "use crate::folder::Thing;",
+        "use crate::Thing;",
+        "fn f() { super::super::folder::high::f(); }",
+    ];
+    for way in ways {
+        let made = made_up(&[
+            ("lib.rs", "mod folder;\npub use folder::Thing;\n"),
+            ("folder/mod.rs", "mod high;\nmod low;\npub use high::Thing;\n"),
+            ("folder/high.rs", "use super::low::deep;\npub struct Thing;\n"),
+            ("folder/low.rs", way),
+        ]);
+        let found = circles(made.path());
+        assert_eq!(found.len(), 1, "{way}: {found:?}");
+        assert!(found[0].contains("low uses high (folder/low.rs)"), "{way}: {found:?}");
+    }
+}
+
+#[test]
+fn what_a_folder_itself_has_makes_no_circle_with_what_is_inside() {
+    let made = made_up(&[
+        ("lib.rs", "mod folder;\n"),
+        ("folder/mod.rs", "mod one;\nmod two;\npub struct Own(one::Part);\n"),
+        ("folder/one.rs", "use super::Own;\nuse super::two::Part as Other;\npub struct Part;\n"),
+        ("folder/two.rs", "use crate::folder::Own;\npub struct Part;\n"),
+    ]);
+    assert_eq!(circles(made.path()), Vec::<String>::new());
 }

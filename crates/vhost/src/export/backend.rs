@@ -9,7 +9,7 @@ use ringdisk_export::{Gone, stop_threads};
 use ringdisk_guest::inflight::InflightArea as Inflight;
 use ringdisk_guest::{Layout, Log, Memory, Region};
 
-use super::accel::Accel;
+use super::kernel_device::Accel;
 use super::ring_nodes::RingNodes;
 use super::state::{self, StateTransfer};
 use super::vring::Ring;

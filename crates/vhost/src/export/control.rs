@@ -9,9 +9,9 @@ use rustix::event::epoll;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt::socket_peercred;
 
-use super::accel::{KERNEL_POLL_INTERVAL, Occasion};
 use super::hand_over::{self, Outcome};
 use super::host::{End, Host, Left, MESSAGE_TIMEOUT};
+use super::kernel_device::{KERNEL_POLL_INTERVAL, Occasion};
 use super::options::Second;
 use super::record::Pending;
 use super::sockets::FrontEndSource;

@@ -8,6 +8,7 @@ mod control;
 pub(crate) mod hand_over;
 mod host;
 mod kept;
+mod kernel_device;
 mod options;
 mod ownership;
 mod place;
@@ -44,9 +45,9 @@ pub use options::{
     QUEUES_MAX, SERIAL_BYTES_MAX, Second, check_block_size, check_serial, queues_default,
 };
 
-use accel::KernelStatus;
-pub use accel::{AccelOptions, Acceleration, Engine, QueueCounters, QueueInKernel, State};
 use host::Host;
+use kernel_device::KernelStatus;
+pub use kernel_device::{AccelOptions, Acceleration, Engine, QueueCounters, QueueInKernel, State};
 use ring_nodes::Views;
 
 /// A thread that switches acceleration waits so long for the control thread's answer. The switch

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use ringdisk_export::keep::Keeper;
 use ringdisk_export::{Beside, CommonOptions, THREADS_MAX, Threads};
 
-use super::accel::AccelOptions;
+use super::kernel_device::AccelOptions;
 use crate::device::OnError;
 use crate::{Error, ErrorKind};
 

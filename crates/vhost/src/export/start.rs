@@ -10,11 +10,11 @@ use ringdisk_disk::Disk;
 use ringdisk_export::{ControlThread, Error, ThreadPlaces};
 use ringdisk_ring::Topology;
 
-use super::accel::Accel;
 use super::backend::Control;
 use super::hand_over::FrontEnd;
 use super::host::{Host, Left};
 use super::kept::{self, DiesWithPanic};
+use super::kernel_device::Accel;
 use super::options::{ExportOptions, Packed};
 use super::ring_nodes::{RingNodes, Views};
 use super::sockets::FrontEndSource;

@@ -11,6 +11,7 @@ mod pins;
 mod serve;
 mod slot;
 mod source;
+mod task;
 mod thread;
 mod turns;
 mod vring;
@@ -267,7 +268,8 @@ impl Worker {
             let Some(slot) = vring.has_next().then(|| self.take_slot()).flatten() else {
                 return false;
             };
-            let Some(token) = vring.pop(&self.ring, &view, &slot, &self.device) else {
+            let popped = vring.pop(&self.ring, &view, &mut slot.chain.borrow_mut(), &self.device);
+            let Some(token) = popped else {
                 self.idle.borrow_mut().push(slot);
                 return false;
             };
@@ -296,7 +298,7 @@ impl Worker {
         let slot = Rc::new(Slot::default());
         self.all_slots.borrow_mut().push(Rc::clone(&slot));
         let worker = self.this.upgrade()?;
-        self.ring.spawn(slot::run(worker, Rc::clone(&slot)));
+        self.ring.spawn(task::run(worker, Rc::clone(&slot)));
         Some(slot)
     }
 

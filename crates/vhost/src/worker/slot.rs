@@ -1,4 +1,6 @@
-//! One request at a time: a task that lives as long as its thread.
+//! What one request at a time needs while it is served.
+//!
+//! Promises: serving a request as drivers are told to make them allocates nothing here.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -7,8 +9,7 @@ use std::time::Instant;
 use ringdisk_guest::{Chain, Token, View};
 use ringdisk_ring::{IoBuf, Parker, Ring, Scatter};
 
-use super::serve::serve;
-use super::{Vring, Worker};
+use super::vring::Vring;
 use crate::blk::SEGMENTS_MAX;
 
 /// Segments of the longest request that drivers are told to make, with header and status. There are
@@ -19,18 +20,18 @@ const SEGMENTS_USUAL: usize = SEGMENTS_MAX as usize + 2;
 /// What a request needs while it is served; reused by the next one.
 pub(crate) struct Slot {
     pub(crate) chain: RefCell<Chain>,
-    scatter: RefCell<Scatter>,
-    request: RefCell<Option<Request>>,
+    pub(super) scatter: RefCell<Scatter>,
+    pub(super) request: RefCell<Option<Request>>,
     /// Memory as it was when the request was popped.
-    view: RefCell<Option<Rc<View>>>,
-    since: Cell<Option<Instant>>,
-    parker: Parker,
+    pub(super) view: RefCell<Option<Rc<View>>>,
+    pub(super) since: Cell<Option<Instant>>,
+    pub(super) parker: Parker,
 }
 
 /// A request that was popped.
-struct Request {
-    vring: Rc<Vring>,
-    token: Token,
+pub(super) struct Request {
+    pub(super) vring: Rc<Vring>,
+    pub(super) token: Token,
 }
 
 impl Default for Slot {
@@ -107,23 +108,5 @@ impl Slot {
         let mut scatter = self.scatter.borrow_mut();
         scatter.clear();
         fill(&self.chain.borrow(), view.as_ref()?, &mut scatter).then(|| scatter.buffer())
-    }
-}
-
-/// Serves the requests of a slot, for ever.
-pub(super) async fn run(worker: Rc<Worker>, slot: Rc<Slot>) {
-    loop {
-        slot.parker.park(&worker.ring).await;
-        let Some(Request { vring, token }) = slot.request.borrow_mut().take() else { continue };
-        let written = serve(&worker, &vring, &slot).await;
-        // Memory that is to be let go must not wait for the next request of this slot.
-        slot.scatter.borrow_mut().clear();
-        *slot.view.borrow_mut() = None;
-        match slot.since.take() {
-            Some(since) => worker.cells.end_since(since),
-            None => worker.cells.end(0),
-        }
-        worker.idle.borrow_mut().push(Rc::clone(&slot));
-        vring.complete(&worker.ring, token, written);
     }
 }

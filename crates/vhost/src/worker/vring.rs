@@ -11,11 +11,12 @@ use std::task::Poll;
 use ringdisk_export::Admission;
 use ringdisk_export::stats::QueueCells;
 use ringdisk_guest::inflight::InflightArea as Inflight;
-use ringdisk_guest::{Areas, Broken, Error, Layout, Log, Memory, Queue, QueueConfig, Token, View};
+use ringdisk_guest::{
+    Areas, Broken, Chain, Error, Layout, Log, Memory, Queue, QueueConfig, Token, View,
+};
 use ringdisk_ring::{Fd, Parker, Ring};
 
 use super::call::Call;
-use super::slot::Slot;
 use super::watch::Watch;
 use crate::blk::features::{RING_EVENT_IDX, RING_INDIRECT};
 use crate::device::{Complaint, Device};
@@ -182,18 +183,18 @@ impl Vring {
         !self.admission.is_held() && self.queue.borrow_mut().as_mut().is_some_and(Queue::has_next)
     }
 
-    /// Takes the next request into a slot. `None` when there is none, or when the guest has broken
+    /// Takes the next request, with its descriptors in `chain`. `None` when there is none, or when the guest has broken
     /// the virtqueue.
     pub(super) fn pop(
         &self,
         ring: &Ring,
         view: &View,
-        slot: &Slot,
+        chain: &mut Chain,
         device: &Device,
     ) -> Option<Token> {
         let mut queue = self.queue.borrow_mut();
         let queue = queue.as_mut()?;
-        let popped = queue.check(view).and_then(|()| queue.pop(view, &mut slot.chain.borrow_mut()));
+        let popped = queue.check(view).and_then(|()| queue.pop(view, chain));
         match popped {
             Ok(token) => {
                 if token.is_some() {

@@ -12,7 +12,7 @@ use std::thread;
 use ringdisk_disk::Disk;
 use ringdisk_ring::Ring;
 
-use crate::control::disk::Serving;
+use crate::control::serving::Serving;
 use crate::failure::{Exit, Failure};
 
 /// The kernel serves the disk again when this is dropped.

@@ -17,9 +17,9 @@ use rustix::io::{retry_on_intr, write};
 use rustix::net::{SendFlags, SocketType, send};
 use serde_json::Value;
 
-use super::words::{Begin, DRAIN_MAX, HOLD_MAX, STEP_MAX, Step};
 use crate::control::client::{Client, Timeout};
 use crate::control::protocol::Command;
+use crate::control::protocol::checkpoint::{Begin, DRAIN_MAX, HOLD_MAX, STEP_MAX, Step};
 use crate::failure::{Exit, Failure};
 
 /// How often a signal is looked for while a server says nothing.

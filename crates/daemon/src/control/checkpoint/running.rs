@@ -25,12 +25,12 @@ use serde_json::{Value, json};
 use super::accel::Accel;
 use super::exports;
 use super::steps::Steps;
-use super::words::{
+use crate::control::protocol::checkpoint::{
     Begin, Bitmaps, DRAIN_MAX, Dirty, End, GIVEN, HOLD_MAX, LISTENERS_MAX, Listed, RANGES_MAX,
     STEP_MAX, Step, check_name,
 };
-use crate::control::disk::Serving;
 use crate::control::server::{Ending, First, first};
+use crate::control::serving::Serving;
 use crate::failure::{Exit, Failure};
 use crate::terminal::visible;
 

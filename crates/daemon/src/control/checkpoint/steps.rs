@@ -14,8 +14,8 @@ use ringdisk_ring::{Fd, Ring};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{SendFlags, send};
 
-use super::words::Step;
 use crate::control::lines::POLL_IN;
+use crate::control::protocol::checkpoint::Step;
 use crate::control::server::first;
 use crate::failure::{Exit, Failure};
 

@@ -14,8 +14,8 @@ use serde_json::Value;
 
 use super::failures::{gone, left};
 use super::{ANSWER, Client, NEXT, POLL_INTERVAL, Timeout};
-use crate::control::jobs::words::{JobCommand, Named};
 use crate::control::protocol::Command;
+use crate::control::protocol::jobs::{JobCommand, Named};
 use crate::failure::{Exit, Failure};
 use crate::terminal::visible;
 

@@ -16,7 +16,7 @@ use ringdisk_throttle::Limits;
 use serde_json::{Value, json};
 
 use super::DiskControl;
-use crate::control::jobs::chain;
+use super::job_kinds::chain;
 use crate::control::protocol::{Limit, NewBacking, NewSize, Resize, Snapshot};
 use crate::failure::{Exit, Failure};
 use crate::new_file::check_new_name;

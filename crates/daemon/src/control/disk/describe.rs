@@ -101,17 +101,6 @@ impl ServedAs {
     }
 }
 
-/// A program that uses a disk over a socket.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct SocketClient {
-    /// Its process, where it is on this machine.
-    pub pid: Option<u32>,
-    /// Its address, where it is not.
-    pub address: Option<String>,
-    /// The export of NBD that it uses.
-    pub export: Option<String>,
-}
-
 impl DiskControl {
     /// Says where the disk is served.
     #[must_use]

@@ -13,9 +13,9 @@ use serde_json::{Value, json};
 
 use super::DiskControl;
 use crate::confine;
-use crate::control::checkpoint::words::Begin;
 use crate::control::follow::Follower;
 use crate::control::jobs::{Claims, Span, UserWord};
+use crate::control::protocol::checkpoint::Begin;
 use crate::control::protocol::{self, Command, Refusal, Request};
 use crate::control::server::Commands;
 use crate::failure::Failure;

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use super::job::{Job, State};
 use super::list::Jobs;
-use super::words::JobCommand;
+use crate::control::protocol::jobs::JobCommand;
 use crate::control::server::{First, first};
 use crate::failure::{Exit, Failure};
 

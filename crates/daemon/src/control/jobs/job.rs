@@ -13,43 +13,13 @@ use ringdisk_disk::{Errno, MirrorControl, Pause, Progress};
 use serde_json::{Value, json};
 
 use super::claims::Claims;
-use super::handed::{EndedWords, HandedJob, Id, JobWords, WorkWords};
-use super::words::ON_ERROR;
+use super::description::{EndedWords, HandedJob, Id, JobWords, WorkWords};
+use super::kind::Kind;
+use crate::control::protocol::jobs::ON_ERROR;
 use crate::failure::{Exit, Failure};
 
 /// The rate is that of the last so much to twice as much time.
 const RATE_WINDOW: Duration = Duration::from_secs(5);
-
-/// What a job does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Kind {
-    /// Merges images into one below them.
-    Commit,
-    /// Fills the image on top from images below it.
-    Stream,
-    /// Copies the disk to a target.
-    Mirror,
-    /// Copies the state of one instant to a target.
-    Backup,
-}
-
-impl Kind {
-    /// Of its word; that of a newer program counts as a commit.
-    pub(super) fn of(word: &str) -> Kind {
-        let known = [Kind::Commit, Kind::Stream, Kind::Mirror, Kind::Backup];
-        known.into_iter().find(|kind| kind.word() == word).unwrap_or(Kind::Commit)
-    }
-
-    /// The word for programs and names.
-    pub fn word(self) -> &'static str {
-        match self {
-            Kind::Commit => "commit",
-            Kind::Stream => "stream",
-            Kind::Mirror => "mirror",
-            Kind::Backup => "backup",
-        }
-    }
-}
 
 /// How a job is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -290,7 +260,7 @@ impl Job {
     }
 
     /// It has ended, with this result. Wakes those who wait.
-    pub(super) fn conclude(&self, result: &Result<Value, Failure>) {
+    pub(in crate::control) fn conclude(&self, result: &Result<Value, Failure>) {
         let result = match result {
             Ok(value) => Ok(value.clone()),
             Err(failure) => Err((
@@ -331,7 +301,7 @@ impl Job {
     /// What another process has to know of it.
     ///
     /// * `chain`: the images of the disk.
-    pub(super) fn words(&self, work: WorkWords, chain: Vec<Id>) -> JobWords {
+    pub(in crate::control) fn words(&self, work: WorkWords, chain: Vec<Id>) -> JobWords {
         let on_error = self.progress.on_error();
         let on_error = ON_ERROR.iter().find(|(_, known)| *known == on_error);
         let mut words = JobWords::new(&self.id, work, chain);

@@ -10,10 +10,9 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::begin::UserWord;
-use super::handed::{Id, JobWords, Role};
+use super::description::{Id, JobWords, Role};
 use super::job::Job;
-use super::list::Jobs;
+use super::user_word::UserWord;
 
 /// Where it is kept.
 pub trait JobKeeper: Send + Sync + fmt::Debug {
@@ -64,16 +63,13 @@ impl KeptJobs {
         };
         self.keeper.write(goes_on.map(now).collect());
     }
-}
 
-impl Jobs {
     /// Keeps a job that begins.
     pub(super) fn keep(&self, job: &Arc<Job>, mut words: JobWords, word: &UserWord) {
-        let Some(kept) = self.kept() else { return };
         let mut numbers = Vec::new();
         for (role, descriptor) in [(Role::Word, &word.given), (Role::Kept, &word.kept)] {
             let Some(descriptor) = descriptor else { continue };
-            match kept.keeper.park(descriptor.as_fd()) {
+            match self.keeper.park(descriptor.as_fd()) {
                 Ok(number) => {
                     numbers.push(number);
                     words.roles.push(role);
@@ -86,16 +82,16 @@ impl Jobs {
             }
         }
         let new = (Arc::clone(job), KeptJob { words, numbers });
-        kept.jobs.lock().unwrap_or_else(PoisonError::into_inner).push(new);
-        kept.write();
+        self.jobs.lock().unwrap_or_else(PoisonError::into_inner).push(new);
+        self.write();
     }
 
     /// A job has ended, and may have changed the chain: those that go on are of the new one, unless
     /// they have just changed it, too, and with it the image on top. A process that is killed
     /// before this has kept the chain of before: [`JobWords::stands`] knows that.
     pub(super) fn chain_is(&self, chain: &[Id]) {
-        if let Some(kept) = self.kept() {
-            let mut jobs = kept.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        {
+            let mut jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
             let goes_on = jobs.iter_mut().filter(|(job, _)| !job.has_ended());
             let same = goes_on.filter(|(_, kept)| kept.words.chain.first() == chain.first());
             same.for_each(|(_, kept)| kept.words.chain_is(chain));
@@ -105,13 +101,12 @@ impl Jobs {
 
     /// A job was changed, or has ended: what is kept of it is, too.
     pub(super) fn keep_changes(&self) {
-        let Some(kept) = self.kept() else { return };
-        kept.write();
+        self.write();
         let gone: Vec<_> = {
-            let mut jobs = kept.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
             let gone = jobs.extract_if(.., |(job, _)| job.has_ended());
             gone.flat_map(|(_, kept)| kept.numbers).collect()
         };
-        gone.into_iter().for_each(|number| kept.keeper.release(number));
+        gone.into_iter().for_each(|number| self.keeper.release(number));
     }
 }

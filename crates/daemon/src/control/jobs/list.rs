@@ -10,10 +10,11 @@ use std::time::{Duration, Instant};
 use ringdisk_disk::Progress;
 
 use super::claims::{BELOW_MAX, Claims, Span};
-use super::handed::HandedJob;
+use super::description::{HandedJob, Id, JobWords};
 use super::job::{Job, NewJob, State};
 use super::keeper::{JobKeeper, KeptJobs};
-use super::words::check_name;
+use super::user_word::UserWord;
+use crate::control::protocol::jobs::check_name;
 use crate::failure::{Exit, Failure};
 use crate::terminal::visible;
 
@@ -111,7 +112,28 @@ impl Jobs {
         let _ = self.1.set(KeptJobs::new(keeper));
     }
 
-    pub(super) fn kept(&self) -> Option<&KeptJobs> {
+    /// Keeps a job that begins, as [`KeptJobs::keep`].
+    pub(in crate::control) fn keep(&self, job: &Arc<Job>, words: JobWords, word: &UserWord) {
+        if let Some(kept) = self.kept() {
+            kept.keep(job, words, word);
+        }
+    }
+
+    /// A job has ended, and may have changed the chain, as [`KeptJobs::chain_is`].
+    pub(in crate::control) fn chain_is(&self, chain: &[Id]) {
+        if let Some(kept) = self.kept() {
+            kept.chain_is(chain);
+        }
+    }
+
+    /// A job was changed, or has ended: what is kept of it is, too.
+    pub(in crate::control) fn keep_changes(&self) {
+        if let Some(kept) = self.kept() {
+            kept.keep_changes();
+        }
+    }
+
+    fn kept(&self) -> Option<&KeptJobs> {
         self.1.get()
     }
 

@@ -10,31 +10,26 @@
 //!
 //! Several jobs run at once where their images do not overlap ([`Claims`]).
 //!
-//! [`handed`] is what a successor gets of a job, which it begins in [`again`]; [`job`] is one of
-//! them, [`list`] all of a disk, [`words`] what is said of them on the control socket.
+//! [`Job`] is one of them, [`Jobs`] all of a disk; [`handed`] is what a successor gets of a job.
+//! What each kind does is above this, in [`crate::control::disk`].
 
-mod again;
-mod backup;
-mod begin;
 mod claims;
 mod commands;
-mod commit;
+pub(in crate::control) mod description;
 pub mod handed;
 mod job;
 pub mod keeper;
+mod kind;
 mod list;
-mod mirror;
-mod run;
-mod stream;
-pub mod words;
-mod work;
+pub(in crate::control) mod run;
+mod user_word;
 
-pub use begin::UserWord;
-pub(in crate::control) use begin::chain;
 pub use claims::{Claims, Span};
-pub use handed::{HandedJob, JobWords};
-pub use job::{Job, Kind, NewJob, State};
+pub use description::{HandedJob, JobWords};
+pub use job::{Job, NewJob, State};
+pub use kind::Kind;
 pub use list::{Jobs, KEPT_MAX, Moving};
+pub use user_word::UserWord;
 
 #[cfg(test)]
 mod tests;

@@ -7,11 +7,11 @@ use ringdisk_disk::{Bytes, Events, OnError, Progress, Tries};
 use ringdisk_ring::{Config, Errno, Ring, Runtime};
 use serde_json::{Map, Value, json};
 
-use super::handed::WorkWords;
+use super::description::WorkWords;
 use super::job::NewJob;
 use super::run::{Early, Steps, run};
-use super::words::{JobCommand, Named, NewSpeed, Terms, check_name};
 use super::*;
+use crate::control::protocol::jobs::{JobCommand, Named, NewSpeed, Terms, check_name};
 use crate::failure::{Exit, Failure};
 use crate::job_text as text;
 

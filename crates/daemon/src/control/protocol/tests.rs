@@ -1,5 +1,5 @@
 use super::*;
-use crate::control::checkpoint::words::Bitmaps;
+use crate::control::protocol::checkpoint::Bitmaps;
 use crate::failure::{Exit, Failure};
 
 fn read(line: &str) -> Result<Command, Refusal> {

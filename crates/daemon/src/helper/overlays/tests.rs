@@ -7,8 +7,8 @@ use ringdisk_disk::names_note;
 use ringdisk_storage::Storage;
 use tempfile::TempDir;
 
+use super::super::named::named;
 use super::super::tasks::Tasks;
-use super::super::tasks::named;
 use super::*;
 
 /// A directory of images that the helper process was told of, another one, and what it holds.

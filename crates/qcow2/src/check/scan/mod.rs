@@ -9,9 +9,9 @@ mod found;
 
 use std::collections::HashMap;
 
-use crate::check::bitmaps::LostBitmaps;
 use crate::check::counts::{Counts, Uses};
 use crate::check::layout::{BLOCK_RESERVED, COPIED, L1_RESERVED, Layout, OFFSET_MASK};
+use crate::check::lost_bitmaps::LostBitmaps;
 use crate::check::report::{CheckHooks, CheckReport};
 use crate::check::source::{READ_BYTES, Source, pieces_of};
 use crate::check::stop::Stop;

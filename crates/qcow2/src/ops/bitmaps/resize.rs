@@ -20,7 +20,7 @@ use crate::refcounts::Run;
 use crate::table::{bytes_of, words_of};
 use crate::units::{Bytes, HostCluster, HostOffset};
 
-use super::super::mappings::What;
+use super::super::cluster_kind::ClusterKind;
 use super::super::transaction::Transaction;
 
 /// A table entry: no cluster, all bits are set.
@@ -61,11 +61,11 @@ fn directory_of(tx: &Transaction<'_>) -> Option<BitmapDirectory> {
 /// Returns whether all were read. Errors: `Io`; those of `found`.
 pub(in crate::ops) async fn walk<'a>(
     tx: &mut Transaction<'a>,
-    mut found: impl FnMut(&mut Transaction<'a>, What, Run) -> Result<(), Error>,
+    mut found: impl FnMut(&mut Transaction<'a>, ClusterKind, Run) -> Result<(), Error>,
 ) -> Result<bool, Error> {
     let Some(directory) = directory_of(tx) else { return Ok(true) };
     let own = tx.clusters_of(directory.offset, directory.len);
-    found(tx, What::Table, own)?;
+    found(tx, ClusterKind::Table, own)?;
     let cluster_size = tx.geometry.cluster_size();
     let entries = match directory::read(tx.ring, &tx.file, directory, cluster_size).await {
         Err(error) if error.kind() == ErrorKind::Io => return Err(error),
@@ -92,10 +92,10 @@ pub(in crate::ops) async fn walk<'a>(
             Ok(table) => table,
         };
         let run = tx.clusters_of(entry.table_offset, len);
-        found(tx, What::Table, run)?;
+        found(tx, ClusterKind::Table, run)?;
         for word in table {
             if let Some(start) = cluster_of(tx, word) {
-                found(tx, What::Data, Run::new(start, 1))?;
+                found(tx, ClusterKind::Data, Run::new(start, 1))?;
             }
         }
     }

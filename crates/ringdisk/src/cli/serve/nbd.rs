@@ -4,13 +4,12 @@ use std::time::Duration;
 
 use clap::Args;
 use ringdisk_daemon::size::parse_time;
-pub(crate) use ringdisk_daemon::sockets::Address;
-use ringdisk_nbd::options::{CONNECTIONS_DEFAULT, CONNECTIONS_MAX, check_text};
+use ringdisk_nbd::options::{CONNECTIONS_DEFAULT, CONNECTIONS_MAX};
 
-use super::{Accel, DiskWords, NbdAccessArgs, ServedDisk};
-
-/// A host that only programs of this machine reach.
-const LOOPBACK: &str = "127.0.0.1";
+use super::NbdAccessArgs;
+use crate::cli::DiskWords;
+use crate::cli::address::{Address, parse_address};
+use crate::cli::disk_args::{Accel, NbdDiskArgs, ServedDisk};
 
 /// Where NBD clients connect, for all disks of the process.
 #[derive(Args, Clone, Debug)]
@@ -64,33 +63,6 @@ pub(crate) struct NbdArgs {
     /// In the background the standard streams stay.
     #[arg(skip)]
     pub(crate) keeps_output: bool,
-}
-
-/// How NBD clients see one disk.
-#[derive(Args, Clone, Debug)]
-pub(crate) struct NbdDiskArgs {
-    /// The name that NBD clients ask for [default: the empty one]
-    #[arg(long, value_name = "NAME", value_parser = parse_text, help_heading = "NBD options")]
-    pub(crate) export_name: Option<String>,
-
-    /// A text about the disk for NBD clients
-    #[arg(long, value_name = "TEXT", value_parser = parse_text, help_heading = "NBD options")]
-    pub(crate) description: Option<String>,
-
-    /// Offer the bitmap NAME of the image to NBD clients (qemu:dirty-bitmap:NAME); may be repeated
-    ///
-    /// Clients see it as it is at the start. Where the disk can be written, one that records is
-    /// refused: what clients read would no longer be what it says.
-    #[arg(long, value_name = "NAME", help_heading = "NBD options")]
-    pub(crate) bitmap: Vec<String>,
-
-    /// Offer `qemu:allocation-depth`: `qemu-nbd` does with a word only.
-    #[arg(skip = true)]
-    pub(crate) allocation_depth: bool,
-
-    /// Offer a bitmap that records, as it is at the start: callers of `qemu-nbd` name all of them.
-    #[arg(skip)]
-    pub(crate) shows_recording: bool,
 }
 
 /// What only virtual machines see of a disk, or have to do with.
@@ -194,52 +166,6 @@ impl NbdArgs {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HandshakeLimit(pub(crate) Option<Duration>);
 
-/// An address where a socket is made.
-pub(crate) fn parse_new_address(text: &str) -> Result<Address, String> {
-    match parse_address(text) {
-        Ok(Address::Given(_)) => {
-            Err(String::from("a socket is made here: fd:N is for `serve --nbd`"))
-        }
-        Err(_) | Ok(Address::Tcp { port: 0, .. }) => Err(String::from(
-            "write unix:PATH, a path with a slash, HOST:PORT, or PORT (1 to 65535)",
-        )),
-        address => address,
-    }
-}
-
-pub(super) fn parse_address(text: &str) -> Result<Address, String> {
-    let wrong = || {
-        String::from(
-            "write unix:PATH, a path with a slash, HOST:PORT, PORT (0: a free one), or fd:N",
-        )
-    };
-    if let Some(path) = text.strip_prefix("unix:") {
-        return if path.is_empty() { Err(wrong()) } else { Ok(Address::Unix(path.into())) };
-    }
-    if let Some(name) = text.strip_prefix("fd:") {
-        return if name.is_empty() { Err(wrong()) } else { Ok(Address::Given(name.to_owned())) };
-    }
-    if text.contains('/') {
-        return Ok(Address::Unix(text.into()));
-    }
-    let (host, port) = match text.rsplit_once(':') {
-        Some((host, port)) => (host, port),
-        None => (LOOPBACK, text),
-    };
-    let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
-    let host = match bare {
-        Some(host) => host,
-        // Where an address of IPv6 ends, and whether a port follows, only brackets tell.
-        None if host.contains(':') => return Err(wrong()),
-        None => host,
-    };
-    let host = if host.is_empty() { LOOPBACK } else { host };
-    match port.parse() {
-        Ok(port) => Ok(Address::Tcp { host: host.to_owned(), port }),
-        Err(_) => Err(wrong()),
-    }
-}
-
 /// The first address that is the same as one before it.
 fn twice(addresses: &[Address]) -> Option<&Address> {
     let place = |address: &Address| match address {
@@ -273,35 +199,9 @@ fn parse_handshake(text: &str) -> Result<HandshakeLimit, String> {
     limit.map(|limit| HandshakeLimit(Some(limit))).ok_or_else(|| String::from("write none"))
 }
 
-fn parse_text(text: &str) -> Result<String, String> {
-    check_text("it", text).map(|()| text.to_owned())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn tcp(host: &str, port: u16) -> Result<Address, String> {
-        Ok(Address::Tcp { host: host.to_owned(), port })
-    }
-
-    #[test]
-    fn addresses_are_paths_or_ports() {
-        assert_eq!(parse_address("unix:a.sock"), Ok(Address::Unix("a.sock".into())));
-        assert_eq!(parse_address("/run/a:1"), Ok(Address::Unix("/run/a:1".into())));
-        assert_eq!(parse_address("fd:3"), Ok(Address::Given("3".into())));
-        assert_eq!(parse_address("fd:nbd").unwrap().to_string(), "fd:nbd");
-        assert_eq!(parse_address("10809"), tcp("127.0.0.1", 10809));
-        assert_eq!(parse_address(":10809"), tcp("127.0.0.1", 10809));
-        assert_eq!(parse_address("localhost:1"), tcp("localhost", 1));
-        assert_eq!(parse_address("[::1]:10809"), tcp("::1", 10809));
-        assert_eq!(parse_address("[::1]:10809").unwrap().to_string(), "[::1]:10809");
-        assert_eq!(parse_address("0"), tcp("127.0.0.1", 0));
-        assert!(parse_new_address("0").is_err());
-        for wrong in ["", "unix:", "fd:", "host", "host:", "-1", "65536", "::1:10809", "a:b:1"] {
-            assert!(parse_address(wrong).is_err(), "{wrong}");
-        }
-    }
 
     #[test]
     fn an_address_that_is_given_twice_is_found() {

@@ -2,7 +2,8 @@
 
 use ringdisk_server::nbd::request::{AccessRequest, DiskRequest, Request};
 
-use super::{NbdAccessArgs, NbdDiskArgs, ServeArgs, ServedDisk};
+use super::{NbdAccessArgs, ServeArgs};
+use crate::cli::disk_args::{NbdDiskArgs, ServedDisk};
 
 impl From<&ServeArgs> for Request {
     fn from(args: &ServeArgs) -> Request {

@@ -2,7 +2,7 @@ use clap::Parser;
 use clap::error::ErrorKind;
 use ringdisk_disk::{Cache, Format};
 use ringdisk_export::Threads;
-use ringdisk_vhost::export::{OnError, Packed};
+use ringdisk_vhost::export::{OnError, Packed, Second};
 
 use super::*;
 use crate::cli::{Cli, Command};

@@ -3,7 +3,8 @@
 use ringdisk_server::vm::request::{DiskRequest, Request};
 use ringdisk_vhost::export::{AccelOptions, Packed, queues_default};
 
-use super::{Accel, DiskArgs, ServeArgs, ServedDisk};
+use super::ServeArgs;
+use crate::cli::disk_args::{Accel, DiskArgs, ServedDisk};
 
 /// What the host kernel is to do: nothing where the user insists on packed virtqueues, or wants
 /// limits.

@@ -7,124 +7,18 @@
 //!
 //! Control thread; any thread reads its status.
 
-mod claim;
 mod errors;
 mod moves;
-mod obstacle;
-mod status;
 mod workers;
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::os::fd::{AsFd, BorrowedFd};
 
 use ringdisk_storage::Kind;
-use ringdisk_vblk::Vblk;
 
 use super::backend::Control;
+use super::kernel_device::{Accel, Engine, Look, Obstacle, State, locked, obstacle};
 use crate::session::Refusal;
 use crate::{Error, ErrorKind};
-
-use errors::KernelErrors;
-pub(super) use errors::{KERNEL_POLL_INTERVAL, Occasion};
-pub(crate) use obstacle::Obstacle;
-use obstacle::{Look, obstacle};
-pub use ringdisk_vblk::{Engine, State, Stats as QueueCounters};
-pub(super) use status::KernelStatus;
-pub use status::{Acceleration, QueueInKernel};
-
-/// Whether the kernel is to move the data.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct AccelOptions {
-    /// Serve not at all where that cannot be.
-    pub required: bool,
-    /// Which mechanism carries reads and writes.
-    pub engine: Engine,
-    /// Kernel threads, at most one for each virtqueue; `None`: as many.
-    pub workers: Option<u16>,
-}
-
-/// What is needed for it.
-#[derive(Debug)]
-pub(super) struct Accel {
-    options: AccelOptions,
-    /// The module's device of this export; or why there is none.
-    vblk: Result<Arc<Mutex<Vblk>>, String>,
-    /// The module is not there, as on most machines; else there may be something to mend.
-    is_missing: bool,
-    is_switched_off: bool,
-    /// What the kernel refused. Tried again when something has changed.
-    trouble: Option<String>,
-    /// Kernel threads are made, and each has its virtqueues.
-    has_workers: bool,
-    /// No other process may claim the device meanwhile.
-    claim: Option<OwnedFd>,
-    /// Features, memory and disk are in place, and the disk is held.
-    is_prepared: bool,
-    in_kernel: Vec<bool>,
-    /// As the module was told, bytes.
-    capacity: u64,
-    /// What was last said of where virtqueues are, and why: some messages of front ends take them
-    /// back for a moment, which is no news.
-    told: Option<(bool, Option<Obstacle>)>,
-    errors: KernelErrors,
-    pub(super) status: Arc<KernelStatus>,
-}
-
-/// What makes up for a module that was not usable at the start.
-const RETRY_HINT: &str =
-    "this process looked when it started, one with --upgrade takes over and looks again";
-
-impl Accel {
-    /// Opens the module's device. Before a sandbox, in the process that serves.
-    ///
-    /// Errors: it is required and cannot be had.
-    pub(super) fn open(options: AccelOptions, queues: u16) -> Result<Accel, Error> {
-        let vblk = Vblk::open(queues).map(|vblk| Arc::new(Mutex::new(vblk)));
-        let is_missing = matches!(vblk, Err(ringdisk_vblk::Error::Missing { .. }));
-        if let (true, Err(why)) = (options.required, &vblk) {
-            let text = format!("--accel require: {why}");
-            return Err(Error::new(ErrorKind::Unsupported, text));
-        }
-        // A process that serves cannot try again: it may be in a sandbox without a way to the
-        // device.
-        let vblk = vblk.map_err(|error| format!("{error}; {RETRY_HINT}"));
-        let status = Arc::new(KernelStatus::new(vblk.as_ref().ok().cloned(), &options));
-        let in_kernel = vec![false; usize::from(queues)];
-        Ok(Accel {
-            options,
-            vblk,
-            is_missing,
-            is_switched_off: false,
-            trouble: None,
-            has_workers: false,
-            claim: None,
-            is_prepared: false,
-            in_kernel,
-            capacity: 0,
-            told: None,
-            errors: KernelErrors::default(),
-            status,
-        })
-    }
-
-    fn is_in_kernel(&self, index: u16) -> bool {
-        self.in_kernel[usize::from(index)]
-    }
-
-    fn is_used(&self) -> bool {
-        self.in_kernel.contains(&true)
-    }
-}
-
-/// The device; a panic elsewhere leaves it valid.
-fn locked(vblk: &Mutex<Vblk>) -> MutexGuard<'_, Vblk> {
-    vblk.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// What the kernel refused.
-fn refused(error: ringdisk_vblk::Error) -> String {
-    error.to_string()
-}
 
 impl Control {
     /// Whether a virtqueue is in the kernel.
@@ -179,7 +73,7 @@ impl Control {
         let obstacle = self.accel_obstacle();
         let Some(accel) = &mut self.accel else { return Ok(false) };
         accel.status.set(false, obstacle.clone());
-        accel.told = obstacle.clone().map(|why| (false, Some(why)));
+        accel.reported = obstacle.clone().map(|why| (false, Some(why)));
         let Some(why) = obstacle else { return Ok(true) };
         if accel.options.required {
             let name = &self.device.name;
@@ -220,10 +114,10 @@ impl Control {
         }
         accel.status.set(accel.is_used(), why.clone());
         let news = Some((accel.is_used(), why.clone()));
-        if accel.told == news {
+        if accel.reported == news {
             return;
         }
-        accel.told = news;
+        accel.reported = news;
         let name = &self.device.name;
         match why {
             None if accel.is_used() => tracing::info!("{name}: the kernel serves the virtqueues"),
@@ -239,7 +133,7 @@ impl Control {
     pub(super) fn forget_front_end(&mut self) {
         self.forget_trouble();
         if let Some(accel) = &mut self.accel {
-            accel.told.take_if(|(was_on, _)| *was_on);
+            accel.reported.take_if(|(was_on, _)| *was_on);
         }
     }
 

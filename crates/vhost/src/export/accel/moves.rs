@@ -11,11 +11,10 @@ use ringdisk_disk::Plain;
 use ringdisk_export::Gone;
 use ringdisk_vblk::{DiskSetup, Engine, RingSetup};
 
-use super::super::backend::Control;
-use super::obstacle::Obstacle;
-use super::{Occasion, claim, locked, refused};
 use crate::blk::SERIAL_BYTES;
 use crate::blk::config::RANGES_MAX;
+use crate::export::backend::Control;
+use crate::export::kernel_device::{Obstacle, Occasion, claim, locked, refused};
 use crate::session::Refusal;
 use crate::worker::{Pending, Worker, areas};
 
@@ -104,7 +103,7 @@ impl Control {
         };
         let plain = held.map_err(|error| Obstacle::Disk(error.to_string()))?;
         let claimed = if plain.is_block_device && !plain.read_only {
-            claim::claim(plain.fd.as_fd()).map(Some).map_err(Obstacle::InUse)
+            claim(plain.fd.as_fd()).map(Some).map_err(Obstacle::InUse)
         } else {
             Ok(None)
         };

@@ -3,8 +3,8 @@
 //! Worker `i` of `n` serves the virtqueues `i`, `i + n`, …, and runs where the queue thread of
 //! virtqueue `i` does, in whose place it works. Control thread.
 
-use super::super::backend::Control;
-use super::{locked, refused};
+use crate::export::backend::Control;
+use crate::export::kernel_device::{locked, refused};
 
 impl Control {
     /// Makes the threads of the kernel and gives each its virtqueues. Does nothing when they are

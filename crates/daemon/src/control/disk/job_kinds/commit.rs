@@ -9,14 +9,14 @@ use ringdisk_disk::{CommitOptions, Layer, Progress};
 use ringdisk_ring::Ring;
 use serde_json::Value;
 
-use super::begin::{Asked, UserWord, all_shown, find, own, shown};
-use super::claims::{Claims, Span};
-use super::handed::ids_of;
-use super::job::Kind;
-use super::words::Terms;
+use super::begin::{Asked, own};
+use super::names::{display_name, display_names, find};
 use super::work::{CommitWork, Work};
 use crate::control::disk::DiskControl;
+use crate::control::jobs::description::ids_of;
+use crate::control::jobs::{Claims, Kind, Span, UserWord};
 use crate::control::protocol::Commit;
+use crate::control::protocol::jobs::Terms;
 use crate::failure::{Exit, Failure};
 
 impl DiskControl {
@@ -53,9 +53,9 @@ pub(super) fn asked(
     let CommitOptions { top, base, .. } = options;
     let none = || Failure::new(Exit::Usage, "the disk has no such images");
     let (merged, base) = layers.get(top..base).zip(layers.get(base)).ok_or_else(none)?;
-    let mut holds = all_shown(merged);
-    let what = format!("{} into {}", holds.join(" "), shown(base));
-    holds.push(shown(base));
+    let mut holds = display_names(merged);
+    let what = format!("{} into {}", holds.join(" "), display_name(base));
+    holds.push(display_name(base));
     let (chain, text) = (ids_of(layers), committed(merged, base));
     let work = Work::Commit(CommitWork { options, chain, text });
     let span = if top == 0 { Span::Whole } else { Span::Below };
@@ -90,7 +90,7 @@ fn committed(emptied: &[Arc<Layer>], base: &Layer) -> String {
     format!(
         "What was written is in {} now. Left behind, empty, and used no longer: {}; it may be \
          removed if no other image has it as its backing file.",
-        shown(base),
-        all_shown(emptied).join(" ")
+        display_name(base),
+        display_names(emptied).join(" ")
     )
 }

@@ -4,22 +4,20 @@
 //! Promises: as [`ringdisk_disk::Disk::mirror`]: until the switch-over has succeeded the disk is
 //! what it was; errors of the target are no errors of its clients.
 
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use ringdisk_disk::name::is_export;
-use ringdisk_disk::{Disk, Layer, MirrorControl, MirrorEnd, MirrorOptions, MirrorSync, Progress};
+use ringdisk_disk::{Disk, MirrorControl, MirrorOptions, MirrorSync, Progress};
 use ringdisk_ring::Ring;
-use ringdisk_storage::Storage;
 use serde_json::Value;
 
-use super::begin::{Asked, UserWord, all_shown, own, shown};
-use super::claims::{Claims, Span};
-use super::job::Kind;
-use super::work::{MirrorWork, Work, open, place_of};
+use super::begin::{Asked, own};
+use super::names::{display_name, display_names};
+use super::target::{check_is_other, file_of, open, place_of};
+use super::work::{MirrorWork, Work};
 use crate::confine::{self, HeldForDisk, NamedTarget};
 use crate::control::disk::DiskControl;
+use crate::control::jobs::{Claims, Kind, Span, UserWord};
 use crate::control::protocol::Mirror;
 use crate::failure::{Exit, Failure};
 use crate::terminal::visible;
@@ -106,9 +104,9 @@ pub(super) fn asked(
     held: Arc<HeldForDisk>,
 ) -> Asked {
     let layers = disk.layers();
-    let what = format!("{} to {}", shown(&layers[0]), shown(&target.layers()[0]));
-    let old = all_shown(&layers);
-    let needs = all_shown(&target.layers());
+    let what = format!("{} to {}", display_name(&layers[0]), display_name(&target.layers()[0]));
+    let old = display_names(&layers);
+    let needs = display_names(&target.layers());
     let holds: Vec<String> = old.iter().chain(&needs).cloned().collect();
     let writes = needs.iter().take(1).cloned().collect();
     let claims = Claims { span: Span::Content, writes, needs };
@@ -151,57 +149,4 @@ pub(super) fn options(wanted: &Mirror) -> Result<MirrorOptions, Failure> {
         }
     };
     Ok(MirrorOptions { sync, left: None, write_blocking: wanted.write_blocking })
-}
-
-/// Errors: the target is an image of the disk.
-pub(super) fn check_is_other(layers: &[Arc<Layer>], path: &Path) -> Result<(), Failure> {
-    let id = match is_export(path) {
-        true => None,
-        false => path.metadata().ok().map(|meta| Storage::identity_of(&meta)),
-    };
-    let is_it = |layer: &Arc<Layer>| {
-        let files = [layer.file(), layer.data_storage()].into_iter().flatten();
-        let mut ids = files.filter_map(|file| file.identity());
-        layer.name() == path || ids.any(|file| Some(file) == id)
-    };
-    match layers.iter().position(is_it) {
-        None => Ok(()),
-        Some(0) => Err(Failure::new(
-            Exit::Usage,
-            format!("{} is the image of the disk itself", shown(&layers[0])),
-        )
-        .hint("name another file, device or export")),
-        Some(at) => Err(Failure::new(
-            Exit::Usage,
-            format!("{} is an image of the chain of the disk", shown(&layers[at])),
-        )
-        .hint(
-            "`ringdisk ctl DISK commit` writes into images of the chain; a mirror and a backup do \
-             not",
-        )),
-    }
-}
-
-/// Device and inode of the file of the target, as the helper process knows it.
-pub(super) fn file_of(target: &Disk) -> Option<(u64, u64)> {
-    let layers = target.layers();
-    let meta = crate::confine::by_descriptor(layers[0].file()?)?.metadata().ok()?;
-    Some((meta.dev(), meta.ino()))
-}
-
-/// What a mirror has done, for people.
-///
-/// * `new`: the target.
-/// * `old`: the images that the disk had.
-pub(super) fn told(end: MirrorEnd, new: &str, old: &[String]) -> String {
-    match end {
-        MirrorEnd::Pivoted => format!(
-            "The disk is in {new} now: name that one when it is served again. Left behind as they \
-             were at that moment, and used no longer unless {new} has them below it: {}",
-            old.join(" ")
-        ),
-        MirrorEnd::Copied => format!(
-            "{new} holds what the disk held at this moment, and does not follow it any more."
-        ),
-    }
 }

@@ -77,18 +77,21 @@ struct Now {
 }
 
 impl KernelStatus {
-    pub(super) fn new(vblk: Option<Arc<Mutex<Vblk>>>, options: &AccelOptions) -> KernelStatus {
+    pub(in crate::export) fn new(
+        vblk: Option<Arc<Mutex<Vblk>>>,
+        options: &AccelOptions,
+    ) -> KernelStatus {
         let AccelOptions { required, engine, .. } = *options;
         KernelStatus { vblk, required, engine, now: Mutex::default() }
     }
 
-    pub(super) fn set(&self, on: bool, obstacle: Option<Obstacle>) {
+    pub(in crate::export) fn set(&self, on: bool, obstacle: Option<Obstacle>) {
         let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
         (now.on, now.obstacle) = (on, obstacle);
     }
 
     /// What carries reads and writes from now on; `None`: the kernel has no disk.
-    pub(super) fn set_engine(&self, engine: Option<Engine>) {
+    pub(in crate::export) fn set_engine(&self, engine: Option<Engine>) {
         self.now.lock().unwrap_or_else(PoisonError::into_inner).engine = engine;
     }
 

@@ -9,39 +9,21 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 
-use ringdisk_disk::{BackupOptions, BackupSync, Bytes, Disk, Error, ErrorKind, Progress};
+use ringdisk_disk::{BackupOptions, BackupSync, Bytes, Disk, Progress};
 use ringdisk_ring::Ring;
 use ringdisk_storage::{Lock, OpenOptions, Storage};
 use serde_json::Value;
 
-use super::begin::{Asked, UserWord, all_shown, own, shown};
-use super::claims::{Claims, Span};
-use super::job::Kind;
-use super::mirror::{check_is_other, file_of};
-use super::work::{Work, open};
-use crate::confine::{HeldForDisk, NamedTarget};
-use crate::control::checkpoint::Accel;
+use super::begin::{Asked, own};
+use super::names::{display_name, display_names};
+use super::target::{check_is_other, open};
+use super::work::{BackupWork, Work};
+use crate::confine::NamedTarget;
 use crate::control::disk::DiskControl;
+use crate::control::jobs::{Claims, Kind, Span, UserWord};
 use crate::control::protocol::Backup;
 use crate::failure::{Exit, Failure};
 use crate::terminal::visible;
-
-/// What a successor, and a process that goes on after a hand-over was given up, say of it.
-pub(super) const LOST: &str = "the point in time of the backup was lost with the process that kept \
-                               it, and the target is incomplete; begin a new backup";
-
-/// A backup.
-pub(super) struct BackupWork {
-    /// As the client said it.
-    pub(super) wanted: Backup,
-    /// `None`: it has run.
-    running: Option<ringdisk_disk::Backup>,
-    held: Arc<HeldForDisk>,
-    /// What it says at its end.
-    text: String,
-    /// The host kernel serves the disk again afterwards.
-    _accel: Option<Accel>,
-}
 
 impl DiskControl {
     /// Backs the disk up; in the background the answer comes when the instant is kept.
@@ -98,7 +80,7 @@ impl DiskControl {
         let running = disk.begin_backup(ring, Arc::clone(&target), options).await?;
         let mut wanted = wanted.clone();
         let terms = wanted.job.take().unwrap_or_default();
-        let new = shown(&target.layers()[0]);
+        let new = display_name(&target.layers()[0]);
         let work = BackupWork {
             wanted,
             running: Some(running),
@@ -106,7 +88,7 @@ impl DiskControl {
             text: format!("{new} holds what the disk held when the backup began."),
             _accel: accel,
         };
-        let what = format!("{} to {new}", shown(&disk.layers()[0]));
+        let what = format!("{} to {new}", display_name(&disk.layers()[0]));
         let (holds, work) = (claims.needs.clone(), Work::Backup(Box::new(work)));
         let asked = Asked {
             kind: Kind::Backup,
@@ -125,7 +107,7 @@ impl DiskControl {
 
 /// What a backup works on.
 fn claims(target: &Disk) -> Claims {
-    let needs = all_shown(&target.layers());
+    let needs = display_names(&target.layers());
     Claims { span: Span::Instant, writes: needs.iter().take(1).cloned().collect(), needs }
 }
 
@@ -144,26 +126,5 @@ fn sync(wanted: &Backup) -> Result<BackupSync, Failure> {
             let text = format!("no such sync: '{}'; known: full, top", visible(other));
             Err(Failure::new(Exit::Usage, text))
         }
-    }
-}
-
-impl BackupWork {
-    /// The job is begun: what the helper process holds for it stays until its end.
-    pub(super) fn is_begun(&self) {
-        let file = self.running.as_ref().and_then(|backup| file_of(backup.target()));
-        file.inspect(|id| self.held.begins_copy(*id));
-    }
-
-    /// Copies. Gives what it has done, for people.
-    ///
-    /// Errors: those of the disk.
-    pub(super) async fn run(&mut self, progress: &Progress) -> Result<String, Error> {
-        let lost = || Error::new(ErrorKind::Cancelled, LOST);
-        let backup = self.running.take().ok_or_else(lost)?;
-        let file = file_of(backup.target());
-        file.inspect(|id| self.held.begins_copy(*id));
-        let result = backup.run(progress).await;
-        file.inspect(|id| self.held.ends_copy(*id));
-        result.map(|()| self.text.clone())
     }
 }

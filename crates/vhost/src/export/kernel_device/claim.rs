@@ -14,7 +14,7 @@ use rustix::io::Errno;
 /// Claims a block device until what is given is dropped.
 ///
 /// Errors: it is in use; those of open(2) and fsync(2). Without `/proc` there is no way to it.
-pub(super) fn claim(device: BorrowedFd<'_>) -> Result<OwnedFd, String> {
+pub(in crate::export) fn claim(device: BorrowedFd<'_>) -> Result<OwnedFd, String> {
     // The device itself, whatever has its name now.
     let path = format!("/proc/self/fd/{}", device.as_raw_fd());
     let flags = OFlags::RDWR | OFlags::EXCL | OFlags::CLOEXEC;

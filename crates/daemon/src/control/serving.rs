@@ -5,7 +5,6 @@
 use ringdisk_export::stats::QueueView;
 use serde_json::Value;
 
-use super::describe::SocketClient;
 use crate::stats::Report;
 
 /// The side that serves the disk.
@@ -49,4 +48,15 @@ pub trait Serving: Send + Sync {
     fn serve_here(&self) -> Result<(), String> {
         Ok(())
     }
+}
+
+/// A program that uses a disk over a socket.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SocketClient {
+    /// Its process, where it is on this machine.
+    pub pid: Option<u32>,
+    /// Its address, where it is not.
+    pub address: Option<String>,
+    /// The export of NBD that it uses.
+    pub export: Option<String>,
 }

@@ -18,14 +18,18 @@ use ringdisk_disk::{
 use ringdisk_ring::Ring;
 use serde_json::json;
 
-use super::backup::LOST;
-use super::begin::{Asked, UserWord, all_shown};
-use super::handed::{EndedWords, HandedJob, JobWords, Role, Stands, WorkWords, chain_of};
-use super::words::Terms;
+use super::begin::Asked;
+use super::names::display_names;
+use super::work::LOST;
 use super::{commit, mirror, stream};
 use crate::confine::{self, NamedTarget};
 use crate::control::disk::DiskControl;
+use crate::control::jobs::description::{
+    EndedWords, HandedJob, JobWords, Role, Stands, WorkWords, chain_of,
+};
+use crate::control::jobs::{UserWord, run};
 use crate::control::protocol::Mirror;
+use crate::control::protocol::jobs::Terms;
 use crate::failure::{Exit, Failure};
 use crate::terminal::{shell_word, visible};
 
@@ -217,10 +221,10 @@ impl DiskControl {
                 };
                 shell_word(&visible(target))
             }
-            _ => all_shown(&disk.layers()).join(" "),
+            _ => display_names(&disk.layers()).join(" "),
         };
         match self.jobs().begin(words.listed(what)) {
-            Ok(job) => super::run::conclude(&job, disk.events(), result),
+            Ok(job) => run::conclude(&job, disk.events(), result),
             Err(failure) => tracing::warn!("job {}: {}", words.id, failure.message()),
         }
     }

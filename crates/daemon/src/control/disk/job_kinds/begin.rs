@@ -4,27 +4,24 @@
 //! at the end of the job; in the foreground the job is given up when its client leaves. Control
 //! thread.
 
-use std::os::fd::OwnedFd;
-use std::path::Path;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ringdisk_disk::{Disk, Layer, MirrorControl, OnError, Progress};
+use ringdisk_disk::{Disk, MirrorControl, OnError, Progress};
 use ringdisk_ring::Ring;
-use ringdisk_storage::Storage;
 use serde_json::{Value, json};
 
-use super::claims::Claims;
-use super::handed::{HandedJob, Role, chain_of};
-use super::job::{Job, Kind, NewJob};
-use super::run::{Early, Steps, run};
-use super::words::Terms;
+use super::names::chain;
 use super::work::Work;
 use crate::confine::HeldForDisk;
-use crate::control::disk::{Advice, DiskControl};
+use crate::control::disk::DiskControl;
+use crate::control::disk::advice::Advice;
+use crate::control::jobs::description::{HandedJob, Role, chain_of};
+use crate::control::jobs::run::{Early, Steps, run};
+use crate::control::jobs::{Claims, Job, Kind, NewJob, UserWord};
+use crate::control::protocol::jobs::Terms;
 use crate::failure::{Exit, Failure};
-use crate::terminal::{shell_word, visible};
 
 /// How often it is looked whether the disk is active again.
 const ACTIVE_POLL_INTERVAL: Duration = Duration::from_millis(5);
@@ -47,15 +44,6 @@ pub(super) struct Asked {
     pub(super) mirror: Option<Arc<MirrorControl>>,
     /// The job itself.
     pub(super) work: Work,
-}
-
-/// The word of the user who asks for a job ([`crate::helper::approval`]).
-#[derive(Debug, Default)]
-pub struct UserWord {
-    /// What the helper process has heard, and that of the next server will hear.
-    pub given: Option<OwnedFd>,
-    /// What the user keeps; of a job in the background this process does, as long as it runs.
-    pub kept: Option<OwnedFd>,
 }
 
 impl DiskControl {
@@ -182,41 +170,4 @@ fn set(kind: Kind, progress: &Progress, terms: &Terms) -> Result<(), Failure> {
     progress.set_on_error(on_error);
     progress.set_speed(terms.speed);
     Ok(())
-}
-
-/// The names of the images, the top one first.
-pub(in crate::control) fn chain(disk: &Disk) -> Value {
-    let names: Vec<String> =
-        disk.layers().iter().map(|layer| layer.name().display().to_string()).collect();
-    json!({ "chain": names })
-}
-
-/// The name of an image, for people.
-pub(super) fn shown(layer: &Layer) -> String {
-    shell_word(&layer.name().display().to_string())
-}
-
-/// The names of images, for people.
-pub(super) fn all_shown(layers: &[Arc<Layer>]) -> Vec<String> {
-    layers.iter().map(|layer| shown(layer)).collect()
-}
-
-/// The place of an image in the chain.
-///
-/// * `name`: an absolute path.
-pub(super) fn find(layers: &[Arc<Layer>], name: &Path) -> Result<usize, Failure> {
-    let id = name.metadata().map(|meta| Storage::identity_of(&meta)).ok();
-    let is_it = |layer: &Arc<Layer>| {
-        let file = layer.file().and_then(|file| file.identity());
-        file.is_some() && file == id
-    };
-    layers.iter().position(is_it).ok_or_else(|| {
-        let names: Vec<String> =
-            layers.iter().map(|layer| format!("'{}'", layer.name().display())).collect();
-        Failure::new(
-            Exit::Usage,
-            format!("'{}' is not in the chain of the disk", visible(&name.to_string_lossy())),
-        )
-        .hint(format!("the chain is {}", names.join(", ")))
-    })
 }

@@ -149,7 +149,7 @@ const ACCEL: &Words<Accel> = &[
 
 impl DeviceArgs {
     /// Errors: words about the host kernel that contradict each other.
-    pub(super) fn check_accel(&self) -> Result<(), (ErrorKind, String)> {
+    pub(crate) fn check_accel(&self) -> Result<(), (ErrorKind, String)> {
         let conflict = |text: &str| Err((ErrorKind::ArgumentConflict, String::from(text)));
         match self.accel {
             Accel::Require if self.packed == Packed::On => {

@@ -1,0 +1,10 @@
+//! What a cluster should hold that a table names.
+
+/// What a cluster that is named should hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ClusterKind {
+    /// A table.
+    Table,
+    /// Data, or bits of a bitmap.
+    Data,
+}
