@@ -141,16 +141,16 @@ impl Background {
     /// Tells the parent, and keeps the standard streams, which are its own, too.
     pub fn ready_here(self) {
         log_target::begin();
-        self.tell();
+        self.report_ready();
     }
 
     /// Lets the parent return and lets go of what ties us to where we were started.
     pub fn ready(self) {
         let_go();
-        self.tell();
+        self.report_ready();
     }
 
-    fn tell(self) {
+    fn report_ready(self) {
         // A parent that was killed meanwhile changes nothing: we serve.
         let _ = File::from(self.socket).write_all(&[READY]);
     }

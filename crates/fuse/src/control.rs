@@ -67,13 +67,13 @@ pub(crate) struct InUseSlot(Arc<OnceLock<InUse>>);
 
 impl InUseSlot {
     /// The first one stays.
-    pub(crate) fn set(&self, tell: InUse) {
-        let _ = self.0.set(tell);
+    pub(crate) fn set(&self, report: InUse) {
+        let _ = self.0.set(report);
     }
 
-    fn tell(&self, open_files: u64) {
+    fn report(&self, open_files: u64) {
         match self.0.get() {
-            Some(tell) => tell(open_files),
+            Some(report) => report(open_files),
             None => tracing::warn!("a mount that is to stop is in use: {open_files} open files"),
         }
     }
@@ -169,7 +169,7 @@ impl Control {
             }
             match event {
                 Ok(Event::Stop) => match draining {
-                    Some(_) => self.in_use.tell(self.server.open_files()),
+                    Some(_) => self.in_use.report(self.server.open_files()),
                     None if self.leave_tree() => return End::Stopped,
                     None => draining = Some(Draining { since: Instant::now() }),
                 },
@@ -266,7 +266,7 @@ impl Control {
             }
             if Instant::now() >= deadline {
                 // Who uses it is found by its name as long as it has one.
-                self.in_use.tell(self.open_files());
+                self.in_use.report(self.open_files());
                 if let Err(error) = self.mount.unmount(Unmount::Lazy) {
                     tracing::warn!("{}", error.with_hint());
                 }
@@ -291,7 +291,7 @@ impl Control {
     fn closes(&self) -> bool {
         let closes = self.closes_quietly();
         if !closes {
-            self.in_use.tell(self.open_files());
+            self.in_use.report(self.open_files());
         }
         closes
     }

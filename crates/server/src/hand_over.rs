@@ -24,7 +24,7 @@ use crate::request::ImageRequest;
 /// * `name`: of the disk, in the log.
 pub fn handed_over(disk: &Disk, name: &str) {
     let event = "handed-over";
-    disk.events().tell(event, "another process serves the disk now");
+    disk.events().emit(event, "another process serves the disk now");
     log_target::next_is_about(Subject {
         disk: Some(name.to_owned()),
         event: Some(event.to_owned()),

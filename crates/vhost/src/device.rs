@@ -86,9 +86,9 @@ impl Complaint {
     const COUNT: usize = Complaint::Suspended as usize + 1;
 }
 
-/// Counts one more. Gives the count if it is one of those that are told: the first ten, then every
-/// 1000th, so that a guest cannot fill a log.
-fn told(counter: &AtomicU64) -> Option<u64> {
+/// Counts one more. Returns the count if it is to be logged: the first ten are, then every 1000th,
+/// so that a guest cannot fill a log.
+fn count_for_log(counter: &AtomicU64) -> Option<u64> {
     let count = counter.fetch_add(1, Ordering::Relaxed) + 1;
     (count <= 10 || count.is_multiple_of(1000)).then_some(count)
 }
@@ -159,7 +159,7 @@ impl Device {
         let mut kept = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
         if kept.is_none() {
             // A guest can reset the device and break it again, as often as it likes.
-            if let Some(count) = told(&self.counts.breaks) {
+            if let Some(count) = count_for_log(&self.counts.breaks) {
                 let name = &self.name;
                 let event = "needs-reset";
                 tracing::error!(
@@ -167,7 +167,7 @@ impl Device {
                     event,
                     "{name}: the device needs a reset (time {count}): {reason}"
                 );
-                self.events.tell(event, reason.as_str());
+                self.events.emit(event, reason.as_str());
             }
             *kept = Some(reason);
         }
@@ -230,7 +230,7 @@ impl Device {
     ///
     /// * `sector`: as the guest names it, 512 bytes each.
     pub(crate) fn refused(&self, what: &str, sector: u64, why: &str) {
-        if let Some(count) = told(&self.counts.refused) {
+        if let Some(count) = count_for_log(&self.counts.refused) {
             let name = &self.name;
             tracing::warn!(
                 "{name}: {what} at sector {sector} is refused: {why} (refusal {count} of this disk)"
@@ -240,7 +240,7 @@ impl Device {
 
     /// The front end did, or is, what is worth a line; not all of these are told.
     pub(crate) fn complain(&self, kind: Complaint, what: fmt::Arguments<'_>) {
-        if let Some(count) = told(&self.counts.complaints[kind as usize]) {
+        if let Some(count) = count_for_log(&self.counts.complaints[kind as usize]) {
             tracing::warn!("{}: {what} (time {count})", self.name);
         }
     }
@@ -268,7 +268,7 @@ impl Device {
         let (name, process) = (&self.name, (pid > 0).then(|| format!(" (process {pid})")));
         let text = format!("the front end{} {what}", process.unwrap_or_default());
         tracing::info!(disk = name, event, "{name}: {text}");
-        self.events.tell(event, text);
+        self.events.emit(event, text);
     }
 
     /// How it is, for people.
@@ -312,7 +312,7 @@ mod tests {
     #[test]
     fn a_guest_that_fails_for_ever_does_not_fill_a_log() {
         let counter = AtomicU64::new(0);
-        let shown: Vec<u64> = (0..5000).filter_map(|_| told(&counter)).collect();
+        let shown: Vec<u64> = (0..5000).filter_map(|_| count_for_log(&counter)).collect();
         assert_eq!(shown, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1000, 2000, 3000, 4000, 5000]);
     }
 }

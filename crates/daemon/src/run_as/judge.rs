@@ -20,7 +20,7 @@ use crate::terminal::visible;
 struct Opened {
     path: PathBuf,
     /// For people.
-    shown: String,
+    display_name: String,
     needs: Access,
 }
 
@@ -47,18 +47,20 @@ fn owner_of_top(disk: &Disk) -> Result<(Identity, String), String> {
     let layers = disk.layers();
     let top = layers.first().and_then(|top| Some((top.name(), top.file()?)));
     let (name, file) = top.ok_or_else(|| String::from("there is no image"))?;
-    let shown = quoted(name);
+    let display_name = quoted(name);
     if file.nbd_address().is_some() {
-        return Err(format!("{shown} is an NBD export"));
+        return Err(format!("{display_name} is an NBD export"));
     }
     if file.kind() != Kind::Regular {
-        return Err(format!("{shown} is a device"));
+        return Err(format!("{display_name} is a device"));
     }
-    let open = confine::by_descriptor(file).ok_or_else(|| format!("{shown} has no owner"))?;
-    let meta = fs::metadata(open).map_err(|error| format!("the owner of {shown}: {error}"))?;
+    let open =
+        confine::by_descriptor(file).ok_or_else(|| format!("{display_name} has no owner"))?;
+    let meta =
+        fs::metadata(open).map_err(|error| format!("the owner of {display_name}: {error}"))?;
     match meta.uid() {
-        0 => Err(format!("{shown} belongs to root")),
-        uid => Ok((names::owner(uid, meta.gid())?, shown)),
+        0 => Err(format!("{display_name} belongs to root")),
+        uid => Ok((names::owner(uid, meta.gid())?, display_name)),
     }
 }
 
@@ -74,7 +76,7 @@ pub(crate) fn may_open(user: &Identity, disks: &[&Disk]) -> Result<Result<(), St
     })?;
     Ok(denied.map_or(Ok(()), |file| {
         let verb = if file.needs.contains(Access::WRITE_OK) { "write" } else { "read" };
-        Err(format!("user {user} may not {verb} {}", file.shown))
+        Err(format!("user {user} may not {verb} {}", file.display_name))
     }))
 }
 
@@ -89,13 +91,16 @@ fn files(disk: &Disk) -> Vec<Opened> {
             let Some(open) = storage.and_then(|storage| confine::by_descriptor(storage)) else {
                 continue;
             };
-            let shown = name.map_or_else(|| String::from("an image"), quoted);
+            let display_name = name.map_or_else(|| String::from("an image"), quoted);
             // A temporary image has no name any more, and one that came by a descriptor never had
             // one.
             let named = name.filter(|name| name.is_absolute() && name.exists());
-            let named =
-                named.map(|name| Opened { path: name.to_owned(), shown: shown.clone(), needs });
-            all.push(Opened { path: open, shown, needs });
+            let named = named.map(|name| Opened {
+                path: name.to_owned(),
+                display_name: display_name.clone(),
+                needs,
+            });
+            all.push(Opened { path: open, display_name, needs });
             all.extend(named);
         }
     }

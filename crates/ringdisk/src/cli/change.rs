@@ -158,7 +158,7 @@ pub(crate) struct CheckArgs {
     pub(crate) output: OutputArgs,
 
     #[command(flatten)]
-    pub(crate) show: ProgressArgs,
+    pub(crate) progress: ProgressArgs,
 
     #[command(flatten)]
     pub(crate) image: FileArgs,
@@ -251,7 +251,7 @@ pub(crate) struct CommitArgs {
     pub(crate) drop: bool,
 
     #[command(flatten)]
-    pub(crate) show: ProgressArgs,
+    pub(crate) progress: ProgressArgs,
 
     #[command(flatten)]
     pub(crate) image: FileArgs,
@@ -301,7 +301,7 @@ pub(crate) struct RebaseArgs {
     pub(crate) force_share: bool,
 
     #[command(flatten)]
-    pub(crate) show: ProgressArgs,
+    pub(crate) progress: ProgressArgs,
 
     #[command(flatten)]
     pub(crate) image: FileArgs,

@@ -122,7 +122,7 @@ pub(crate) struct ConvertArgs {
     pub(crate) copy_range_offloading: bool,
 
     #[command(flatten)]
-    pub(crate) show: ProgressArgs,
+    pub(crate) progress: ProgressArgs,
 
     /// The source, or several, which are put together; and last the target
     #[arg(value_name = "FILE", value_hint = ValueHint::FilePath, num_args = 0..)]
@@ -165,7 +165,7 @@ pub(crate) struct CompareArgs {
     pub(crate) force_share: bool,
 
     #[command(flatten)]
-    pub(crate) show: ProgressArgs,
+    pub(crate) progress: ProgressArgs,
 
     /// One image
     #[arg(value_name = "FILE1", value_hint = ValueHint::FilePath)]

@@ -39,7 +39,7 @@ pub(super) struct Plan<'a> {
     request: &'a Request,
     pub(super) image: ImagePlan,
     /// As the user wrote it, for messages.
-    pub(super) mountpoint_shown: String,
+    pub(super) mountpoint_name: String,
     pub(super) mountpoint: PathBuf,
     pub(super) pidfile: Option<PathBuf>,
     /// Of a mount that is there: what the process before has left.
@@ -110,7 +110,7 @@ impl<'a> Plan<'a> {
         is_taken: bool,
     ) -> Result<Plan<'a>, Failure> {
         Ok(Plan {
-            mountpoint_shown: paths.mountpoint.display().to_string(),
+            mountpoint_name: paths.mountpoint.display().to_string(),
             pidfile: absolute_pidfile(request)?,
             image: image_plan(request, paths.image),
             mark: new_mark(request)?,
@@ -198,7 +198,7 @@ impl<'a> Plan<'a> {
                 protect_raw: state.protect_raw,
                 ..image_plan(request, paths.image)
             },
-            mountpoint_shown: paths.mountpoint.display().to_string(),
+            mountpoint_name: paths.mountpoint.display().to_string(),
             mountpoint: kept,
             pidfile,
             kept: Some(state.clone()),
@@ -253,7 +253,7 @@ impl<'a> Plan<'a> {
             if failure.exit != Exit::Locked || !is_free || !registry::is_served(&self.mountpoint) {
                 return failure;
             }
-            let shown = shell_word(&self.mountpoint_shown);
+            let shown = shell_word(&self.mountpoint_name);
             failure.hint(format!(
                 "the mount that was here was stopped and goes on until its last user has closed \
                  it: \
@@ -356,7 +356,7 @@ impl<'a> Plan<'a> {
     /// What is served where, in one line.
     pub(super) fn ready_line(&self, disk: &Disk) -> String {
         let what = self.image.describe(disk);
-        format!("{what} is served as {}", self.mountpoint_shown)
+        format!("{what} is served as {}", self.mountpoint_name)
     }
 }
 

@@ -218,7 +218,7 @@ impl<'a> Serving<'a> {
         users::watch(served, &self.plan, limit, &self.stopping, &self.notify, lock);
         let connection = served.connection();
         if let Some(number) = connection {
-            self.disk.set_shown_on(rustix::fs::makedev(0, number));
+            self.disk.set_mounted_on(rustix::fs::makedev(0, number));
         }
         let (handle, notify) = (self.handle.clone(), Arc::clone(&self.notify));
         let stop = move |at_once: bool| {
@@ -400,7 +400,7 @@ impl<'a> Serving<'a> {
         } else if background.is_some() || self.request.daemonize {
             terminal::say(format_args!("{}: {ready}", terminal::NAME));
         } else if !terminal::is_interactive() {
-            let file = shell_word(&self.plan.mountpoint_shown);
+            let file = shell_word(&self.plan.mountpoint_name);
             terminal::say(format_args!(
                 "{}: {ready}; Ctrl-C here, or `ringdisk umount {file}`, ends it",
                 terminal::NAME
@@ -415,7 +415,7 @@ impl<'a> Serving<'a> {
             None => log_target::begin(),
         }
         if let Some(kept) = &self.kept {
-            let shown = shell_word(&self.plan.mountpoint_shown);
+            let shown = shell_word(&self.plan.mountpoint_name);
             kept.watch(move || {
                 tracing::error!(
                     "the process that keeps the mount is gone: this one goes on, and nothing would \
@@ -533,7 +533,7 @@ impl<'a> Serving<'a> {
 
 /// On a terminal: what is ready, what to try, how to stop.
 fn greet(plan: &Plan<'_>, ready: &str) {
-    let file = shell_word(&plan.mountpoint_shown);
+    let file = shell_word(&plan.mountpoint_name);
     let (program, what) = match plan.image.image {
         Some(_) => (format!("fdisk -l {file}"), "see its partitions"),
         None => (format!("dd if={file} of=/dev/null bs=1M count=1000 iflag=direct"), "measure it"),

@@ -258,7 +258,7 @@ fn attend_all(request: &Request, mut begun: Begun, handle: &Handle) -> Attended 
             let mut keeper = kept.next();
             let jobs = (jobs, keeper.as_mut().and_then(|keeper| keeper.jobs.take()));
             keepers.extend(keeper);
-            attend(plan, named, handle, (path, restricted), &listening.shown, jobs)
+            attend(plan, named, handle, (path, restricted), &listening.display_names, jobs)
         })
         .collect();
     Attended { running, keepers, listening, served, right }
@@ -307,12 +307,12 @@ fn attend(
     named: NamedDisk,
     handle: &Handle,
     (path, restricted): (Option<PathBuf>, bool),
-    shown: &[String],
+    addresses: &[String],
     (jobs, keeper): (Vec<HandedJob>, Option<KeptJobs>),
 ) -> Running {
     let stop = handle.clone();
     let commands = DiskControl::new(Arc::clone(&named.disk), handle.clone(), move |_| stop.stop());
-    let place = NbdPlace { addresses: shown.to_vec(), export: named.name.clone() };
+    let place = NbdPlace { addresses: addresses.to_vec(), export: named.name.clone() };
     let commands = commands.served_as(ServedAs::Nbd { target: path.clone(), place });
     let mut commands = commands.confined_later(restricted).takes_up(jobs);
     if let Some(keeper) = keeper {
@@ -323,7 +323,7 @@ fn attend(
     let described = plan.describe(&named.disk);
     Running {
         name: plan.name(),
-        ready: format!("{described} is served over NBD{name} {}", shown.join(", ")),
+        ready: format!("{described} is served over NBD{name} {}", addresses.join(", ")),
         allowed: plan.request.allow_path.clone(),
         reach: plan.reach(),
         control: control(path.as_ref(), &commands, restricted),

@@ -40,8 +40,8 @@ pub struct OpenDisk<'a> {
 pub struct Beside {
     /// The export; it takes no client yet.
     pub served: Served,
-    /// Addresses, for people.
-    pub shown: Vec<String>,
+    /// Its addresses, as messages name them.
+    pub display_names: Vec<String>,
     /// Sockets that were made.
     pub made: Vec<MadeSocket>,
     /// Of the disks that are served, in their order.
@@ -58,7 +58,7 @@ impl Beside {
 
     /// Where clients find one disk.
     pub(super) fn place(&self, number: usize) -> NbdPlace {
-        let addresses = self.shown.clone();
+        let addresses = self.display_names.clone();
         NbdPlace { addresses, export: self.names[number].clone() }
     }
 

@@ -84,7 +84,7 @@ impl<'a> Wanted<'a> {
         let listeners = std::mem::take(&mut listening.listeners);
         let served = Served::start(exports, listeners, options)?;
         served.notes().iter().for_each(terminal::warn);
-        Ok(Beside { served, shown: listening.shown, made: listening.made, names })
+        Ok(Beside { served, display_names: listening.display_names, made: listening.made, names })
     }
 }
 

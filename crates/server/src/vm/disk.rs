@@ -114,7 +114,7 @@ impl Plan {
         let source = &self.image.request;
         let first = source.overlay.clone().or(self.image.image.clone());
         Placed {
-            ready: format!("{} is served {}", self.image.describe(disk), self.place.shown()),
+            ready: format!("{} is served {}", self.image.describe(disk), self.place.display_name()),
             name: self.image.name(),
             path: None,
             front: None,

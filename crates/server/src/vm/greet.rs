@@ -7,11 +7,11 @@ use super::Running;
 
 /// Says it.
 pub(super) fn greet(running: &[Running]) {
-    let with_path: Vec<Shown<'_>> = running
+    let with_path: Vec<ReadyDisk<'_>> = running
         .iter()
         .filter_map(|disk| {
             let path = disk.path.as_deref()?.to_str()?;
-            Some(Shown { path, connects: disk.front.is_some(), queues: disk.queues })
+            Some(ReadyDisk { path, connects: disk.front.is_some(), queues: disk.queues })
         })
         .collect();
     for disk in running {
@@ -26,8 +26,8 @@ pub(super) fn greet(running: &[Running]) {
     }
 }
 
-/// A disk that a virtual machine can connect to.
-struct Shown<'a> {
+/// A served disk that a virtual machine can connect to.
+struct ReadyDisk<'a> {
     path: &'a str,
     /// To a socket that it makes itself.
     connects: bool,
@@ -35,10 +35,10 @@ struct Shown<'a> {
 }
 
 /// Options that connect QEMU to the disks.
-fn qemu(disks: &[Shown<'_>]) -> String {
+fn qemu(disks: &[ReadyDisk<'_>]) -> String {
     let mut line =
         String::from("-object memory-backend-memfd,id=mem,size=4G,share=on -numa node,memdev=mem");
-    for (number, Shown { path, connects, queues }) in disks.iter().enumerate() {
+    for (number, ReadyDisk { path, connects, queues }) in disks.iter().enumerate() {
         // A comma would end the value.
         let path = path.replace(',', ",,");
         // QEMU has to come back when this process was killed and another one serves (before QEMU
@@ -60,8 +60,8 @@ mod tests {
     #[test]
     fn a_line_can_be_copied_whatever_the_path() {
         let disks = [
-            Shown { path: "/run/vm.sock", connects: false, queues: 4 },
-            Shown { path: "/run/a, b", connects: true, queues: 1 },
+            ReadyDisk { path: "/run/vm.sock", connects: false, queues: 4 },
+            ReadyDisk { path: "/run/a, b", connects: true, queues: 1 },
         ];
         assert_eq!(
             qemu(&disks),

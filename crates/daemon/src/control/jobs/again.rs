@@ -19,7 +19,7 @@ use ringdisk_ring::Ring;
 use serde_json::json;
 
 use super::backup::LOST;
-use super::begin::{Asked, UserWord, all_shown};
+use super::begin::{Asked, UserWord, quoted_names};
 use super::handed::{EndedWords, HandedJob, JobWords, Role, Stands, WorkWords, chain_of};
 use super::words::Terms;
 use super::{commit, mirror, stream};
@@ -217,7 +217,7 @@ impl DiskControl {
                 };
                 shell_word(&visible(target))
             }
-            _ => all_shown(&disk.layers()).join(" "),
+            _ => quoted_names(&disk.layers()).join(" "),
         };
         match self.jobs().begin(words.listed(what)) {
             Ok(job) => super::run::conclude(&job, disk.events(), result),

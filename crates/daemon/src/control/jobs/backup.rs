@@ -14,7 +14,7 @@ use ringdisk_ring::Ring;
 use ringdisk_storage::{Lock, OpenOptions, Storage};
 use serde_json::Value;
 
-use super::begin::{Asked, UserWord, all_shown, own, shown};
+use super::begin::{Asked, UserWord, own, quoted_name, quoted_names};
 use super::claims::{Claims, Span};
 use super::job::Kind;
 use super::mirror::{check_is_other, file_of};
@@ -98,7 +98,7 @@ impl DiskControl {
         let running = disk.begin_backup(ring, Arc::clone(&target), options).await?;
         let mut wanted = wanted.clone();
         let terms = wanted.job.take().unwrap_or_default();
-        let new = shown(&target.layers()[0]);
+        let new = quoted_name(&target.layers()[0]);
         let work = BackupWork {
             wanted,
             running: Some(running),
@@ -106,7 +106,7 @@ impl DiskControl {
             text: format!("{new} holds what the disk held when the backup began."),
             _accel: accel,
         };
-        let what = format!("{} to {new}", shown(&disk.layers()[0]));
+        let what = format!("{} to {new}", quoted_name(&disk.layers()[0]));
         let (holds, work) = (claims.needs.clone(), Work::Backup(Box::new(work)));
         let asked = Asked {
             kind: Kind::Backup,
@@ -125,7 +125,7 @@ impl DiskControl {
 
 /// What a backup works on.
 fn claims(target: &Disk) -> Claims {
-    let needs = all_shown(&target.layers());
+    let needs = quoted_names(&target.layers());
     Claims { span: Span::Instant, writes: needs.iter().take(1).cloned().collect(), needs }
 }
 

@@ -191,14 +191,14 @@ pub(in crate::control) fn chain(disk: &Disk) -> Value {
     json!({ "chain": names })
 }
 
-/// The name of an image, for people.
-pub(super) fn shown(layer: &Layer) -> String {
+/// The name of an image, quoted as a word of a shell.
+pub(super) fn quoted_name(layer: &Layer) -> String {
     shell_word(&layer.name().display().to_string())
 }
 
-/// The names of images, for people.
-pub(super) fn all_shown(layers: &[Arc<Layer>]) -> Vec<String> {
-    layers.iter().map(|layer| shown(layer)).collect()
+/// The names of images, each quoted as a word of a shell.
+pub(super) fn quoted_names(layers: &[Arc<Layer>]) -> Vec<String> {
+    layers.iter().map(|layer| quoted_name(layer)).collect()
 }
 
 /// The place of an image in the chain.

@@ -9,7 +9,7 @@ use ringdisk_disk::{CommitOptions, Layer, Progress};
 use ringdisk_ring::Ring;
 use serde_json::Value;
 
-use super::begin::{Asked, UserWord, all_shown, find, own, shown};
+use super::begin::{Asked, UserWord, find, own, quoted_name, quoted_names};
 use super::claims::{Claims, Span};
 use super::handed::ids_of;
 use super::job::Kind;
@@ -53,9 +53,9 @@ pub(super) fn asked(
     let CommitOptions { top, base, .. } = options;
     let none = || Failure::new(Exit::Usage, "the disk has no such images");
     let (merged, base) = layers.get(top..base).zip(layers.get(base)).ok_or_else(none)?;
-    let mut holds = all_shown(merged);
-    let what = format!("{} into {}", holds.join(" "), shown(base));
-    holds.push(shown(base));
+    let mut holds = quoted_names(merged);
+    let what = format!("{} into {}", holds.join(" "), quoted_name(base));
+    holds.push(quoted_name(base));
     let (chain, text) = (ids_of(layers), committed(merged, base));
     let work = Work::Commit(CommitWork { options, chain, text });
     let span = if top == 0 { Span::Whole } else { Span::Below };
@@ -90,7 +90,7 @@ fn committed(emptied: &[Arc<Layer>], base: &Layer) -> String {
     format!(
         "What was written is in {} now. Left behind, empty, and used no longer: {}; it may be \
          removed if no other image has it as its backing file.",
-        shown(base),
-        all_shown(emptied).join(" ")
+        quoted_name(base),
+        quoted_names(emptied).join(" ")
     )
 }

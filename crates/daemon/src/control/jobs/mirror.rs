@@ -14,7 +14,7 @@ use ringdisk_ring::Ring;
 use ringdisk_storage::Storage;
 use serde_json::Value;
 
-use super::begin::{Asked, UserWord, all_shown, own, shown};
+use super::begin::{Asked, UserWord, own, quoted_name, quoted_names};
 use super::claims::{Claims, Span};
 use super::job::Kind;
 use super::work::{MirrorWork, Work, open, place_of};
@@ -106,9 +106,9 @@ pub(super) fn asked(
     held: Arc<HeldForDisk>,
 ) -> Asked {
     let layers = disk.layers();
-    let what = format!("{} to {}", shown(&layers[0]), shown(&target.layers()[0]));
-    let old = all_shown(&layers);
-    let needs = all_shown(&target.layers());
+    let what = format!("{} to {}", quoted_name(&layers[0]), quoted_name(&target.layers()[0]));
+    let old = quoted_names(&layers);
+    let needs = quoted_names(&target.layers());
     let holds: Vec<String> = old.iter().chain(&needs).cloned().collect();
     let writes = needs.iter().take(1).cloned().collect();
     let claims = Claims { span: Span::Content, writes, needs };
@@ -168,12 +168,12 @@ pub(super) fn check_is_other(layers: &[Arc<Layer>], path: &Path) -> Result<(), F
         None => Ok(()),
         Some(0) => Err(Failure::new(
             Exit::Usage,
-            format!("{} is the image of the disk itself", shown(&layers[0])),
+            format!("{} is the image of the disk itself", quoted_name(&layers[0])),
         )
         .hint("name another file, device or export")),
         Some(at) => Err(Failure::new(
             Exit::Usage,
-            format!("{} is an image of the chain of the disk", shown(&layers[at])),
+            format!("{} is an image of the chain of the disk", quoted_name(&layers[at])),
         )
         .hint(
             "`ringdisk ctl DISK commit` writes into images of the chain; a mirror and a backup do \
@@ -189,11 +189,11 @@ pub(super) fn file_of(target: &Disk) -> Option<(u64, u64)> {
     Some((meta.dev(), meta.ino()))
 }
 
-/// What a mirror has done, for people.
+/// What a mirror has done, as text for users.
 ///
 /// * `new`: the target.
 /// * `old`: the images that the disk had.
-pub(super) fn told(end: MirrorEnd, new: &str, old: &[String]) -> String {
+pub(super) fn result_text(end: MirrorEnd, new: &str, old: &[String]) -> String {
     match end {
         MirrorEnd::Pivoted => format!(
             "The disk is in {new} now: name that one when it is served again. Left behind as they \

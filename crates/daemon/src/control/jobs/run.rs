@@ -57,12 +57,12 @@ pub(super) async fn run(
     ring: &Ring,
     mut steps: impl Steps,
 ) -> Result<Value, Failure> {
-    let mut told = State::Created;
-    tell(job, events, State::Created);
+    let mut reported = State::Created;
+    report_state(job, events, State::Created);
     let result = loop {
         let result = {
             let work = pin!(steps.run());
-            watch(job, events, &mut told, work).await
+            watch(job, events, &mut reported, work).await
         };
         match result {
             Ok(value) => break Ok(value),
@@ -73,7 +73,7 @@ pub(super) async fn run(
         job.stand_still(steps.describe().await);
         if verdict(job, ring).await == Verdict::Moved {
             // Those who wait have been told where it goes on.
-            tell(job, events, State::Moved);
+            report_state(job, events, State::Moved);
             return job.ended().await;
         }
         if let Err(failure) = steps.take_back().await {
@@ -82,8 +82,8 @@ pub(super) async fn run(
         job.progress().begin_again();
     };
     // It may have ended in the moment in which it was cancelled.
-    if told != State::Aborting && job.state() == State::Aborting {
-        tell(job, events, State::Aborting);
+    if reported != State::Aborting && job.state() == State::Aborting {
+        report_state(job, events, State::Aborting);
     }
     conclude(job, events, &result);
     result
@@ -92,26 +92,26 @@ pub(super) async fn run(
 /// Ends a job.
 pub(super) fn conclude(job: &Job, events: &Events, result: &Result<Value, Failure>) {
     job.conclude(result);
-    tell(job, events, State::Concluded);
+    report_state(job, events, State::Concluded);
 }
 
 /// Waits for the end of the work, and tells of the states of the job.
 async fn watch<T>(
     job: &Arc<Job>,
     events: &Events,
-    told: &mut State,
+    reported: &mut State,
     mut work: impl Future<Output = T> + Unpin,
 ) -> T {
     let mut waited = false;
     loop {
         let turn = job.progress().turn();
         let (state, waits) = (job.state(), job.waits_for_space());
-        if state != *told || waits && !waited {
-            *told = state;
+        if state != *reported || waits && !waited {
+            *reported = state;
             job.mark();
             match state {
                 State::Running | State::Ready if waited => goes_on(job, events, state),
-                _ => tell(job, events, state),
+                _ => report_state(job, events, state),
             }
         }
         waited = waits;
@@ -121,10 +121,10 @@ async fn watch<T>(
             if let Poll::Ready(result) = std::pin::Pin::new(&mut work).poll(context) {
                 return Poll::Ready(Some(result));
             }
-            if *told == State::Created && job.state() != *told {
+            if *reported == State::Created && job.state() != *reported {
                 return Poll::Ready(None);
             }
-            let may_get_ready = matches!(*told, State::Created | State::Running);
+            let may_get_ready = matches!(*reported, State::Created | State::Running);
             if may_get_ready && ready.as_mut().poll(context).is_ready() {
                 return Poll::Ready(None);
             }
@@ -147,17 +147,17 @@ async fn verdict(job: &Job, ring: &Ring) -> Verdict {
     }
 }
 
-/// Tells of a state.
-fn tell(job: &Job, events: &Events, state: State) {
-    tell_with(job, events, state, job.why());
+/// Logs the state of a job and emits it as an event.
+fn report_state(job: &Job, events: &Events, state: State) {
+    report_state_because(job, events, state, job.why());
 }
 
 /// Tells that a job which waited for space goes on: who saw the warning sees the end of it, too.
 fn goes_on(job: &Job, events: &Events, state: State) {
-    tell_with(job, events, state, Some(String::from("the target has space again")));
+    report_state_because(job, events, state, Some(String::from("the target has space again")));
 }
 
-fn tell_with(job: &Job, events: &Events, state: State, why: Option<String>) {
+fn report_state_because(job: &Job, events: &Events, state: State, why: Option<String>) {
     let (id, kind, state) = (job.id(), job.kind().word(), state.word());
     let disk = job.disk();
     let because = why.as_ref().map_or_else(String::new, |why| format!(": {why}"));
@@ -169,5 +169,5 @@ fn tell_with(job: &Job, events: &Events, state: State, why: Option<String>) {
     let mut fields =
         vec![("id", id.to_owned()), ("kind", kind.to_owned()), ("state", state.to_owned())];
     fields.extend(why.map(|why| ("why", why)));
-    events.tell_with("job", text, fields);
+    events.emit_with("job", text, fields);
 }

@@ -17,9 +17,9 @@ use ringdisk_disk::{
 use ringdisk_ring::Ring;
 
 use super::backup::{BackupWork, LOST};
-use super::begin::shown;
+use super::begin::quoted_name;
 use super::handed::{Id, JobWords, Role, WorkWords, chain_of, ids_of, place_now};
-use super::mirror::{file_of, told};
+use super::mirror::{file_of, result_text};
 use crate::confine::HeldForDisk;
 use crate::control::protocol::Mirror;
 
@@ -190,7 +190,7 @@ impl MirrorWork {
         self.target = Some(Arc::clone(&target));
         let file = file_of(&target);
         file.inspect(|id| self.held.begins_copy(*id));
-        let new = shown(&target.layers()[0]);
+        let new = quoted_name(&target.layers()[0]);
         let mut options = self.options.clone();
         options.left = self.options.left.take();
         let result = disk.mirror(ring, target, options, progress, &self.control).await;
@@ -198,7 +198,7 @@ impl MirrorWork {
         if !result.as_ref().is_err_and(|error| progress.was_suspended(error)) {
             file.inspect(|id| self.held.ends_copy(*id));
         }
-        Ok(told(result?, &new, &self.old))
+        Ok(result_text(result?, &new, &self.old))
     }
 
     async fn hand_over(

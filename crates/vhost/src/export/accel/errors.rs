@@ -27,13 +27,13 @@ pub(in crate::export) enum Occasion {
     Last,
 }
 
-/// What was counted, and what was said of it.
+/// How many failed requests the control thread has logged, and when.
 #[derive(Debug, Default)]
 pub(super) struct KernelErrors {
     looked: Option<Instant>,
-    told: u64,
-    told_at: Option<Instant>,
-    /// There is more to tell, later.
+    logged: u64,
+    logged_at: Option<Instant>,
+    /// There is more to log, later.
     is_behind: bool,
 }
 
@@ -47,18 +47,18 @@ impl KernelErrors {
         is_due
     }
 
-    /// How many requests to tell of; 0: nothing is new, or the last line is too fresh.
+    /// How many requests to log; 0: nothing is new, or the last line is too fresh.
     ///
     /// * `counted`: since the module's device was opened.
     fn news(&mut self, counted: u64, occasion: Occasion, now: Instant) -> u64 {
-        let new = counted.saturating_sub(self.told);
-        if occasion != Occasion::Last && self.told_at.is_some_and(|then| now - then < WINDOW) {
+        let new = counted.saturating_sub(self.logged);
+        if occasion != Occasion::Last && self.logged_at.is_some_and(|then| now - then < WINDOW) {
             self.is_behind = new > 0;
             return 0;
         }
         self.is_behind = false;
         if new > 0 {
-            (self.told, self.told_at) = (counted, Some(now));
+            (self.logged, self.logged_at) = (counted, Some(now));
         }
         new
     }

@@ -63,9 +63,9 @@ pub(super) struct Accel {
     in_kernel: Vec<bool>,
     /// As the module was told, bytes.
     capacity: u64,
-    /// What was last said of where virtqueues are, and why: some messages of front ends take them
-    /// back for a moment, which is no news.
-    told: Option<(bool, Option<Obstacle>)>,
+    /// What the control thread last logged about where virtqueues are, and why: some messages of
+    /// front ends take them back for a moment, which is no news.
+    reported: Option<(bool, Option<Obstacle>)>,
     errors: KernelErrors,
     pub(super) status: Arc<KernelStatus>,
 }
@@ -101,7 +101,7 @@ impl Accel {
             is_prepared: false,
             in_kernel,
             capacity: 0,
-            told: None,
+            reported: None,
             errors: KernelErrors::default(),
             status,
         })
@@ -179,7 +179,7 @@ impl Control {
         let obstacle = self.accel_obstacle();
         let Some(accel) = &mut self.accel else { return Ok(false) };
         accel.status.set(false, obstacle.clone());
-        accel.told = obstacle.clone().map(|why| (false, Some(why)));
+        accel.reported = obstacle.clone().map(|why| (false, Some(why)));
         let Some(why) = obstacle else { return Ok(true) };
         if accel.options.required {
             let name = &self.device.name;
@@ -220,10 +220,10 @@ impl Control {
         }
         accel.status.set(accel.is_used(), why.clone());
         let news = Some((accel.is_used(), why.clone()));
-        if accel.told == news {
+        if accel.reported == news {
             return;
         }
-        accel.told = news;
+        accel.reported = news;
         let name = &self.device.name;
         match why {
             None if accel.is_used() => tracing::info!("{name}: the kernel serves the virtqueues"),
@@ -239,7 +239,7 @@ impl Control {
     pub(super) fn forget_front_end(&mut self) {
         self.forget_trouble();
         if let Some(accel) = &mut self.accel {
-            accel.told.take_if(|(was_on, _)| *was_on);
+            accel.reported.take_if(|(was_on, _)| *was_on);
         }
     }
 
