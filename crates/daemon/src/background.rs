@@ -82,7 +82,7 @@ pub enum Turn {
 impl Turn {
     /// Finds out whether this process is the one that serves; else starts that.
     ///
-    /// * `is_kept`: a process that keeps what this one serves is its parent, and is in the
+    /// * `is_kept`: the helper process that keeps what this one serves is its parent, and is in the
     ///   background already.
     /// * `start`: starts the child, such as [`run_child`].
     ///

@@ -17,7 +17,7 @@ use ringdisk_ring::Runtime;
 use ringdisk_storage::Storage;
 use serde_json::{Map, Value, json};
 
-use crate::look;
+use crate::inspect;
 use crate::named::{Named, Pool};
 use crate::own_image::{OwnImage, file_and_format};
 
@@ -58,7 +58,7 @@ pub fn run(request: &Request, showing: Showing) -> Result<u8, Failure> {
 }
 
 fn checked(request: &Request, showing: Showing) -> Result<u8, Failure> {
-    let mut runtime = look::runtime()?;
+    let mut runtime = inspect::runtime()?;
     let named = Named::read(request.image_opts, &request.file)?;
     let asked = named.options(ImageOptions {
         format: request.format,

@@ -11,7 +11,7 @@ use ringdisk_messages::Wait;
 use rustix::io::Errno;
 
 use crate::closing::Held;
-use crate::vet::vet;
+use crate::descriptor_check::vet;
 
 /// What one look at a socket found.
 #[derive(Debug)]

@@ -7,7 +7,7 @@
 use std::io;
 use std::os::fd::AsFd;
 
-use super::speaker::Speaker;
+use super::manager::Speaker;
 use super::tasks::{Answer, DONE, HEAR, Held, MESSAGE_BYTES_MAX, SAY, Tasks};
 use super::wire::{is_partial, receive, reply};
 

@@ -1,9 +1,10 @@
 //! Disks of virtual machines that outlive the process that serves them (`serve --keep`).
 //!
-//! Promises: at every moment at which the server may be killed, the holder ([`super::holder`]) has
-//! the connection of each front end and all that it has lent; the successor goes on with them. The
-//! state that was sealed at the start says which images a disk has; the successor judges what the
-//! server said later as it judges what a front end says. Control path.
+//! Promises: at every moment at which the server may be killed, the helper process
+//! ([`super::supervisor`]) has the connection of each front end and all that it has lent; the
+//! successor goes on with them. The state that was sealed at the start says which images a disk
+//! has; the successor judges what the server said later as it judges what a front end says. Control
+//! path.
 //!
 //! Of disk `N` are kept: what was sealed (`ringdisk-origin-N`), its images
 //! (`ringdisk-images-N`), the state of its export (`ringdisk-export-N`; empty: it has ended), and
@@ -36,11 +37,11 @@ const EXPORT: &str = "ringdisk-export-";
 
 /// Descriptors of a disk that come and go, at most: 700 of one with 509 regions of memory and 64
 /// virtqueues, which a successor gives anew before it takes the old ones back, and those that the
-/// holder has not closed yet.
+/// helper process has not closed yet.
 const LATE_MAX: usize = 2048;
 
-/// Descriptors that the holder has besides, with those of one message: its own, and those of the
-/// helper that it is, too (images, names that go at the end).
+/// Descriptors that the helper process has besides, with those of one message: its own, and those
+/// of the helper that it is, too (images, names that go at the end).
 const OTHERS: usize = 128 + ringdisk_messages::DESCRIPTORS_MAX;
 
 /// Descriptors of one of several disks that come and go, at most. Both processes have the same
@@ -59,7 +60,7 @@ fn parked_max(disks: usize) -> usize {
 /// What this process is.
 #[derive(Debug)]
 pub enum Role {
-    /// It serves, and its parent keeps the disks.
+    /// It serves, and the helper process keeps the disks.
     Serves(KeptDisks),
     /// It keeps the disks, and another one serves.
     Holds,
@@ -80,10 +81,10 @@ pub fn role(count: usize) -> Result<Role, Failure> {
     if !Started::Kept.is_ours() {
         return Ok(Role::Holds);
     }
-    let (notify, holder, parked) = link::enter("disks")?;
+    let (notify, helper, parked) = link::enter("disks")?;
     let notify = Arc::new(notify);
     let found = found(parked, count, &notify)?;
-    Ok(Role::Serves(KeptDisks { notify, holder, count, found }))
+    Ok(Role::Serves(KeptDisks { notify, helper, count, found }))
 }
 
 /// The serving side.
@@ -91,7 +92,7 @@ pub fn role(count: usize) -> Result<Role, Failure> {
 pub struct KeptDisks {
     /// The process that keeps the disks, which hears how we are.
     pub notify: Arc<Notify>,
-    holder: OwnedFd,
+    helper: OwnedFd,
     /// Disks.
     count: usize,
     /// The disks of a process that was killed, in their order.
@@ -124,7 +125,7 @@ struct DiskKeeper {
     memory: File,
     /// The number of the newest state.
     number: u64,
-    /// Numbers of the descriptors that the holder has.
+    /// Numbers of the descriptors that the helper process has.
     parked: HashSet<u64>,
     /// So many at most.
     parked_max: usize,
@@ -134,7 +135,7 @@ struct DiskKeeper {
 }
 
 impl DiskKeeper {
-    /// The holder needs them no longer.
+    /// The helper process needs them no longer.
     fn release_all(&mut self) {
         for number in std::mem::take(&mut self.parked) {
             self.notify.unstore(&self.name(number));
@@ -148,12 +149,13 @@ impl DiskKeeper {
 
 impl Keeper for DiskKeeper {
     fn park(&mut self, number: u64, descriptor: BorrowedFd<'_>) -> io::Result<()> {
-        // The holder would not take it, and not say so.
+        // The helper process would not take it, and not say so.
         if self.parked.len() >= self.parked_max {
             let text = format!("more than {} descriptors", self.parked_max);
             return Err(io::Error::new(io::ErrorKind::QuotaExceeded, text));
         }
-        // A message that is in the holder's socket is there, whatever becomes of this process.
+        // A message that is in the helper process's socket is there, whatever becomes of this
+        // process.
         kept_or_alone(self.notify.store(&self.name(number), descriptor))?;
         self.parked.insert(number);
         Ok(())
@@ -213,7 +215,7 @@ impl KeptDisks {
     ///
     /// * `right`: to go on with it, if it is an export of its own.
     ///
-    /// Errors: memory is short; the holder is gone.
+    /// Errors: memory is short; the helper process is gone.
     pub fn keep(
         &self,
         disk: usize,
@@ -242,7 +244,7 @@ impl KeptDisks {
     ///
     /// * `is_upgrade`: another process serves the disk until [`Succession::is_ours`].
     ///
-    /// Errors: no descriptor is left; the holder is gone.
+    /// Errors: no descriptor is left; the helper process is gone.
     pub fn keep_succession(&self, disk: usize, is_upgrade: bool) -> Result<Succession, Failure> {
         let succession = Succession::of_start(is_upgrade).map_err(|error| cannot(&error))?;
         self.notify
@@ -253,7 +255,7 @@ impl KeptDisks {
 
     /// Keeps what the images of a new disk are.
     ///
-    /// Errors: memory is short; the holder is gone.
+    /// Errors: memory is short; the helper process is gone.
     pub fn keep_images(&self, disk: usize, state: State) -> Result<StateFile, Failure> {
         let origin = state.seal().map_err(|error| cannot(&error))?;
         let images = StateFile::make().map_err(|error| cannot(&error))?;
@@ -282,14 +284,14 @@ impl KeptDisks {
 
     /// Everything of the start is kept. When this returns, the process may be killed.
     ///
-    /// Errors: the holder does not answer.
+    /// Errors: the helper process does not answer.
     pub fn is_kept(&self) -> Result<(), Failure> {
         self.notify.barrier().map_err(|error| cannot(&error))
     }
 
     /// Calls `say` when the process that keeps the disks is gone: no other is started from then on.
     pub fn watch(&self, say: impl FnOnce() + Send + 'static) {
-        link::watch(&self.holder, say);
+        link::watch(&self.helper, say);
     }
 }
 

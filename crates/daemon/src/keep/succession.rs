@@ -1,11 +1,13 @@
 //! Which process goes on with something that is kept: the successor that takes it over
-//! (`--upgrade`), or the next server of its holder, when the server before was killed meanwhile.
+//! (`--upgrade`), or the next server of its helper process, when the server before was killed
+//! meanwhile.
 //!
 //! Promises: one of the two does, whenever a process is killed. The right to go on is the count of
-//! an eventfd that the holder, the server and the successor have: the process that reads it has the
-//! right, and no other one gets it after that. A holder that has read it makes a new one for the
-//! server that it starts. The holder of a successor has one from the beginning that nobody can
-//! claim; it counts as soon as the successor has claimed that of the process before. Control path.
+//! an eventfd that the helper process, the server and the successor have: the process that reads it
+//! has the right, and no other one gets it after that. A helper process that has read it makes a
+//! new one for the server that it starts. The helper process of a successor has one from the
+//! beginning that nobody can claim; it counts as soon as the successor has claimed that of the
+//! process before. Control path.
 
 use std::fs;
 use std::io::{self, IoSliceMut};
@@ -163,7 +165,7 @@ pub(crate) fn unpack(state: &mut HandOverState) -> Result<Option<Succession>, St
     Ok(Some(Succession::of(right).map_err(other)?))
 }
 
-/// The name under which the holder has that of a disk.
+/// The name under which the helper process has that of a disk.
 pub(super) fn name_of(disk: usize) -> String {
     format!("{LATE}{disk}-{NUMBER}")
 }

@@ -4,16 +4,16 @@
 //! a socket that was made here is removed at the end, if its name still leads to it. Control path.
 
 mod address;
+mod bind;
 mod inherited;
-mod made;
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 pub use address::Address;
+pub use bind::{MadeSocket, group};
 pub use inherited::{GivenListener, Inherited, take, take_listeners};
-pub use made::{MadeSocket, group};
 use ringdisk_vhost::Listen;
 
 use crate::control::registry::{PATH_BYTES_MAX, real_path};
@@ -110,9 +110,9 @@ fn place(options: &SocketOptions, inherited: Option<Inherited>) -> Result<Place,
             .hint("--vhost-user-blk /run/vm1.sock, or --nbd unix:/run/disk.sock"));
     };
     check_path(path)?;
-    let group = options.group.as_deref().map(made::group).transpose()?;
+    let group = options.group.as_deref().map(bind::group).transpose()?;
     let mode = options.mode.unwrap_or(if group.is_some() { 0o660 } else { 0o600 });
-    made::check(path)?;
+    bind::check(path)?;
     Ok(Place::Make { path: path.clone(), mode, group })
 }
 

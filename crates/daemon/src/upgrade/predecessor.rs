@@ -40,8 +40,8 @@ impl SuccessorSocket {
     /// * `name`: of the socket, as [`registry::name_for_successor`] and
     ///   [`registry::name_for_successor_of_mount`] give it.
     /// * `disks`: those of the export, in their order.
-    /// * `right`: to go on with the export, where a holder starts another server when this one is
-    ///   killed.
+    /// * `right`: to go on with the export, where a helper process starts another server when this
+    ///   one is killed.
     ///
     /// Errors: no socket, no thread.
     pub fn start(

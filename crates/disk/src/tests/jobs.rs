@@ -8,7 +8,7 @@ use ringdisk_ring::Ring;
 use tempfile::TempDir;
 
 use super::{assert_same, directory, open, qemu_img, qemu_io, run};
-use crate::jobs::{Commit, Rebase, commit, rebase};
+use crate::operations::{Commit, Rebase, commit, rebase};
 use crate::{Backing, Cause, Error, ErrorKind, Format, ImageOptions, Progress};
 
 /// What QEMU reads from an image, which it finds clean.

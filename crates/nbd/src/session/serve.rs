@@ -13,8 +13,8 @@ use ringdisk_ring::Errno;
 use ringdisk_throttle::Kind;
 
 use super::answer::HOLE_ROOM_BYTES;
-use super::judge::{Refusal, failed};
 use super::slot::{RUNS_MAX, Run, Slot};
+use super::validate::{Refusal, failed};
 use super::{SMALL_BYTES, Session, status};
 
 /// Reads of so many bytes are looked at for holes: below that, sending zeroes costs less than the

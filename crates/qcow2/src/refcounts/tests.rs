@@ -1,7 +1,7 @@
 //! Reference counts and free space: cases by hand. The random ones are in `model.rs`.
 
 use super::marks::{BITS_MAX, BITS_MIN, Marks};
-use super::named::{CHUNK_CLUSTERS, CHUNKS_MAX, Named};
+use super::named_clusters::{CHUNK_CLUSTERS, CHUNKS_MAX, Named};
 use super::width::Width;
 use super::{Blocked, DirtyTable, RefcountParts, Refcounts, Run};
 use crate::units::{Bytes, HostCluster, HostOffset};

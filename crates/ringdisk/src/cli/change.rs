@@ -9,7 +9,7 @@ use ringdisk_images::snapshot::Work;
 use ringdisk_qcow2::Preallocation;
 use ringdisk_qcow2::Repair;
 
-use crate::cli::look::{NameArgs, OutputArgs, PoolArgs};
+use crate::cli::inspect::{NameArgs, OutputArgs, PoolArgs};
 use crate::cli::names::{parse_existing, parse_file, parse_snapshot};
 use crate::cli::words::{PREALLOCATION, Words, one_of};
 use crate::cli::{ProgressArgs, cache_parser, format_parser};

@@ -6,13 +6,13 @@ use clap::{Args, ValueHint};
 use ringdisk_daemon::size::parse_size;
 use ringdisk_disk::{Cache, Format, SnapshotChoice};
 
-use crate::cli::look::{NameArgs, OutputArgs, PoolArgs};
+use crate::cli::inspect::{NameArgs, OutputArgs, PoolArgs};
 use crate::cli::names::{parse_choice, parse_file};
 use crate::cli::{ProgressArgs, cache_parser, format_parser};
 
 /// Requests at once at most; qemu-img's.
 #[allow(clippy::cast_possible_wrap)] // A small constant.
-const PARALLEL_MAX: i64 = ringdisk_disk::jobs::TASKS_MAX as i64;
+const PARALLEL_MAX: i64 = ringdisk_disk::operations::TASKS_MAX as i64;
 
 const CONVERT_EXAMPLES: &str = "\
 Examples:

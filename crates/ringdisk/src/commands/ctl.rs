@@ -15,7 +15,7 @@ use ringdisk_daemon::new_file::check_new_name;
 use ringdisk_daemon::size::{SizeChange, human_size_exact};
 use ringdisk_daemon::terminal::{self, shell_word, visible, visible_lines};
 use ringdisk_disk::Progress;
-use ringdisk_images::look;
+use ringdisk_images::inspect;
 use ringdisk_observe::watch;
 use serde_json::Value;
 
@@ -53,7 +53,7 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
     if let CtlCommand::Backing { file, .. } = &args.command
         && !file.as_os_str().is_empty()
     {
-        look::note_names(file);
+        inspect::note_names(file);
     }
     let progress = match &args.command {
         CtlCommand::Commit { progress, .. }

@@ -288,8 +288,8 @@ fn a_kept_disk_has_nbd_clients_after_a_kill_too() {
         let (mut vm, mut load) = (both.vm(), load(17));
         load.run(&mut vm, 60);
         for _ in 0..2 {
-            let holder = both.daemon.process.pid();
-            let server = until(LIMIT, || child_of(holder)).expect("a server");
+            let helper = both.daemon.process.pid();
+            let server = until(LIMIT, || child_of(helper)).expect("a server");
             let _client = NbdClient::connect(&both.nbd, "").stream;
             kill(server);
             load.run(&mut vm, 40);

@@ -149,10 +149,10 @@ fn a_kept_source_that_gave_the_disk_away_is_killed_and_does_not_take_it_back() {
         both.stop();
         let mut old = both.move_over();
         both.exercise();
-        let holder = both.source.process.pid();
-        let server = child_of(holder).expect("a process serves");
+        let helper = both.source.process.pid();
+        let server = child_of(helper).expect("a process serves");
         kill(server);
-        let next = process::until(process::LIMIT, || child_of(holder).filter(|new| *new != server));
+        let next = process::until(process::LIMIT, || child_of(helper).filter(|new| *new != server));
         assert!(next.is_some(), "{}", both.source.process.output());
         old.get(ask::GET_FEATURES).expect("the connection goes on");
         both.exercise();

@@ -33,13 +33,13 @@ use ringdisk_daemon::watchdog::Watchdog;
 use ringdisk_disk::{Disk, Format};
 use ringdisk_sandbox::{Calls, CapabilitySet, Keep};
 
+use super::created_files::Made;
 use super::export::{Handle, Served};
-use super::made::Made;
 use super::plan::Plan;
 use super::request::Request;
 use super::{signals, users};
 use crate::hand_over::{complain_of, handed_over};
-use crate::keeping::keep_changes;
+use crate::keep::keep_changes;
 use crate::metrics::MetricsSockets;
 
 /// A mount that ends when this is dropped, also while clients use it.
@@ -352,7 +352,7 @@ impl<'a> Serving<'a> {
             images: self.plan.images(&self.disk),
             ..Tasks::default()
         };
-        match helper::ours::start(&tasks) {
+        match helper::current::start(&tasks) {
             Ok(remover) => {
                 served.remove_through(remover);
                 self.notify.leave_to_helper(helper::say);
@@ -410,7 +410,7 @@ impl<'a> Serving<'a> {
         }
         match background {
             Some(background) => background.ready(),
-            // The parent that keeps the mount is in the background; so is this process.
+            // The helper process that keeps the mount is in the background; so is this process.
             None if self.kept.is_some() && self.request.daemonize => background::let_go(),
             None => log_target::begin(),
         }

@@ -34,12 +34,12 @@ use ringdisk_disk::Disk;
 use ringdisk_nbd::NamedDisk;
 
 use super::addresses::Listening;
-use super::begin::{Begun, KeptDisk};
 use super::export::{Handle, Served};
 use super::exports::as_name;
 use super::request::Request;
+use super::start::{Begun, KeptDisk};
 use crate::hand_over::{complain_of, handed_over};
-use crate::keeping::Kept;
+use crate::keep::Kept;
 use crate::metrics::MetricsSockets;
 use crate::open::ImagePlan;
 use crate::privileges::{self, Inside};

@@ -19,11 +19,11 @@ use ringdisk_disk::Disk;
 use ringdisk_vhost::export::Packed;
 use ringdisk_vhost::{ExportOptions, Listen};
 
-use super::beside::Beside;
+use super::nbd_export::Beside;
 use super::request::{DiskRequest, Request, options};
 use super::{Plan, Running};
 use crate::client_view::ClientViewWords;
-use crate::keeping::{Kept, KeptImage};
+use crate::keep::{Kept, KeptImage};
 use crate::open::{ImagePlan, LOCK_WAIT};
 use crate::start::control;
 use crate::vhost::Served;

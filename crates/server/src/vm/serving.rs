@@ -20,12 +20,12 @@ use ringdisk_daemon::terminal;
 use ringdisk_daemon::upgrade::SuccessorSocket;
 use ringdisk_daemon::watchdog::Watchdog;
 
-use super::beside::{Attended, Beside};
-use super::end::{actions, wait};
-use super::greet;
+use super::nbd_export::{Attended, Beside};
+use super::ready_text;
 use super::request::Request;
+use super::shutdown::{actions, wait};
 use super::{Running, Started};
-use crate::keeping::Kept;
+use crate::keep::Kept;
 use crate::metrics::MetricsSockets;
 use crate::privileges;
 use crate::start::say_why;
@@ -127,7 +127,7 @@ impl<'a> Serving<'a> {
                 terminal::say(format_args!("{}: {}", terminal::NAME, disk.ready));
             }
         } else {
-            greet::greet(&self.running);
+            ready_text::greet(&self.running);
         }
         match background {
             Some(background) => background.ready(),
@@ -164,7 +164,7 @@ impl<'a> Serving<'a> {
         };
         if given.iter().all(is_given) {
             // The other process speaks to the service manager from now on, and has the pid file as
-            // soon as this one has ended, and the parent that has held the disks.
+            // soon as this one has ended, and the helper process that has kept the disks.
             if self.kept.is_some() {
                 notify.say(Word::HandedOver, "another process serves the disks");
             }

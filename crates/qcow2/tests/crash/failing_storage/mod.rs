@@ -5,8 +5,8 @@
 //! image is sound, and it can be opened again. A failed flush is not forgotten until then; a full
 //! disk is, once there is room.
 //!
-//! (`SetLen` and `Preallocate` are asked of direct regular files only, by `engine/ahead.rs`, which
-//! goes on without them; simulated storage sees none.)
+//! (`SetLen` and `Preallocate` are asked of direct regular files only, by `engine/grow_ahead.rs`,
+//! which goes on without them; simulated storage sees none.)
 
 mod warnings;
 

@@ -180,9 +180,9 @@ fn clients_go_on_whoever_is_killed() {
             let kills_old = prng.coin();
             let mut new = disk.successor(&["--keep-mount"]);
             std::thread::sleep(usual * u32::try_from(prng.below(100)).unwrap_or(0) / 80);
-            let holder = if kills_old { disk.process.pid() } else { new.pid() };
+            let helper = if kills_old { disk.process.pid() } else { new.pid() };
             // It may not have started one yet, or have ended.
-            child_of(holder).into_iter().for_each(|pid| kill(pid, Signal::KILL));
+            child_of(helper).into_iter().for_each(|pid| kill(pid, Signal::KILL));
             // One of the two pairs ends; the other one serves.
             let begun = Instant::now();
             let new_serves = loop {

@@ -97,15 +97,15 @@ impl Agent {
     }
 
     /// Its line to the process that keeps the mount, which that one made.
-    pub(crate) fn holder(&self, holder: u32) -> OwnedFd {
-        self.line(i32::try_from(holder).ok().and_then(Pid::from_raw).expect("a process"))
+    pub(crate) fn helper_that_keeps(&self, helper: u32) -> OwnedFd {
+        self.line(i32::try_from(helper).ok().and_then(Pid::from_raw).expect("a process"))
     }
 
     /// Its line to the helper process, which is the one that keeps the mount, and made it.
-    pub(crate) fn helper_in(&self, holder: u32) -> OwnedFd {
+    pub(crate) fn helper_in(&self, helper: u32) -> OwnedFd {
         let number = |line: &OwnedFd| fstat(line).expect("a socket").st_ino;
-        let maker = i32::try_from(holder).ok().and_then(Pid::from_raw).expect("a process");
-        let (mut lines, first) = (self.lines(maker), number(&self.holder(holder)));
+        let maker = i32::try_from(helper).ok().and_then(Pid::from_raw).expect("a process");
+        let (mut lines, first) = (self.lines(maker), number(&self.helper_that_keeps(helper)));
         lines.find(|line| number(line) != first).expect("a line to the helper")
     }
 

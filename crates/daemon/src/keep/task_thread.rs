@@ -1,4 +1,5 @@
-//! The parent that keeps a mount or disks as the helper of the server that it has started.
+//! The thread on which a helper process that keeps a mount or disks carries out the tasks of a
+//! server.
 //!
 //! Promises: each server has a thread of its own, with tasks of its own, until that server has
 //! ended, however it ends. What hangs there (an unmount that waits for a server, `fusermount3`)
@@ -13,19 +14,19 @@ use std::time::Duration;
 
 use rustix::net::SocketType;
 
+use crate::helper::manager::Speaker;
 use crate::helper::session;
-use crate::helper::speaker::Speaker;
 
-/// What the helper of a server that has ended was told before, it has this long to do.
+/// Time that the thread has to finish its last task, once its server has ended.
 const LAST_TASK: Duration = Duration::from_secs(1);
 
-/// A line whose other end is for a server.
+/// The socket for tasks whose other end is for a server.
 #[derive(Debug)]
 pub(super) struct Line(OwnedFd);
 
-/// The helper of one server.
+/// The thread for the tasks of one server.
 #[derive(Debug)]
-pub(super) struct Helping {
+pub(super) struct TaskThread {
     /// Closed by the end of the thread.
     ended: Receiver<Infallible>,
 }
@@ -39,12 +40,12 @@ impl Line {
         Ok((Line(ours), theirs))
     }
 
-    /// Helps a server that has the other end.
+    /// Starts the thread that carries out the tasks of the server with the other end.
     ///
     /// * `server`: its pid.
     ///
     /// Errors: no thread; the line is closed then.
-    pub(super) fn help(self, server: u32) -> io::Result<Helping> {
+    pub(super) fn help(self, server: u32) -> io::Result<TaskThread> {
         let (sender, ended) = channel::<Infallible>();
         let work = move || {
             let _ends_with_this = sender;
@@ -53,11 +54,11 @@ impl Line {
             }
         };
         std::thread::Builder::new().name(String::from("helping")).spawn(work)?;
-        Ok(Helping { ended })
+        Ok(TaskThread { ended })
     }
 }
 
-impl Helping {
+impl TaskThread {
     /// Waits for the end of the thread, once the server has ended: it may be at its last task.
     pub(super) fn finish(&self) {
         let _ = self.ended.recv_timeout(LAST_TASK);
@@ -75,17 +76,17 @@ mod tests {
     fn a_line_that_a_server_leaves_ends_its_helper_in_the_middle_of_the_tasks_too() {
         for messages in [0, 1] {
             let (line, server) = Line::new().expect("sockets");
-            let helping = line.help(1).expect("a thread");
+            let tasks = line.help(1).expect("a thread");
             for message in Tasks::default().messages().iter().take(messages) {
                 rustix::net::send(&server, message, rustix::net::SendFlags::NOSIGNAL)
                     .expect("it listens");
             }
             let begun = Instant::now();
-            helping.finish();
+            tasks.finish();
             assert!(begun.elapsed() >= LAST_TASK, "it ends before its server");
             drop(server);
             let begun = Instant::now();
-            helping.finish();
+            tasks.finish();
             assert!(begun.elapsed() < LAST_TASK, "it outlives its server");
         }
     }

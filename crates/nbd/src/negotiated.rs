@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use ringdisk_nbd_protocol::request::Style;
 
-use crate::exported::Exported;
+use crate::exported_disk::Exported;
 
 /// See the module.
 #[derive(Clone, Debug)]

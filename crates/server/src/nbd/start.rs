@@ -22,7 +22,7 @@ use ringdisk_daemon::terminal;
 use ringdisk_daemon::upgrade::{ClientView, Kind, Predecessor, ask};
 use ringdisk_disk::Disk;
 use ringdisk_export::keep::Keeper;
-use ringdisk_images::look;
+use ringdisk_images::inspect;
 use ringdisk_messages::state::Versions;
 use ringdisk_nbd::{Handed, HandedClients, NamedDisk, NbdOptions};
 use serde::{Deserialize, Serialize};
@@ -33,7 +33,7 @@ use super::exports::named;
 use super::request::{DiskRequest, Request};
 use crate::client_view::ClientViewWords;
 use crate::hand_over::check_top;
-use crate::keeping::{Kept, KeptImage, reopen};
+use crate::keep::{Kept, KeptImage, reopen};
 use crate::limits;
 use crate::open::ImagePlan;
 
@@ -129,7 +129,7 @@ impl<'a> Wanted<'a> {
     /// Takes the disks over from the process that serves them. Clients are served here when this
     /// returns.
     ///
-    /// * `kept`: the parent holds them from now on.
+    /// * `kept`: the helper process keeps them from now on.
     ///
     /// Errors: they cannot be had, or not be served here; the other process goes on.
     pub(super) fn take_over(
@@ -140,7 +140,7 @@ impl<'a> Wanted<'a> {
         confine::check(self.request.sandbox)?;
         let target = target_of(self.request)?;
         let view = self.client_view();
-        let mut runtime = look::runtime()?;
+        let mut runtime = inspect::runtime()?;
         let ring = runtime.ring().clone();
         let (state, offer) = ask(Kind::Nbd, &target, &name_for_successor(&target), &view)?;
         let Wanted { request, disks, plans, options, .. } = self;
@@ -169,7 +169,7 @@ impl<'a> Wanted<'a> {
             opened.push(named(words, disk)?);
         }
         let mut listening = taken(&request.addresses, listeners)?;
-        // The parent has everything before the other process gives it up.
+        // The helper process has everything before the other process gives it up.
         let (keepers, right) = match kept {
             Some(kept) => {
                 let handed = |number, image: &KeptImage<'_>, disk: &Disk, right: Right<'_>| {
@@ -288,7 +288,7 @@ type Right<'a> = Option<&'a Succession>;
 /// Keeps the disks and the listening sockets from now on. When this returns, the process may be
 /// killed. Gives the right to go on with them, too.
 ///
-/// Errors: memory is short; the holder is gone.
+/// Errors: memory is short; the helper process is gone.
 fn keep(
     request: &Request,
     kept: &Kept,

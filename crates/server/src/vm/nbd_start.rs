@@ -9,7 +9,7 @@ use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::terminal;
 use ringdisk_nbd::{NamedDisk, NbdOptions};
 
-use super::beside::{Beside, OpenDisk, Start};
+use super::nbd_export::{Beside, OpenDisk, Start};
 use crate::nbd::access::{Access, access};
 use crate::nbd::addresses::{Listening, Where, listen, places};
 use crate::nbd::exports::{check_names, named};

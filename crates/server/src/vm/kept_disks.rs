@@ -2,7 +2,7 @@
 //! pause.
 //!
 //! Promises: the next process goes on with the same connections; a disk that cannot be gone on with
-//! ends alone. What all kept disks have is in [`crate::keeping`].
+//! ends alone. What all kept disks have is in [`crate::keep`].
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -22,10 +22,10 @@ use ringdisk_vhost::ExportOptions;
 use ringdisk_vhost::export::Export;
 use ringdisk_vhost::keep;
 
-use super::beside::{self, Beside, OpenDisk};
+use super::nbd_export::{self, Beside, OpenDisk};
 use super::request::options;
 use super::{Placed, Plan, Running, Started, front};
-use crate::keeping::{Kept, reopen};
+use crate::keep::{Kept, reopen};
 use crate::vhost::Served;
 
 impl Kept {
@@ -39,7 +39,7 @@ impl Kept {
         &mut self,
         plans: Vec<Plan>,
         watcher: &Watcher,
-        beside: Option<beside::Start<'_>>,
+        beside: Option<nbd_export::Start<'_>>,
     ) -> Result<Started, Failure> {
         let found = self.found.take().unwrap_or_default();
         let mut failures = Vec::new();
@@ -90,7 +90,7 @@ impl Kept {
 }
 
 /// Serves NBD clients again. `None`: they were not served, or cannot be.
-fn start_beside(beside: Option<beside::Start<'_>>, open: &[OpenDisk<'_>]) -> Option<Beside> {
+fn start_beside(beside: Option<nbd_export::Start<'_>>, open: &[OpenDisk<'_>]) -> Option<Beside> {
     // All may have ended already.
     let start = beside.filter(|_| !open.is_empty())?;
     let complain = |failure: Failure| {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{Args, ValueHint};
 use ringdisk_daemon::size::{parse_size, parse_time};
 use ringdisk_disk::{AllowedHost, Format};
-use ringdisk_images::look::Look;
+use ringdisk_images::inspect::Look;
 use ringdisk_images::named::Pool;
 
 use crate::cli::format_parser;

@@ -17,17 +17,17 @@ use ringdisk_daemon::run_as::{Decision, Wanted};
 use ringdisk_daemon::signals::Phase;
 use ringdisk_daemon::upgrade::{self, Kind, Predecessor};
 use ringdisk_disk::Disk;
-use ringdisk_images::look;
+use ringdisk_images::inspect;
 use ringdisk_ring::Topology;
 
+use super::created_files::Made;
 use super::export::{self, Served};
-use super::made::Made;
 use super::plan::Plan;
 use super::request::{Paths, Request};
 use super::serving::{Answering, Serving};
 use super::signals::watch_start;
 use crate::hand_over::check_top;
-use crate::keeping::{keep_changes, keep_handed};
+use crate::keep::{keep_changes, keep_handed};
 use crate::limits;
 
 /// A mount that is served here now.
@@ -66,7 +66,7 @@ pub(super) fn take_over(
     }
     // The file may become a loop device.
     io_flusher::become_one_if(true);
-    let mut runtime = look::runtime()?;
+    let mut runtime = inspect::runtime()?;
     let ring = runtime.ring().clone();
     let socket = registry::name_for_successor_of_mount((0, connection));
     let (state, offer) = upgrade::ask(Kind::Mount, &plan.mountpoint, &socket, &plan.client_view())?;

@@ -34,8 +34,8 @@ impl Speaker {
         Speaker(Some(Notify::in_the_name_of(pid)))
     }
 
-    /// Says nothing: a parent that keeps a mount or disks hears its server over their own socket,
-    /// and speaks to the manager for itself.
+    /// Says nothing: a helper process that keeps a mount or disks hears its server over their own
+    /// socket, and speaks to the manager for itself.
     pub(crate) fn silent() -> Speaker {
         Speaker(None)
     }

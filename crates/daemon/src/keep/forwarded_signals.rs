@@ -1,7 +1,7 @@
-//! Signals to the process that keeps a mount or disks, which are for the server.
+//! Signals that the helper process forwards to the server whose mount or disks it keeps.
 //!
-//! Promises: none is lost while no server is there to take it. A handler writes a byte and sets a
-//! flag, and nothing else.
+//! Promises: no signal is lost while no server is there to take it. A handler writes a byte and
+//! sets a flag, and nothing else.
 
 use std::io;
 use std::os::unix::net::UnixStream;

@@ -1,6 +1,6 @@
 use ringdisk_ring::IoBuf;
 
-use crate::jobs::convert::scan::{Part, scan};
+use crate::operations::convert::scan::{Part, scan};
 
 /// What is found in a buffer of blocks of 512 bytes: a letter stands for data, a dot for zeroes.
 fn parts(blocks: &str, sparse: usize) -> Vec<(usize, bool)> {

@@ -1,18 +1,19 @@
-//! The parent that holds what outlives a serving process: a mount, or disks of virtual machines.
+//! The main thread of a helper process that keeps what outlives a server: a mount, or disks of
+//! virtual machines (`--keep-mount`, `serve --keep`).
 //!
-//! Promises: the holder makes no ring and touches no request: it holds descriptors, starts the
-//! server, passes signals on to it, and sleeps. Each server's helper ([`crate::helper`]) is a
-//! thread of it ([`Helping`]), which carries out that server's tasks and touches nothing that is
-//! held. When the server is killed or panics, the holder starts another one, up to 5 times in 10 s
-//! of serving (the time before a server serves does not count, so that servers cannot die at their
-//! start for ever). After that, and when a server cannot start, the holder ends what it holds
-//! ([`Held`]), so that clients get errors and none hangs. It ends with the code of the server, or
-//! with 7 when it gave up.
+//! Promises: the helper process makes no ring and touches no request: it holds descriptors, starts
+//! the server, passes signals on to it, and sleeps. For the tasks of each server
+//! ([`crate::helper`]) it has a thread ([`TaskThread`]), which touches nothing that is held. When
+//! the server is killed or panics, the helper process starts another one, up to 5 times in 10 s of
+//! serving (the time before a server serves does not count, so that servers cannot die at their
+//! start for ever). After that, and when a server cannot start, the helper process ends what it
+//! holds ([`Held`]), so that clients get errors and none hangs. It ends with the code of the
+//! server, or with 7 when it gave up.
 //!
-//! The holder knows descriptors by name only. After the start it takes and closes only descriptors
-//! that are named exactly as [`LATE`] says, at most [`Held::late_max`] of each disk: the server
-//! that gives them is confined, and an attacker may have taken it over. Other threads close them
-//! ([`Closer`]), since a close may wait for the process that made the descriptor.
+//! The helper process knows descriptors by name only. After the start it takes and closes only
+//! descriptors that are named exactly as [`LATE`] says, at most [`Held::late_max`] of each disk:
+//! the server that gives them is confined, and an attacker may have taken it over. Other threads
+//! close them ([`Closer`]), since a close may wait for the process that made the descriptor.
 
 use std::collections::VecDeque;
 use std::io;
@@ -26,11 +27,11 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::closer::Closer;
+use super::forwarded_signals::Signals;
 use super::held::{Held, LATE};
-use super::helping::{Helping, Line};
 use super::link::{self, Received};
-use super::passed_on::Signals;
 use super::succession::{self, Succession};
+use super::task_thread::{Line, TaskThread};
 use crate::background::Background;
 use crate::failure::{Exit, Failure};
 use crate::io_flusher;
@@ -56,8 +57,8 @@ const MESSAGES_MAX: usize = 256;
 /// What a Rust program ends with after a panic of its main thread.
 const PANICKED: i32 = 101;
 
-/// The keeping process.
-struct Holder<'a> {
+/// Starts, watches and restarts servers, and holds descriptors for them.
+struct Supervisor<'a> {
     held: &'a mut dyn Held,
     /// Where serving processes start.
     directory: PathBuf,
@@ -97,7 +98,7 @@ struct Holder<'a> {
     serves_since: Option<Instant>,
     /// For how long those before it have served.
     served: Duration,
-    /// [`Holder::served`] at each new start.
+    /// [`Supervisor::served`] at each new start.
     restarts: VecDeque<Duration>,
     /// Where a manager waits for signs of life.
     watch: Option<Watch>,
@@ -126,8 +127,8 @@ struct Serving {
     /// Our end of the socket.
     socket: OwnedFd,
     child: Child,
-    /// `None`: it has to start a helper of its own.
-    helping: Option<Helping>,
+    /// `None`: it has to start a helper process of its own.
+    tasks: Option<TaskThread>,
 }
 
 /// What follows from the end of the serving process.
@@ -158,16 +159,16 @@ pub fn run(
     // mount.
     io_flusher::become_one_if(true);
     let noun = held.noun();
-    let mut holder = Holder::new(pidfile, held, background, is_upgrade)?;
+    let mut supervisor = Supervisor::new(pidfile, held, background, is_upgrade)?;
     loop {
-        let (status, helping) = holder.serve()?;
+        let (status, tasks) = supervisor.serve()?;
         // A process that served and ended by itself has taken its mount away.
-        let has_served = holder.serves_since.is_some();
-        let result = match holder.next(status) {
+        let has_served = supervisor.serves_since.is_some();
+        let result = match supervisor.next(status) {
             // Also of one that is given up: a successor may have it by now.
-            Next::Again | Next::GiveUp if holder.is_ours() && !holder.goes_on() => {
+            Next::Again | Next::GiveUp if supervisor.is_ours() && !supervisor.goes_on() => {
                 terminal::note(format_args!("the {noun} is served by another process"));
-                holder.leave();
+                supervisor.leave();
                 Ok(Exit::Clean.code())
             }
             Next::Again => {
@@ -175,12 +176,12 @@ pub fn run(
                 terminal::warn(format_args!(
                     "the serving process {how}; another one goes on with the {noun}"
                 ));
-                holder.manager.status(&format!("the serving process {how}; starting another"));
+                supervisor.manager.status(&format!("the serving process {how}; starting another"));
                 continue;
             }
-            Next::End(code) if holder.is_given => {
-                if holder.is_claimed_soon() || !holder.goes_on() {
-                    holder.leave();
+            Next::End(code) if supervisor.is_given => {
+                if supervisor.is_claimed_soon() || !supervisor.goes_on() {
+                    supervisor.leave();
                     Ok(code)
                 } else {
                     terminal::warn(format_args!(
@@ -191,12 +192,12 @@ pub fn run(
                 }
             }
             Next::End(code) => {
-                holder.end(has_served);
+                supervisor.end(has_served);
                 Ok(code)
             }
-            Next::GiveUp => Err(holder.give_up(status)),
+            Next::GiveUp => Err(supervisor.give_up(status)),
         };
-        let _ = helping.as_ref().map(Helping::finish);
+        let _ = tasks.as_ref().map(TaskThread::finish);
         return result;
     }
 }
@@ -240,7 +241,7 @@ fn how(status: ExitStatus) -> String {
     }
 }
 
-impl<'a> Holder<'a> {
+impl<'a> Supervisor<'a> {
     /// Takes signals from now on.
     ///
     /// * `pidfile`: where this process will write its pid.
@@ -251,7 +252,7 @@ impl<'a> Holder<'a> {
         held: &'a mut dyn Held,
         background: Option<Background>,
         is_upgrade: bool,
-    ) -> Result<Holder<'a>, Failure> {
+    ) -> Result<Supervisor<'a>, Failure> {
         let noun = held.noun();
         let cannot = |error: io::Error| cannot(noun, &error);
         let directory = std::env::current_dir().map_err(cannot)?;
@@ -259,7 +260,7 @@ impl<'a> Holder<'a> {
         if let Some(path) = &pidfile_path {
             Pidfile::check_for(path, is_upgrade)?;
         }
-        Ok(Holder {
+        Ok(Supervisor {
             directory,
             signals: Signals::watch().map_err(cannot)?,
             manager: Notify::from_environment(),
@@ -294,12 +295,12 @@ impl<'a> Holder<'a> {
     }
 }
 
-impl Holder<'_> {
+impl Supervisor<'_> {
     /// Has a process serve until its end. Gives how that one ended, and its helper.
     ///
     /// Errors: it cannot be started; the pid file cannot be made. What is held has ended then.
-    fn serve(&mut self) -> Result<(ExitStatus, Option<Helping>), Failure> {
-        let Serving { socket, mut child, helping } = match self.spawn() {
+    fn serve(&mut self) -> Result<(ExitStatus, Option<TaskThread>), Failure> {
+        let Serving { socket, mut child, tasks } = match self.spawn() {
             Ok(started) => started,
             Err(error) => {
                 self.end(false);
@@ -308,7 +309,7 @@ impl Holder<'_> {
             }
         };
         match self.attend(&socket, &mut child) {
-            Ok(status) => Ok((status, helping)),
+            Ok(status) => Ok((status, tasks)),
             Err(failure) => {
                 let _ = child.kill();
                 let _ = child.wait();
@@ -346,8 +347,8 @@ impl Holder<'_> {
         // Where there is no socket or no thread for it, the server starts a process.
         let (line, theirs) = Line::new().ok().unzip();
         let (socket, child) = link::spawn(&self.directory, &self.parked, theirs)?;
-        let helping = line.and_then(|line| line.help(child.id()).ok());
-        Ok(Serving { socket, child, helping })
+        let tasks = line.and_then(|line| line.help(child.id()).ok());
+        Ok(Serving { socket, child, tasks })
     }
 
     /// Serves the serving process until its end.

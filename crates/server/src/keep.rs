@@ -1,8 +1,8 @@
 //! `--keep`: disks of a server with sockets that outlive the process that serves them.
 //!
-//! Promises: a parent that serves nothing ([`holder`]) has what the next process needs before the
-//! first client is served, and at every moment after that; the next process opens the images when
-//! the one before has let go of them, and takes no other ones.
+//! Promises: the helper process ([`supervisor`]), which serves nothing, has what the next process
+//! needs before the first client is served, and at every moment after that; the next process opens
+//! the images when the one before has let go of them, and takes no other ones.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,7 +13,7 @@ use ringdisk_daemon::helper::mark;
 use ringdisk_daemon::keep::disks::{self, FoundDisk, HeldDisks, KeptDisks, Role};
 use ringdisk_daemon::keep::jobs::KeptJobs;
 use ringdisk_daemon::keep::succession::Succession;
-use ringdisk_daemon::keep::{State, StateFile, holder};
+use ringdisk_daemon::keep::{State, StateFile, supervisor};
 use ringdisk_daemon::new_file::NewFiles;
 use ringdisk_daemon::signals::{Phase, Watcher};
 use ringdisk_disk::{Disk, Format, Layer};
@@ -27,7 +27,7 @@ use crate::start::{cannot_watch, stop_before, watch_start};
 /// Whether this process serves, or has held the disks until their end.
 #[derive(Debug)]
 pub enum Begun {
-    /// It serves; `Some`: its parent holds the disks.
+    /// It serves; `Some`: the helper process keeps the disks.
     Serves(Option<Kept>),
     /// The exit code of the end.
     Held(u8),
@@ -36,7 +36,7 @@ pub enum Begun {
 /// The serving side of kept disks.
 #[derive(Debug)]
 pub struct Kept {
-    /// What the parent holds.
+    /// What the helper process holds.
     pub disks: KeptDisks,
     /// Of a process that was killed.
     pub found: Option<Vec<FoundDisk>>,
@@ -52,7 +52,7 @@ pub struct Kept {
 /// * `count`: disks.
 /// * `upgrade`: another process serves them until now.
 ///
-/// Errors: those of [`holder::run`]; what was kept cannot be used.
+/// Errors: those of [`supervisor::run`]; what was kept cannot be used.
 pub fn begin(
     keep: bool,
     pidfile: Option<&Path>,
@@ -65,7 +65,7 @@ pub fn begin(
     }
     let mut disks = match disks::role(count)? {
         Role::Holds => {
-            let code = holder::run(pidfile, &mut HeldDisks(count), background.take(), upgrade)?;
+            let code = supervisor::run(pidfile, &mut HeldDisks(count), background.take(), upgrade)?;
             return Ok(Begun::Held(code));
         }
         Role::Serves(disks) => disks,
@@ -91,7 +91,7 @@ impl Kept {
         self.failed.filter(|_| code == Exit::Clean.code()).unwrap_or(code)
     }
 
-    /// Says so when the parent has gone.
+    /// Logs when the helper process has ended.
     ///
     /// * `noun`: what is served, "a disk" or "the disks".
     pub(crate) fn watch_parent(&self, noun: &'static str) {

@@ -11,7 +11,7 @@ use ringdisk_disk::Disk;
 use ringdisk_fuse::kept::{Ended, Parked, remove};
 use ringdisk_ring::{Config, Runtime};
 
-use super::made::Made;
+use super::created_files::Made;
 
 /// The mount has ended while nobody served it. Gives the exit code of a clean end.
 ///

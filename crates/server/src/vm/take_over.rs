@@ -13,14 +13,14 @@ use ringdisk_daemon::sockets::{MadeSocket, Place};
 use ringdisk_daemon::terminal;
 use ringdisk_daemon::upgrade::{Kind, Offer, Predecessor, ask};
 use ringdisk_disk::Disk;
-use ringdisk_images::look;
+use ringdisk_images::inspect;
 use ringdisk_vhost::export::{Export, Prepared};
 use ringdisk_vhost::{ExportOptions, Listen};
 
 use super::request::options;
 use super::{Placed, Plan, Running};
 use crate::hand_over::{check_top, complain_of};
-use crate::keeping::{Kept, KeptImage};
+use crate::keep::{Kept, KeptImage};
 use crate::limits;
 use crate::vhost::Served;
 
@@ -48,7 +48,7 @@ struct Taken {
 
 /// Takes all disks over. Until all are prepared the other process can go on with them.
 ///
-/// * `kept`: the parent holds them from now on.
+/// * `kept`: the helper process keeps them from now on.
 ///
 /// Errors: one of them cannot be had, or not be served here; the other process goes on with all.
 pub(super) fn take_over(
@@ -59,7 +59,7 @@ pub(super) fn take_over(
     let each = plans.into_iter().enumerate();
     let waiting = each.map(|(number, plan)| prepare(number, plan, kept));
     let waiting = waiting.collect::<Result<Vec<_>, _>>()?;
-    // The parent has everything before the other process gives it up.
+    // The helper process has everything before the other process gives it up.
     kept.map_or(Ok(()), |kept| kept.disks.is_kept())?;
     // From here on a signal stops disks that are ours, which takes more than the end of the
     // process.
@@ -112,7 +112,7 @@ fn prepare(number: usize, plan: Plan, kept: Option<&Kept>) -> Result<Waiting, Fa
         Failure::system(format!("cannot find '{}'", path.display()), &error, Exit::Mountpoint)
     })?;
     let front = plan.request.socket.connect.is_some().then(|| path.clone());
-    let mut runtime = look::runtime()?;
+    let mut runtime = inspect::runtime()?;
     let ring = runtime.ring().clone();
     let image = plan.image.options(plan.image.request.format);
     let listen = Listen::Connect(path.clone());

@@ -16,10 +16,10 @@ use ringdisk_ring::Ring;
 use rustix::net::{Shutdown, shutdown};
 
 use crate::accept;
-use crate::ending::Ending;
-use crate::exported::{Exported, Exports};
+use crate::exported_disk::{Exported, Exports};
 use crate::options::{NamedDisk, NbdOptions, check};
 use crate::queue::{Queue, Shared};
+use crate::stop_request::Ending;
 
 /// At the end, clients have so long to take the last replies.
 const LAST_REPLIES: Duration = Duration::from_secs(1);

@@ -12,7 +12,7 @@ use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::new_file::check_new_name;
 use ringdisk_daemon::terminal;
 use ringdisk_disk::Format;
-use ringdisk_images::look;
+use ringdisk_images::inspect;
 use ringdisk_ring::Runtime;
 use ringdisk_storage::{OpenOptions, Storage};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
@@ -221,5 +221,5 @@ pub(super) fn format_of(runtime: &mut Runtime, path: &Path) -> Result<Format, Fa
     let options = OpenOptions { read_only: true, ..OpenOptions::default() };
     let storage = Arc::new(Storage::open(path, &options)?);
     let ring = runtime.ring().clone();
-    runtime.block_on(look::format_of(&ring, &storage))
+    runtime.block_on(inspect::format_of(&ring, &storage))
 }

@@ -7,7 +7,7 @@ use std::rc::Rc;
 
 use ringdisk_ring::IoBuf;
 
-use crate::end::{End, within_a_message};
+use crate::end_reason::{End, within_a_message};
 use crate::transport::Transport;
 
 /// Bytes of the buffer: many small requests, or the start of a large one, by one system call.

@@ -12,9 +12,9 @@ use std::rc::Rc;
 use ringdisk_nbd_protocol::request::Style;
 use ringdisk_ring::{Parker, Ring};
 
-use crate::agreed::Agreed;
-use crate::end::End;
-use crate::exported::Exports;
+use crate::end_reason::End;
+use crate::exported_disk::Exports;
+use crate::negotiated::Agreed;
 
 /// What a connection has agreed on, and what it has sent, in words that another process
 /// understands.

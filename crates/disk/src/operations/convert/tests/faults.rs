@@ -9,7 +9,7 @@ use ringdisk_ring::Ring;
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 
 use super::{fresh, noise};
-use crate::jobs::convert::{ConvertOptions, ConvertReport, convert};
+use crate::operations::convert::{ConvertOptions, ConvertReport, convert};
 use crate::tests::{assert_same, run};
 use crate::{Disk, Errno, Error, ErrorKind, ImageOptions, Progress};
 
