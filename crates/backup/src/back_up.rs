@@ -69,10 +69,10 @@ pub fn back_up(request: &Request, showing: Showing) -> Result<Vec<Made>, Failure
         std::iter::once(&request.target).chain(&request.with).map(PathBuf::as_path).collect();
     let mut runtime = inspect::runtime()?;
     let fresh = NewFiles::default();
-    let job = Operation::start("back up", showing)?;
-    let work = Work { request, fresh: &fresh, progress: job.progress() };
+    let operation = Operation::start("back up", showing)?;
+    let work = Work { request, fresh: &fresh, progress: operation.progress() };
     let result = work.all(&mut runtime, &paths);
-    let made = job.end(result, "no backup was made, and the bitmaps are as they were");
+    let made = operation.end(result, "no backup was made, and the bitmaps are as they were");
     made.inspect_err(|_| fresh.undo())
 }
 

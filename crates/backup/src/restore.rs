@@ -57,10 +57,10 @@ pub fn restore(request: &Request, showing: Showing) -> Result<(PathBuf, u64), Fa
     let mut runtime = inspect::runtime()?;
     let from = open(&mut runtime, request, &backup)?;
     let fresh = NewFiles::default();
-    let job = Operation::start("restore", showing)?;
-    let result = check_chain(&mut runtime, &from, job.progress())
-        .and_then(|()| copy(&mut runtime, request, &from, &fresh, job.progress()));
-    job.end(result, "nothing was made").inspect_err(|_| fresh.undo())?;
+    let operation = Operation::start("restore", showing)?;
+    let result = check_chain(&mut runtime, &from, operation.progress())
+        .and_then(|()| copy(&mut runtime, request, &from, &fresh, operation.progress()));
+    operation.end(result, "nothing was made").inspect_err(|_| fresh.undo())?;
     Ok((backup, from.size().0))
 }
 

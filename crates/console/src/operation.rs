@@ -107,7 +107,7 @@ impl Operation {
 
     /// Ends the display. An error after a signal becomes an end by that signal.
     ///
-    /// * `sound`: what state the images are in when the job was given up, for people.
+    /// * `sound`: what state the images are in when the operation was given up, for users.
     pub fn end<T>(self, result: Result<T, Failure>, sound: &str) -> Result<T, Failure> {
         if let Some(display) = self.display {
             display.end(result.is_ok());

@@ -41,7 +41,7 @@
 //!
 //! ```text
 //! options, name, resolve ◄ layer ◄ chain ◄ graph ◄ disk ◄ request ◄ partition ◄ open
-//! open ◄ live ◄ ownership, jobs, checkpoint ◄ backup      open ◄ blocking
+//! open ◄ live ◄ ownership, operations, checkpoint ◄ backup      open ◄ blocking
 //! ```
 
 #![forbid(unsafe_code)]

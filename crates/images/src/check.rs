@@ -78,9 +78,9 @@ fn checked(request: &Request, showing: Showing) -> Result<u8, Failure> {
     }
     let repair = request.repair.unwrap_or_default();
     let data = data_file(&mut runtime, request, named.path(), &storage)?;
-    let job = Operation::start("check", showing)?;
+    let operation = Operation::start("check", showing)?;
     let result = {
-        let progress = job.progress();
+        let progress = operation.progress();
         let show = |done, total| {
             progress.set_total(total);
             progress.set_done(done);
@@ -91,7 +91,7 @@ fn checked(request: &Request, showing: Showing) -> Result<u8, Failure> {
         let check = ringdisk_qcow2::check(&ring, &storage, data.as_ref(), &options, hooks);
         runtime.block_on(check).map_err(Failure::from)
     };
-    let report = job.end(result, "the image is as sound as it was")?;
+    let report = operation.end(result, "the image is as sound as it was")?;
     report.messages.iter().for_each(|message| terminal::say_error(visible(message)));
     if report.messages_left_out > 0 {
         terminal::say_error(format_args!("... and {} more", report.messages_left_out));

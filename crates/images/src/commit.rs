@@ -51,9 +51,10 @@ pub fn run(request: &Request, showing: Showing) -> Result<(), Failure> {
         base_format: request.base_format,
         keep: request.keep,
     };
-    let job = Operation::start("commit", showing)?;
-    let result = runtime.block_on(operations::commit(&ring, &disk, &commit, job.progress()));
-    job.end(result.map_err(Failure::of_change), "the images are sound and hold what they held")?;
+    let operation = Operation::start("commit", showing)?;
+    let result = runtime.block_on(operations::commit(&ring, &disk, &commit, operation.progress()));
+    operation
+        .end(result.map_err(Failure::of_change), "the images are sound and hold what they held")?;
     if !showing.quiet {
         terminal::say("Image committed.");
     }

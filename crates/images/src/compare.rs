@@ -57,8 +57,8 @@ pub fn run(request: &Request, showing: Showing) -> Result<u8, Failure> {
     let second = open(&request.second, request.second_format)?;
     let ring = runtime.ring().clone();
     let options = CompareOptions { strict: request.strict };
-    let job = Operation::start("compare", showing).map_err(with(CANNOT_OPEN))?;
-    let compare = operations::compare(&ring, &first, &second, options, job.progress());
+    let operation = Operation::start("compare", showing).map_err(with(CANNOT_OPEN))?;
+    let compare = operations::compare(&ring, &first, &second, options, operation.progress());
     let compared = runtime.block_on(compare).map_err(|error| {
         let code = match error.cause() {
             Some(Cause::BadTables) => CANNOT_LOOK_UP,
@@ -66,7 +66,7 @@ pub fn run(request: &Request, showing: Showing) -> Result<u8, Failure> {
         };
         Failure::from(error).with_code(code)
     });
-    let compared = job.end(compared, "nothing was changed")?;
+    let compared = operation.end(compared, "nothing was changed")?;
     let say = |text: &dyn std::fmt::Display| {
         if !showing.quiet {
             terminal::say(text);

@@ -110,14 +110,14 @@ pub fn run(request: &Request, showing: Showing) -> Result<(), Failure> {
     let bitmaps = from.first().map(|first| bitmaps_to_copy(request, first, format));
     let bitmaps = bitmaps.transpose()?.unwrap_or_default();
     let fresh = NewFiles::default();
-    let job = Operation::start("convert", showing)?;
+    let operation = Operation::start("convert", showing)?;
     let work = Work { request, image: &image, format, target, options: &options };
-    let result = work.copy(&mut runtime, &from, &fresh, &job, &bitmaps);
+    let result = work.copy(&mut runtime, &from, &fresh, &operation, &bitmaps);
     let sound = match request.no_create {
         true => format!("'{}' is incomplete", target.path().display()),
         false => String::from("the target was not made"),
     };
-    let report = job.end(result, &sound).inspect_err(|_| fresh.undo())?;
+    let report = operation.end(result, &sound).inspect_err(|_| fresh.undo())?;
     fresh.keep();
     tell_unreadable(&report, sources);
     Ok(())
@@ -284,7 +284,7 @@ impl Work<'_> {
         runtime: &mut Runtime,
         from: &[Arc<Disk>],
         fresh: &NewFiles,
-        job: &Operation,
+        operation: &Operation,
         bitmaps: &[Bitmap],
     ) -> Result<ConvertReport, Failure> {
         let ring = runtime.ring().clone();
@@ -326,7 +326,7 @@ impl Work<'_> {
         };
         let options = ConvertOptions { target_is_zero, ..self.options.clone() };
         let copied = runtime
-            .block_on(operations::convert(&ring, from, &to, &options, job.progress()))
+            .block_on(operations::convert(&ring, from, &to, &options, operation.progress()))
             .map_err(Failure::from);
         let report = inspect::close(runtime, &to, target, copied)?;
         drop(to);

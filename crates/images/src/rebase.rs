@@ -81,11 +81,11 @@ pub fn run(request: &Request, showing: Showing) -> Result<(), Failure> {
         header_only: request.backing_unsafe,
         compressed: request.compress,
     };
-    let job = Operation::start("rebase", showing)?;
+    let operation = Operation::start("rebase", showing)?;
     let rebase =
-        operations::rebase(&ring, named.path().to_owned(), &options, &work, job.progress());
+        operations::rebase(&ring, named.path().to_owned(), &options, &work, operation.progress());
     let result = runtime.block_on(rebase);
-    job.end(
+    operation.end(
         result.map_err(Failure::from),
         "the image is sound, has its old backing file, and reads as before",
     )

@@ -64,11 +64,11 @@ pub fn run(request: &Request) -> Result<(), Failure> {
         return Err(usage(format!("the new size of {size} bytes is not a multiple of 512")));
     }
     let options = ResizeOptions { shrink: request.shrink, preallocation: request.preallocation };
-    let job = Operation::start("resize", Showing::QUIET)?;
-    let resize = disk.resize_unless_cancelled(&ring, size, options, job.progress());
+    let operation = Operation::start("resize", Showing::QUIET)?;
+    let resize = disk.resize_unless_cancelled(&ring, size, options, operation.progress());
     let resized = runtime.block_on(resize).map_err(Failure::of_change);
     let closed = inspect::close(&mut runtime, &disk, image.path(), resized);
-    job.end(closed, "the image is sound and has its old size")?;
+    operation.end(closed, "the image is sound and has its old size")?;
     if !request.quiet {
         terminal::say("Image resized.");
     }

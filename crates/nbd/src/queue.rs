@@ -90,9 +90,9 @@ impl Shared {
     }
 
     /// Does something on the thread that accepts, soon.
-    pub(crate) fn tell_first(&self, job: impl FnOnce(&Rc<Queue>) + Send + 'static) {
+    pub(crate) fn tell_first(&self, closure: impl FnOnce(&Rc<Queue>) + Send + 'static) {
         if let Some(first) = self.threads().first() {
-            first.send(job);
+            first.send(closure);
         }
     }
 

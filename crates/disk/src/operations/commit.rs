@@ -28,7 +28,7 @@ pub struct Commit {
 /// Writes the data of an image, and of the images between, into its base, and empties them: they
 /// all read as the base then. The base gets the size of the image.
 ///
-/// * `disk`: open for writing; closed when the job returns.
+/// * `disk`: open for writing; closed when the commit returns.
 ///
 /// Errors: `Invalid` when there is no such base, or it has another format; `Cancelled`; `Locked`,
 /// `PermissionDenied` when the base or an image between cannot be written; `Unsupported` as
@@ -36,7 +36,7 @@ pub struct Commit {
 pub async fn commit(
     ring: &Ring,
     disk: &Disk,
-    job: &Commit,
+    commit: &Commit,
     progress: &Arc<Progress>,
 ) -> Result<(), Error> {
     let layers = disk.layers();
@@ -48,7 +48,7 @@ pub async fn commit(
         )
         .because(Cause::NoBase));
     }
-    let base = match &job.base {
+    let base = match &commit.base {
         None => 1,
         Some(path) => match disk.layer_named(path) {
             Some(index) if index > 0 => index,
@@ -61,14 +61,14 @@ pub async fn commit(
         },
     };
     let found = layers.get(base).and_then(|layer| layer.format());
-    if let (Some(said), Some(found)) = (job.base_format, found)
+    if let (Some(said), Some(found)) = (commit.base_format, found)
         && said != found
     {
         let name = printable_path(layers[base].name());
         let text = format!("'{name}' is {found} by the word of the image above it, not {said}");
         return Err(Error::new(ErrorKind::Invalid, text));
     }
-    let options = CommitOptions { top: 0, base, keep_top: job.keep };
+    let options = CommitOptions { top: 0, base, keep_top: commit.keep };
     let result = disk.commit(ring, options, progress).await;
     let closed = disk.close(ring).await;
     result?;

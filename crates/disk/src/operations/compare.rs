@@ -103,7 +103,7 @@ struct Piece {
     sides: Sides,
 }
 
-struct Job<'a> {
+struct Comparing<'a> {
     ring: &'a Ring,
     disks: [&'a Disk; 2],
     is_strict: bool,
@@ -133,7 +133,7 @@ pub async fn compare(
         return Ok(Comparison::Different(Difference::Size));
     }
     progress.set_total(left.size().max(right.size()));
-    let job = Job {
+    let comparing = Comparing {
         ring,
         disks: [left, right],
         is_strict: options.strict,
@@ -143,8 +143,8 @@ pub async fn compare(
         run: Cell::new(None),
         first: RefCell::default(),
     };
-    join_all((0..TASKS).map(|_| job.task())).await;
-    let Some(Finding { offset, what }) = job.first.take() else {
+    join_all((0..TASKS).map(|_| comparing.task())).await;
+    let Some(Finding { offset, what }) = comparing.first.take() else {
         progress.finish();
         return Ok(Comparison::Identical { sizes_differ });
     };
@@ -153,7 +153,7 @@ pub async fn compare(
         What::Status => Ok(Comparison::Different(Difference::Status { offset })),
         What::Cancelled => Err(Error::os("the comparison was ended early", Errno::CANCELED)),
         What::Failed { is_right, is_reading, errno } => {
-            let layers = job.disks[usize::from(is_right)].layers();
+            let layers = comparing.disks[usize::from(is_right)].layers();
             let name = layers.first().map(|layer| printable_path(layer.name())).unwrap_or_default();
             if !is_reading {
                 return Err(super::cannot_look_up(&name, offset, errno));
@@ -163,7 +163,7 @@ pub async fn compare(
     }
 }
 
-impl Job<'_> {
+impl Comparing<'_> {
     /// Takes piece after piece, until the end or a finding.
     async fn task(&self) {
         let buffers = [CHUNK_BYTES; 2]

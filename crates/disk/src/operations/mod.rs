@@ -1,7 +1,8 @@
 //! Long operations of the command-line tools on whole images that are not served.
 //!
-//! Promises: each job is an async function over open disks (or the names of images), reports to a
-//! [`Progress`](crate::Progress), and ends soon after it was cancelled, leaving every image sound.
+//! Promises: each operation is an async function over open disks (or the names of images), reports
+//! to a [`Progress`](crate::Progress), and ends soon after it was cancelled, leaving every image
+//! sound.
 
 mod commit;
 mod compare;

@@ -1,11 +1,11 @@
 //! Changes the backing file of an image that is not served.
 //!
-//! Promises: in safe mode the disk reads the same before, during and after the job: wherever the
+//! Promises: in safe mode the disk reads the same before, during and after the rebase: wherever the
 //! image has no data and the two chains differ, the bytes of the old chain are copied into the
-//! image, and are on stable storage before the header names the new backing file. The job is
+//! image, and are on stable storage before the header names the new backing file. The rebase is
 //! refused where an internal snapshot would read other bytes, since nothing can be copied into a
-//! snapshot. In unsafe mode only the header changes. A job that is cancelled, or crashes, leaves an
-//! image that reads the same (it may be larger).
+//! snapshot. In unsafe mode only the header changes. A rebase that is cancelled, or crashes, leaves
+//! an image that reads the same (it may be larger).
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -46,15 +46,15 @@ pub async fn rebase(
     ring: &Ring,
     image: PathBuf,
     options: &ImageOptions,
-    job: &Rebase,
+    rebase: &Rebase,
     progress: &Arc<Progress>,
 ) -> Result<(), Error> {
-    let mut options = ImageOptions { without_backing: job.header_only, ..options.clone() };
-    if let Some(backing) = &job.backing {
+    let mut options = ImageOptions { without_backing: rebase.header_only, ..options.clone() };
+    if let Some(backing) = &rebase.backing {
         allow(&mut options, &image, backing)?;
     }
     let disk = Disk::open(ring, Source::Path(image), &options).await?;
-    let result = run(ring, &disk, job, progress).await;
+    let result = run(ring, &disk, rebase, progress).await;
     let closed = disk.close(ring).await;
     result?;
     closed.map_err(|errno| Error::os("cannot write the image to stable storage", errno))?;
@@ -85,14 +85,14 @@ fn allow(
 async fn run(
     ring: &Ring,
     disk: &Disk,
-    job: &Rebase,
+    rebase: &Rebase,
     progress: &Arc<Progress>,
 ) -> Result<(), Error> {
     if disk.is_read_only() {
         let reason = disk.read_only_reason().unwrap_or("the image is open for reading only");
         return Err(Error::new(ErrorKind::PermissionDenied, reason));
     }
-    if job.compressed && Packing::of(disk).is_err() {
+    if rebase.compressed && Packing::of(disk).is_err() {
         return Err(Error::new(
             ErrorKind::Unsupported,
             "the image cannot hold compressed clusters; only qcow2 images without an external \
@@ -100,8 +100,8 @@ async fn run(
         )
         .because(Cause::NotCompressible));
     }
-    if !job.header_only {
-        let below = match &job.backing {
+    if !rebase.header_only {
+        let below = match &rebase.backing {
             None => Vec::new(),
             Some(backing) => {
                 let named = (backing.file.clone(), Some(backing.format.name().to_owned()));
@@ -118,19 +118,19 @@ async fn run(
             let (old, new) = (graph.below(0), Chain(&below));
             snapshots_show_the_same(ring, image, old, new, progress).await?;
         }
-        copy_what_differs(ring, disk, job, &below, progress).await.map_err(|errno| {
+        copy_what_differs(ring, disk, rebase, &below, progress).await.map_err(|errno| {
             Error::os("cannot copy what the new backing file does not have", errno)
         })?;
         disk.flush(ring).await.map_err(|errno| Error::os("cannot flush the image", errno))?;
     }
-    disk.set_backing_name(ring, job.backing.as_ref()).await
+    disk.set_backing_name(ring, rebase.backing.as_ref()).await
 }
 
 /// Copies ranges in which the chains differ from the old chain into the top image.
 async fn copy_what_differs(
     ring: &Ring,
     disk: &Disk,
-    job: &Rebase,
+    rebase: &Rebase,
     new: &[Arc<Layer>],
     progress: &Progress,
 ) -> Result<(), Errno> {
@@ -144,7 +144,7 @@ async fn copy_what_differs(
         .first()
         .and_then(|layer| layer.qcow2())
         .map_or(UNIT_MIN, |image| image.info().cluster_size().max(UNIT_MIN));
-    let packing = if job.compressed { Some(Packing::of(disk)?) } else { None };
+    let packing = if rebase.compressed { Some(Packing::of(disk)?) } else { None };
     let work = Work { ring, disk, top, old, new: Chain(new), above, unit, packing };
     progress.set_total(graph.size());
     let mut ranges = pieces(GuestOffset(0), GuestOffset::after(graph.size()));

@@ -1,7 +1,7 @@
 //! `serve --keep` and `serve --upgrade` together: a disk goes to a successor whose parent keeps it,
-//! or to one that nobody keeps, and back. Whoever is killed meanwhile, one process goes on, and the
-//! front end, which never connects again, sees each request answered once. `RINGDISK_KILLS=N` or
-//! `RINGDISK_FULL=1` for more kills.
+//! or to one that nobody keeps, and back. Whichever process is killed meanwhile, one goes on, and
+//! the front end, which never connects again, sees each request answered once. `RINGDISK_KILLS=N`
+//! or `RINGDISK_FULL=1` for more kills.
 
 use std::time::{Duration, Instant};
 
@@ -217,7 +217,7 @@ fn a_qcow2_disk_goes_on_whoever_is_killed_in_a_hand_over() {
 }
 
 /// Two disks of one process, which go one after the other: each goes on in the process that has it,
-/// whoever is killed in between.
+/// whichever process is killed in between.
 #[test]
 fn two_disks_go_on_whoever_is_killed_in_their_hand_over() {
     let (mut prng, mut split) = (Prng::new(8), 0);

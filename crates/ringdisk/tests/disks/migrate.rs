@@ -114,8 +114,8 @@ fn a_destination_that_was_upgraded_takes_the_disk_too() {
     let mut both = both("qcow2", false);
     let incoming = both.place.path("incoming");
     let there = [&both.place.words()[..], &["--incoming"]].concat();
-    // Whoever takes it over is told nothing of a migration: that the disk is not ours yet comes
-    // with it.
+    // The command line of a successor says nothing of a migration: the state that it gets says
+    // that the disk is not owned yet.
     for words in [&there[..there.len() - 1], &there[..there.len() - 1]] {
         let new = Daemon::start(&incoming, &[words, &["--upgrade"]].concat());
         std::mem::replace(&mut both.destination, new).ends(0);
@@ -285,7 +285,7 @@ fn a_migration_that_fails_leaves_the_disk_at_its_source() {
 }
 
 /// The destination has opened the image that was on top then. It lies below an overlay now, which
-/// whoever writes to it would damage.
+/// a write to it would damage.
 #[test]
 fn a_disk_that_got_an_overlay_since_does_not_move_without_it() {
     let mut both = quiet("qcow2", false);

@@ -1,6 +1,6 @@
-//! Changes of a disk in use that are given up in their middle: by whoever asked for them, by a stop
-//! of the server, and because the server stands still. The chain, the size and the bytes are those
-//! of before, and the images are sound.
+//! Changes of a disk in use that are given up in their middle: by the client that asked for them,
+//! by a stop of the server, and because the server stands still. The chain, the size and the bytes
+//! are those of before, and the images are sound.
 
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};

@@ -83,7 +83,7 @@ impl Run {
         }
     }
 
-    /// Whether somebody saw this error: a client, or who flushed at the end.
+    /// Whether a client, or the flush at the end, got this error.
     fn is_told(&self, errno: Errno) -> bool {
         let text = format!(": {errno}");
         let errors = self.world.shore.errors.borrow();

@@ -177,8 +177,8 @@ fn a_partition_stays_where_it_is_whatever_becomes_of_its_table() {
     disk.stop();
 }
 
-/// The kernel knows the size of the file and its pages; both are right whoever serves. What is
-/// appended is there once, in its order.
+/// The kernel knows the size of the file and its pages; both are right whichever process serves.
+/// What is appended is there once, in its order.
 fn appended(options: &[&str]) {
     if !needs_root() {
         return;

@@ -1,5 +1,5 @@
 //! `--keep-mount` and `--upgrade` together: a mount goes to a successor whose parent keeps it, or
-//! to one that nobody keeps, and back. Whoever is killed meanwhile, one process goes on, and no
+//! to one that nobody keeps, and back. Whichever process is killed meanwhile, one goes on, and no
 //! client sees an error. `RINGDISK_KILLS=N` or `RINGDISK_FULL=1` for more kills.
 
 use std::path::{Path, PathBuf};

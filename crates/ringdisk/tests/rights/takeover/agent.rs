@@ -1,9 +1,9 @@
-//! Whoever has taken a confined process over, as far as its descriptors reach.
+//! An attacker who has taken a confined process over, as far as its descriptors reach.
 //!
 //! The process is stopped, and its descriptors are copied from outside (pidfd_getfd(2)): the very
 //! sockets and memory that it has, so what is written and sent is what the process itself could
-//! write and send. What differs: a message would carry the credentials of this test, if somebody
-//! asked for them, which nobody does.
+//! write and send. What differs: a message would carry the credentials of this test, if a
+//! receiver asked for them, which none does.
 
 use std::fs::{self, File};
 use std::io::IoSlice;
@@ -26,7 +26,7 @@ use rustix::process::{
 /// How long a helper may take to answer.
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// The hands of somebody in a process.
+/// An attacker in a process.
 pub(crate) struct Agent {
     pid: Pid,
     pidfd: OwnedFd,

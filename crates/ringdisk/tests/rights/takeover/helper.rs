@@ -128,7 +128,7 @@ fn a_mount_that_has_the_place_and_the_number_of_one_that_is_gone_stays() {
     let (line, old) = (agent.helper(), number(&path));
     ok_words(&["umount", "-l", text(&path)]);
     let second = mount(&other_image);
-    // The lowest number that is free; somebody else's mount may have come between.
+    // The lowest number that is free; a mount of another process may have come between.
     if number(&path) == old {
         for what in b"UNLFA" {
             order(&line, *what, b"").expect("it lives");

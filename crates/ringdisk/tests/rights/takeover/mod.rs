@@ -1,5 +1,6 @@
-//! A process in its sandbox that somebody has taken over: what he does through its descriptors (its
-//! memory, its lines to helpers, what it hands to a successor) reaches nothing but its own disk.
+//! A process in its sandbox that an attacker has taken over: what he does through its descriptors
+//! (its memory, its lines to helpers, what it hands to a successor) reaches nothing but its own
+//! disk.
 
 mod agent;
 mod chain;

@@ -28,7 +28,7 @@ const PLACE: u64 = IMAGES.bytes;
 /// How long a mount may take to end.
 const END: std::time::Duration = std::time::Duration::from_secs(60);
 
-/// The process's last word of its mount, as somebody else wants it.
+/// The process's last word of its mount, as an attacker wants it.
 fn forge(memory: &File, change: impl FnOnce(&mut Value)) {
     IMAGES.forge(memory, change);
 }
