@@ -46,7 +46,7 @@ const REQUEST_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// So long the kernel must have had no request for us before those of a process that has died count
 /// as taken.
 const QUIET: Duration = Duration::from_millis(100);
-/// How often the control looks whether requests are still in flight.
+/// How often the control thread looks whether requests are still in flight.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// How long a mount may be busy because of a client that is about to close it: a program that has
 /// just ended, whose RELEASE is on its way.
@@ -107,7 +107,7 @@ struct Draining {
     since: Instant,
 }
 
-/// What the control looks after.
+/// The state of the control thread.
 #[derive(Debug)]
 pub(crate) struct Control {
     pub(crate) mount: Mount,
@@ -118,7 +118,7 @@ pub(crate) struct Control {
     pub(crate) negotiated: Negotiated,
     pub(crate) place: Arc<Place>,
     pub(crate) clock: Clock,
-    /// What the kernel has of ours, when requests travel in rings.
+    /// Memory and entries that the kernel has, when requests travel in rings.
     pub(crate) rings: Option<Arc<Rings>>,
     pub(crate) events: Receiver<Event>,
     /// Events that came while a hand-over was going on.
@@ -130,7 +130,7 @@ pub(crate) struct Control {
     pub(crate) kernel_cache: bool,
     /// The mount outlives the process.
     pub(crate) is_kept: bool,
-    /// Rings do nothing but what they are for.
+    /// Rings are restricted to the operations that serving needs.
     pub(crate) restricted: bool,
     /// Until when the queues are made to look for requests: the process before this one has just
     /// died, and while the kernel takes its rings down, their polls still swallow wake-ups.
@@ -316,7 +316,7 @@ impl Control {
         Some(self.forced(|count| HaltReason::StillInUse(limit, count)))
     }
 
-    /// The end at once.
+    /// Ends the export at once.
     fn forced(&self, reason: impl FnOnce(u64) -> HaltReason) -> End {
         self.server.refuse_opens(true);
         match self.open_files() {

@@ -1,4 +1,4 @@
-//! Which descriptors of a front end are taken: a list of what is good.
+//! Decides which descriptors of a front end the control thread takes: a list of accepted kinds.
 //!
 //! A queue thread that touches memory of a file, and a control thread that closes a descriptor,
 //! wait for the process that answers for it: a file on FUSE answers when its server likes, also
@@ -35,7 +35,7 @@ const LOCAL: &[i64] = &[
     0x9123_683e, // btrfs
 ];
 
-/// Those that are met most often of the others, for messages.
+/// Names of the most common other file systems, for messages.
 const FOREIGN: &[(i64, &str)] = &[
     (0x6573_5546, "a file on FUSE"),
     (0x794c_7630, "a file on overlayfs"),
@@ -54,15 +54,15 @@ const PIPE: &[u8] = b"pipe:[";
 /// For messages.
 const SILENT: &str = "a file on a file system that does not say what it is";
 
-/// A file system has so long to say what it is.
+/// Time that a file system has to answer which type it is.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
-/// So many threads of an export may wait for file systems: one that never answers costs no more,
-/// however often its files are sent.
+/// Most threads of an export that wait for file systems: however often a front end sends files of
+/// one that never answers, no more threads wait for it.
 const ASKING_MAX: u32 = 16;
 
-/// Gives a descriptor back that this machine's kernel alone answers for. Another one is closed, by
-/// a thread that may wait for that.
+/// Returns a descriptor behind which is only the kernel of this machine. Closes any other one, on a
+/// thread that may block.
 ///
 /// Errors: what it is instead, for messages.
 pub(crate) fn vet(fd: OwnedFd) -> Result<OwnedFd, &'static str> {
@@ -117,7 +117,7 @@ fn is_ours(fd: &OwnedFd) -> Result<bool, &'static str> {
         FileType::Unknown => Err("something that is no eventfd"),
         // One with a name is a file of a file system, which is asked for its length.
         FileType::Fifo => Ok(is_called(fd, |link| link.starts_with(PIPE))),
-        // Those of networks wait when they are closed, if their other end wants that (SO_LINGER).
+        // Sockets of networks can block in close, if SO_LINGER is set.
         FileType::Socket => match sockopt::socket_domain(fd) {
             Ok(AddressFamily::UNIX) => Ok(true),
             _ => Err("a network socket"),
@@ -140,7 +140,7 @@ fn is_called(fd: &OwnedFd, is_it: impl FnOnce(&[u8]) -> bool) -> bool {
     }
 }
 
-/// Asks the file system of a file what it is.
+/// Asks the file system of a file for its type.
 fn judge(fd: &OwnedFd) -> Result<(), &'static str> {
     let kind = kind(&fstatfs(fd.as_fd()).map_err(|_| SILENT)?);
     if LOCAL.contains(&kind) {

@@ -11,18 +11,18 @@ use crate::blk::SERIAL_BYTES;
 use crate::blk::features;
 use crate::signals::Signals;
 
-/// What an I/O error of the image does, beside the answer that the guest gets.
+/// The effect of an I/O error of the image, beside the answer that the guest gets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnError {
-    /// It is counted and told; requests go on.
+    /// It is counted and logged; requests go on.
     #[default]
     Report,
     /// It also ends the export.
     Stop,
 }
 
-/// State of a device. Written by the control thread, but for what goes wrong; read by queue threads
-/// for each request: plain loads.
+/// State of a device. The control thread writes it, any thread its errors; queue threads read it
+/// for each request, by plain loads.
 #[derive(Debug)]
 pub(crate) struct Device {
     pub(crate) name: String,
@@ -39,15 +39,15 @@ pub(crate) struct Device {
     counts: Counts,
     /// Process of the front end that is connected; 0: none is, or it is not known.
     front_end_pid: AtomicU32,
-    /// Writes errors of the image down.
+    /// Logs errors of the image.
     errors: ClientErrors,
     /// Of the disk.
     events: Arc<Events>,
     signals: Arc<Signals>,
 }
 
-/// What went wrong, since the start of the export. Any thread; nothing of it is touched by a
-/// request that goes well.
+/// Counters of errors since the start of the export. Any thread; a request without an error touches
+/// none of them.
 #[derive(Debug, Default)]
 struct Counts {
     /// Requests answered with `VIRTIO_BLK_S_IOERR`.
@@ -58,14 +58,14 @@ struct Counts {
     refused: AtomicU64,
     /// Times that the device needed a reset.
     breaks: AtomicU64,
-    /// By [`Complaint`].
+    /// Messages to the log, by [`Complaint`].
     complaints: [AtomicU64; Complaint::COUNT],
 }
 
-/// What a front end, or its guest through it, can make us say as often as it likes.
+/// Messages to the log that a front end, or its guest, can cause as often as it likes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Complaint {
-    /// A message that was not done.
+    /// A message that the control thread refused.
     Refused,
     /// A connection that ended because of what came over it.
     Connection,
@@ -176,7 +176,7 @@ impl Device {
         self.signals.changed();
     }
 
-    /// Nothing is answered any more: the export ends (`--on-error stop`).
+    /// Stops all answers: the export ends (`--on-error stop`).
     pub(crate) fn give_up(&self) {
         self.gives_up.store(true, Ordering::Release);
         self.signals.wake();
@@ -220,13 +220,13 @@ impl Device {
         self.mend();
     }
 
-    /// An I/O error of the image; not all of them are told.
+    /// Counts an I/O error of the image, and logs some of them.
     pub(crate) fn image_error(&self, what: &'static str, offset: u64, len: u64, errno: Errno) {
         self.counts.image_errors.fetch_add(1, Ordering::Relaxed);
         self.errors.record(what, offset, Bytes(len), errno);
     }
 
-    /// The guest asked for what cannot be done; not all of these are told.
+    /// Counts a request of the guest that cannot be carried out, and logs some of them.
     ///
     /// * `sector`: as the guest names it, 512 bytes each.
     pub(crate) fn refused(&self, what: &str, sector: u64, why: &str) {
@@ -238,7 +238,7 @@ impl Device {
         }
     }
 
-    /// The front end did, or is, what is worth a line; not all of these are told.
+    /// Counts a complaint about the front end, and logs some of them.
     pub(crate) fn complain(&self, kind: Complaint, what: fmt::Arguments<'_>) {
         if let Some(count) = count_for_log(&self.counts.complaints[kind as usize]) {
             tracing::warn!("{}: {what} (time {count})", self.name);
@@ -258,7 +258,7 @@ impl Device {
         self.tell_of_front_end("client-came", pid, "has connected");
     }
 
-    /// It has gone.
+    /// The front end has gone.
     pub(crate) fn front_end_gone(&self) {
         let pid = self.front_end_pid.swap(0, Ordering::Relaxed);
         self.tell_of_front_end("client-gone", pid, "has gone");
@@ -271,7 +271,7 @@ impl Device {
         self.events.emit(event, text);
     }
 
-    /// How it is, for people.
+    /// The state of the device, for users.
     pub(crate) fn health(&self) -> Health {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Health {

@@ -27,7 +27,7 @@ pub(crate) fn order(word: Word, text: &str) -> Vec<u8> {
 pub(crate) struct Speaker(Option<Notify>);
 
 impl Speaker {
-    /// For the process that the helper process is for, with the manager of its environment.
+    /// Speaks for the server of this helper process, to the manager in the environment.
     ///
     /// * `pid`: of that process.
     pub(crate) fn new(pid: u32) -> Speaker {
@@ -40,14 +40,14 @@ impl Speaker {
         Speaker(None)
     }
 
-    /// Says what an order asks for; what is no word of these is not said.
+    /// Sends the message that an order asks for; drops an order that is none of these words.
     pub(crate) fn say(&self, order: &[u8]) {
         if let Some(manager) = &self.0
             && let Some((letter, text)) = order.split_first()
             && let Some(word) = Word::of(*letter)
         {
             let text = match word {
-                // The process inside has no say in that.
+                // The server does not choose this text.
                 Word::Alive => std::env::var(watch::USEC).unwrap_or_default(),
                 _ => String::from_utf8_lossy(text).into_owned(),
             };

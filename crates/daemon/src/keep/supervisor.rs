@@ -40,89 +40,88 @@ use crate::pidfile::Pidfile;
 use crate::stopping::{Asked, Insist};
 use crate::terminal;
 
-/// Longest name of such a descriptor, bytes.
+/// Longest name of a descriptor that comes after the start, bytes.
 const LATE_NAME_BYTES_MAX: usize = 48;
-/// So many new processes within [`WINDOW`] of serving; then the mount is given up.
+/// Most restarts within [`WINDOW`] of serving; after them the supervisor gives up.
 const RESTARTS_MAX: usize = 5;
 const WINDOW: Duration = Duration::from_secs(10);
-/// How long a new process may take until it takes signals. One that comes earlier would kill it
-/// instead of stopping it.
+/// Time that a new server has to install its signal handlers. A signal that comes earlier would
+/// kill it instead of stopping it.
 const LISTENS: Duration = Duration::from_secs(2);
-/// How often a process that shall go on is tried to be started, with [`SPAWN_PAUSE`] in between: 2
-/// s.
+/// Attempts to start the next server, with [`SPAWN_PAUSE`] between them: 2 s.
 const SPAWNS_MAX: usize = 10;
 const SPAWN_PAUSE: Duration = Duration::from_millis(200);
-/// Messages that are heard before one looks for signals again.
+/// Most messages that the supervisor reads before it looks for signals again.
 const MESSAGES_MAX: usize = 256;
-/// What a Rust program ends with after a panic of its main thread.
+/// Exit code of a Rust program whose main thread has panicked.
 const PANICKED: i32 = 101;
 
 /// Starts, watches and restarts servers, and holds descriptors for them.
 struct Supervisor<'a> {
     held: &'a mut dyn Held,
-    /// Where serving processes start.
+    /// Working directory of new servers.
     directory: PathBuf,
-    /// For what is of no disk.
+    /// Closes descriptors that belong to no disk.
     closer: Closer,
-    /// One for each disk.
+    /// Closes descriptors of one disk each.
     closers: Vec<Closer>,
-    /// It was said that descriptors are not kept.
+    /// The user was warned that descriptors of the server are not kept.
     has_refused: bool,
     signals: Signals,
     manager: Notify,
     parked: link::Named,
-    /// All has been parked that will be: what comes later is from a process that may have been
-    /// taken over.
+    /// The server has parked all descriptors of its start. An attacker may have sent what comes
+    /// later.
     is_parked: bool,
     pidfile_path: Option<PathBuf>,
     pidfile: Option<Pidfile>,
     background: Option<Background>,
-    /// Another process serves until now what is to be held.
+    /// `--upgrade`: another server serves until this one takes over.
     is_upgrade: bool,
-    /// It has given that up: it is held here.
+    /// The predecessor has handed over: its mount or disks are held here.
     has_taken: bool,
-    /// A successor serves what was held here, as the present process says.
+    /// The present server says that it has handed over to a successor.
     is_given: bool,
-    /// Disks of which there is a right to go on with them.
+    /// Disks with an eventfd for the right to go on ([`Succession`]).
     rights: Vec<usize>,
     is_ready: bool,
-    /// A stop was asked for.
+    /// A signal has asked for a stop.
     is_stopping: bool,
-    /// The end at once was asked for.
+    /// A signal has asked for the end at once.
     is_at_once: bool,
-    /// The signals that asked for it.
+    /// Counts the signals that ask for a stop.
     insist: Insist,
-    /// The present process has said that it stops.
+    /// The present server has said that it stops.
     stops: bool,
-    /// Since when the present process serves.
+    /// When the present server began to serve.
     serves_since: Option<Instant>,
-    /// For how long those before it have served.
+    /// How long all servers before it have served together.
     served: Duration,
-    /// [`Supervisor::served`] at each new start.
+    /// [`Supervisor::served`] at each restart.
     restarts: VecDeque<Duration>,
-    /// Where a manager waits for signs of life.
+    /// Set where a service manager has a watchdog.
     watch: Option<Watch>,
 }
 
-/// The signs of life that a manager waits for: this process gives them, and waits for those of the
-/// serving process.
+/// The watchdog of the service manager: this process sends its signs of life, and expects signs of
+/// life from the server.
 struct Watch {
-    /// The manager's time.
+    /// The manager's timeout.
     time: Duration,
-    /// When it is looked at next.
+    /// When the next poll is due.
     next: Instant,
-    /// Polls since the serving process has given one. Not the time: it does not count while this
-    /// process stands still, too.
+    /// Polls since the last sign of life of the server. Not a time: time also passes while this
+    /// process is stopped, and says nothing about the server then.
     polls: u32,
-    /// It was told to end.
+    /// The server was told to end.
     is_over: bool,
 }
 
-/// Polls in the manager's time. A server that has given no sign during all of them is taken for
-/// dead.
+/// Polls within the manager's timeout. A server that has sent no sign of life during all of them is
+/// killed.
 const POLLS: u32 = 4;
 
-/// A serving process.
+/// A running server.
 struct Serving {
     /// Our end of the socket.
     socket: OwnedFd,
@@ -131,22 +130,22 @@ struct Serving {
     tasks: Option<TaskThread>,
 }
 
-/// What follows from the end of the serving process.
+/// What the supervisor does after the end of a server.
 #[derive(Debug, PartialEq, Eq)]
 enum Next {
-    /// Another one.
+    /// Starts another server.
     Again,
-    /// It is over, with this code.
+    /// Ends, with this exit code.
     End(u8),
-    /// It cannot go on.
+    /// Gives up.
     GiveUp,
 }
 
-/// Holds something until its end. Gives the exit code.
+/// Keeps a mount or disks until their end. Returns the exit code.
 ///
 /// * `pidfile`: where this process writes its pid.
-/// * `held`: what it is.
-/// * `is_upgrade`: the serving process takes it over from another process.
+/// * `held`: the mount or the disks.
+/// * `is_upgrade`: the server takes them over from another server.
 ///
 /// Errors: the serving process cannot be started; it died too often.
 pub fn run(
@@ -165,7 +164,7 @@ pub fn run(
         // A process that served and ended by itself has taken its mount away.
         let has_served = supervisor.serves_since.is_some();
         let result = match supervisor.next(status) {
-            // Also of one that is given up: a successor may have it by now.
+            // Also after the last restart: a successor may have claimed it by now.
             Next::Again | Next::GiveUp if supervisor.is_ours() && !supervisor.goes_on() => {
                 terminal::note(format_args!("the {noun} is served by another process"));
                 supervisor.leave();
@@ -202,19 +201,18 @@ pub fn run(
     }
 }
 
-/// Why nothing can be kept.
+/// The failure of a start that cannot keep anything.
 fn cannot(noun: &str, error: &io::Error) -> Failure {
     Failure::system(format!("cannot keep a {noun}"), error, Exit::General)
 }
 
-/// A thread for each disk.
+/// A closing thread for each disk.
 fn closers(held: &dyn Held) -> io::Result<Vec<Closer>> {
     (0..held.disks()).map(|_| Closer::start()).collect()
 }
 
-/// The disk of a descriptor whose name says that it may come and go after the start. The serving
-/// process chooses the name, and the next one gets it in a list with others, from which nothing
-/// else may come out.
+/// The number of the disk in the name of a descriptor that comes after the start. The check is
+/// strict, since the server chooses the name, which goes into a list of names for the next server.
 fn disk_of(name: &str) -> Option<usize> {
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let (disk, number) = name.strip_prefix(LATE)?.split_once('-')?;
@@ -222,17 +220,17 @@ fn disk_of(name: &str) -> Option<usize> {
     disk.parse().ok().filter(|_| is_ours)
 }
 
-/// The disk of the right to go on that has this name.
+/// The number of the disk whose right to go on has this name.
 fn right_of(name: &str) -> Option<usize> {
     disk_of(name).filter(|disk| succession::name_of(*disk) == name)
 }
 
-/// Whether descriptors were lost because this process may not have more.
+/// Whether descriptors were lost because this process has reached its limit of descriptors.
 fn is_lost(error: &io::Error) -> bool {
     error.raw_os_error() == Some(rustix::io::Errno::MFILE.raw_os_error())
 }
 
-/// How a process ended, for people.
+/// How a process ended, as text for users.
 fn how(status: ExitStatus) -> String {
     match (status.signal(), status.code()) {
         (Some(signal), _) => format!("was killed by signal {signal}"),
@@ -242,7 +240,7 @@ fn how(status: ExitStatus) -> String {
 }
 
 impl<'a> Supervisor<'a> {
-    /// Takes signals from now on.
+    /// Handles signals from now on.
     ///
     /// * `pidfile`: where this process will write its pid.
     ///
@@ -296,7 +294,7 @@ impl<'a> Supervisor<'a> {
 }
 
 impl Supervisor<'_> {
-    /// Has a process serve until its end. Gives how that one ended, and its helper.
+    /// Runs a server until its end. Returns its exit status, and the thread for its tasks.
     ///
     /// Errors: it cannot be started; the pid file cannot be made. What is held has ended then.
     fn serve(&mut self) -> Result<(ExitStatus, Option<TaskThread>), Failure> {
@@ -319,8 +317,8 @@ impl Supervisor<'_> {
         }
     }
 
-    /// Starts a serving process. Where memory or processes are short (which may be what the one
-    /// before it has died of) it tries again.
+    /// Starts a server. Tries again where memory or processes are short, which may have killed the
+    /// server before.
     ///
     /// Errors: those of [`link::spawn`].
     fn spawn(&self) -> io::Result<Serving> {
@@ -340,25 +338,25 @@ impl Supervisor<'_> {
         }
     }
 
-    /// Starts a serving process, and its helper.
+    /// Starts a server, and the thread for its tasks.
     ///
     /// Errors: those of [`link::spawn`].
     fn start(&self) -> io::Result<Serving> {
-        // Where there is no socket or no thread for it, the server starts a process.
+        // Without a socket or a thread for its tasks the server starts a helper process.
         let (line, theirs) = Line::new().ok().unzip();
         let (socket, child) = link::spawn(&self.directory, &self.parked, theirs)?;
         let tasks = line.and_then(|line| line.help(child.id()).ok());
         Ok(Serving { socket, child, tasks })
     }
 
-    /// Serves the serving process until its end.
+    /// Reads messages of the server, and passes signals on to it, until its end.
     ///
     /// Errors: the pid file cannot be made.
     fn attend(&mut self, socket: &OwnedFd, child: &mut Child) -> Result<ExitStatus, Failure> {
         let pid = Pid::from_child(child);
         let mut is_open = true;
         let begun = Instant::now();
-        // The first thing that it says, it says when it takes signals.
+        // The server sends its first message when its signal handlers are installed.
         let mut listens = false;
         let mut to_pass_on = Vec::new();
         (self.stops, self.is_given) = (false, false);
@@ -368,7 +366,7 @@ impl Supervisor<'_> {
         if self.is_stopping {
             to_pass_on.push(Signal::TERM);
         }
-        // The one before it may have died before it heard of it.
+        // The server before may have died before it got the signal.
         if self.is_at_once {
             to_pass_on.push(Signal::USR2);
         }
@@ -384,11 +382,11 @@ impl Supervisor<'_> {
                 let look = look.map(|it| it.next.saturating_duration_since(Instant::now()));
                 let limit = listens.into_iter().chain(look).min();
                 let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
-                // Interrupted by a signal: that is what it waits for.
+                // A signal has interrupted the wait, and is handled in the next turn.
                 let _ = poll(&mut wanted, limit.as_ref());
             }
             to_pass_on.extend(self.came());
-            // Looked at before the messages are read: after its end the server sends none.
+            // Checked before the messages are read: after its end the server sends none.
             let ended = child.try_wait();
             // While the server lives, signals and its end are looked at between messages; the
             // messages of one that has ended are finite.
@@ -426,9 +424,9 @@ impl Supervisor<'_> {
         }
     }
 
-    /// The signals to pass on. A second one that asks for the end becomes SIGUSR2: the serving
-    /// process may have got the first one itself too, from a terminal or a service manager that
-    /// signals the whole group, and cannot count them.
+    /// The signals to pass on. A second one that asks for the end becomes SIGUSR2: the server may
+    /// have got the first one itself, too, from a terminal or a service manager that signals the
+    /// whole group, and cannot count them.
     fn came(&mut self) -> Vec<Signal> {
         let mut all = Vec::new();
         for (signal, stops) in self.signals.take() {
@@ -445,8 +443,8 @@ impl Supervisor<'_> {
         all
     }
 
-    /// Gives a sign of life when it is time, and ends a serving process that gives none: another
-    /// one goes on with what is kept.
+    /// Sends a sign of life to the manager when it is due, and kills a server that has sent none:
+    /// the next server goes on.
     fn look(&mut self, server: Pid) {
         let serves = self.serves_since.is_some();
         let Some(watch) = self.watch.as_mut().filter(|it| it.next <= Instant::now()) else {
@@ -454,7 +452,7 @@ impl Supervisor<'_> {
         };
         watch.next = Instant::now() + watch.time / POLLS;
         self.manager.say(Word::Alive, "");
-        // One that opens its images, and waits for their locks, has all the time it takes.
+        // A server that still opens its images, or waits for their locks, has no limit.
         watch.polls = if serves { watch.polls + 1 } else { 0 };
         if watch.polls > POLLS && !std::mem::replace(&mut watch.is_over, true) {
             terminal::warn(format_args!(
@@ -467,7 +465,7 @@ impl Supervisor<'_> {
         }
     }
 
-    /// Does what a message of the serving process says.
+    /// Carries out a message of the server.
     ///
     /// Errors: the pid file cannot be made.
     fn hear(&mut self, text: &str, descriptors: Vec<OwnedFd>) -> Result<(), Failure> {
@@ -485,7 +483,7 @@ impl Supervisor<'_> {
         } else if value("FDSTOREREMOVE").is_some() {
             self.let_go(value("FDNAME").unwrap_or_default());
         } else if value("BARRIER").is_some() {
-            // The one who parks waits for this, before it is confined.
+            // The server waits for this answer before it is confined.
             if !self.is_parked && !self.parked.is_empty() {
                 self.is_parked = true;
                 self.rights = self.parked.iter().filter_map(|(name, _)| right_of(name)).collect();
@@ -500,27 +498,27 @@ impl Supervisor<'_> {
         } else if value(HANDED_OVER).is_some() {
             self.is_given = true;
         } else if value(IN_USE).is_some() {
-            // Its users do not lose it with this process: the next one goes on, and stops too.
+            // The mount does not end with this server: the next one goes on, and stops, too.
             self.stops = false;
             self.is_stopping = true;
             self.manager.in_use(status);
         } else if !status.is_empty() {
             self.manager.status(status);
         }
-        // That of a barrier, too.
+        // Also the descriptor of a barrier.
         descriptors.into_iter().for_each(|descriptor| self.closer.close(descriptor));
         Ok(())
     }
 
-    /// Takes descriptors of the serving process.
+    /// Stores descriptors that the server has sent.
     fn park(&mut self, name: &str, descriptors: Vec<OwnedFd>) {
         let closer = disk_of(name).and_then(|disk| Some((disk, self.closers.get(disk)?)));
         let is_full = closer.is_some_and(|(disk, closer)| {
             let parked = self.parked.iter().filter(|(name, _)| disk_of(name) == Some(disk));
-            // What is not closed yet takes room as well.
+            // Descriptors that are not closed yet count, too.
             parked.count() + closer.waiting() + descriptors.len() > self.held.late_max()
         });
-        // The right to go on is that of the start, or one that this process has made.
+        // The right to go on came at the start, or this process has made it.
         let is_late = closer.is_none() || right_of(name).is_some();
         if self.is_parked && is_late || is_full {
             let closer = closer.map_or(&self.closer, |(_, closer)| closer);
@@ -532,7 +530,7 @@ impl Supervisor<'_> {
         self.parked.extend(descriptors.into_iter().map(|fd| (name.to_owned(), fd)));
     }
 
-    /// Says once that descriptors are not kept: a process that was taken over can give any number.
+    /// Warns once that descriptors are not kept: an attacker in the server can send any number.
     fn refuse(&mut self, what: &str) {
         if !std::mem::replace(&mut self.has_refused, true) {
             tracing::warn!(
@@ -542,7 +540,7 @@ impl Supervisor<'_> {
         }
     }
 
-    /// Lets go of descriptors, unless they are of the start.
+    /// Closes descriptors that came after the start.
     fn let_go(&mut self, name: &str) {
         let closer = disk_of(name).and_then(|disk| self.closers.get(disk));
         if self.is_parked && (closer.is_none() || right_of(name).is_some()) {
@@ -554,9 +552,9 @@ impl Supervisor<'_> {
         }
     }
 
-    /// It has ended.
+    /// The mount or the disks have ended.
     ///
-    /// * `is_removed`: the serving process has ended it.
+    /// * `is_removed`: the server has ended them.
     fn end(&mut self, is_removed: bool) {
         if !self.is_ours() || !self.goes_on() {
             return self.leave();
@@ -565,15 +563,15 @@ impl Supervisor<'_> {
         self.pidfile = None;
     }
 
-    /// Whether what is held is still ours: not where a successor has claimed all. Called when a
-    /// server was killed, and makes a new right for the next one, so that none goes on with what a
-    /// successor serves, and the other way round.
+    /// Claims the right to go on with each disk, after a server was killed. Returns whether any is
+    /// left to this process: a successor may have claimed all. Makes a new right for the next
+    /// server, so that never both go on with the same disk.
     fn goes_on(&mut self) -> bool {
         let mut left = 0;
         for disk in &self.rights {
             let name = succession::name_of(*disk);
             let right = self.parked.iter_mut().find(|(parked, _)| *parked == name);
-            // One that cannot be read is of a server that was taken over: it gets no other.
+            // An eventfd that cannot be read is from an attacker in the server: it gets no other.
             let claimed = right.and_then(|(_, place)| {
                 let right = place.try_clone().and_then(Succession::of);
                 right.is_ok_and(|right| right.claim()).then_some(place)
@@ -590,7 +588,7 @@ impl Supervisor<'_> {
         self.rights.is_empty() || left > 0
     }
 
-    /// Whether what is held has become ours: the server of a successor takes it over first.
+    /// Whether this process owns what it holds: with `--upgrade`, once its server has taken over.
     fn is_ours(&self) -> bool {
         !self.is_upgrade || self.has_taken || self.is_ready
     }
@@ -604,7 +602,7 @@ impl Supervisor<'_> {
         })
     }
 
-    /// Another process serves it, with all that it has.
+    /// Leaves everything as it is: another process serves it.
     fn leave(&mut self) {
         // The end of this process closes them, and does not wait for other processes.
         std::mem::forget(std::mem::take(&mut self.parked));
@@ -613,7 +611,7 @@ impl Supervisor<'_> {
         }
     }
 
-    /// It cannot go on. Gives why.
+    /// Ends what is held, since no server can serve it. Returns the reason.
     fn give_up(&mut self, status: ExitStatus) -> Failure {
         let what = self.why(status);
         self.manager.stopping(&what);
@@ -625,7 +623,7 @@ impl Supervisor<'_> {
         Failure::new(Exit::Halted, what).hint(self.held.remedy())
     }
 
-    /// It answers.
+    /// The server serves: writes the pid file, and reports to the manager and the foreground.
     fn ready(&mut self, status: &str) -> Result<(), Failure> {
         self.serves_since.get_or_insert_with(Instant::now);
         if self.is_ready {
@@ -642,7 +640,7 @@ impl Supervisor<'_> {
         Ok(())
     }
 
-    /// What follows.
+    /// What to do after the end of a server with this status.
     fn next(&mut self, status: ExitStatus) -> Next {
         self.served += self.serves_since.take().map_or(Duration::ZERO, |since| since.elapsed());
         let died = status.signal().is_some() || status.code() == Some(PANICKED);
@@ -664,7 +662,7 @@ impl Supervisor<'_> {
         Next::Again
     }
 
-    /// Why it is given up.
+    /// The failure that says why the supervisor gives up.
     fn why(&self, status: ExitStatus) -> String {
         let (how, noun) = (how(status), self.held.noun());
         if !self.is_ready {

@@ -1,4 +1,4 @@
-//! Which queues fetch, and whether they poll.
+//! Decides which queues fetch requests, and whether they poll.
 //!
 //! All clones of /dev/fuse share one input queue, so any queue could take any request. Where it is
 //! served decides more than anything else: a client that waits for each reply is served best on its
@@ -45,7 +45,7 @@ pub(crate) struct Place {
     window: u64,
     /// No queue fetches any more.
     draining: AtomicBool,
-    /// Requests travel in rings: what still comes here is rare.
+    /// Requests travel in rings: requests over `/dev/fuse` are rare.
     settled: AtomicBool,
     policy: Mutex<Policy>,
     /// Ring descriptors and counters of all queues, set once all run.
@@ -58,7 +58,7 @@ impl Place {
         Place::with_policy(Policy::new(queues), WINDOW_NS)
     }
 
-    /// Changes all the time: for tests.
+    /// A place that changes all the time: for tests.
     pub(crate) fn restless(queues: usize) -> Place {
         Place::with_policy(Policy::restless(queues), RESTLESS_WINDOW_NS)
     }

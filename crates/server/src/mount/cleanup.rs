@@ -13,9 +13,10 @@ use ringdisk_ring::{Config, Runtime};
 
 use super::created_files::Made;
 
-/// The mount has ended while nobody served it. Gives the exit code of a clean end.
+/// Cleans up after a kept mount that ended while no process served it. Returns the exit code of a
+/// clean end.
 ///
-/// * `disk`: what was served.
+/// * `disk`: the disk that was served.
 ///
 /// Errors: its connection was aborted, so clients got errors; what was answered cannot be brought
 /// to stable storage.
@@ -65,8 +66,7 @@ pub(super) fn ended_meanwhile(
     Ok(Exit::Clean.code())
 }
 
-/// Brings all to stable storage, also what a process before this one has answered, and lets go of
-/// the images.
+/// Flushes the disk, with the writes that the process before has answered, and closes the images.
 ///
 /// Errors: those of the storage.
 fn flush(disk: &Disk) -> Result<(), Failure> {

@@ -1,4 +1,4 @@
-//! A mount that answers: what is told of it, what is taken from the process, and its end.
+//! A mount that is served: announcement, confinement of the process, and end.
 //!
 //! Promises: a failure of a step ends the mount, with errors to clients that are there already, and
 //! removes what was made. At the end names and locks go in the order in which others rely on them.
@@ -53,7 +53,7 @@ impl Answering {
         Answering { served: Some(served), disk }
     }
 
-    /// What is served; an error once it has ended.
+    /// The export; an error once it has ended.
     fn served(&mut self) -> Result<&mut Served, Failure> {
         self.served.as_mut().ok_or_else(|| Failure::new(Exit::Halted, "the mount has ended"))
     }
@@ -80,17 +80,18 @@ impl Drop for Answering {
     }
 }
 
-/// What others control the mount by. Dropping it sends clients away.
+/// The control socket and the other ways in which users and programs control the mount. Dropping it
+/// disconnects them.
 pub(super) struct Control {
     commands: Arc<DiskControl>,
     server: Option<Server>,
-    /// Its names, which go at the end.
+    /// Names of the control socket, which are removed at the end.
     names: Vec<helper::Named>,
-    /// For the process that takes the mount over.
+    /// Waits for a successor.
     successor: Option<SuccessorSocket>,
-    /// Answers for Prometheus.
+    /// Answers requests of Prometheus.
     metrics: Option<MetricsServer>,
-    /// Says to the service manager that the queue threads answer.
+    /// Reports to the service manager that the queue threads answer.
     watchdog: Option<Watchdog>,
 }
 
@@ -161,8 +162,8 @@ impl<'a> Serving<'a> {
         Serving { metrics, ..self }
     }
 
-    /// Gives the mount to the process that keeps it, unless it comes from there. When this returns,
-    /// this process may be killed.
+    /// Gives the descriptors of a new mount to the process that keeps it. When this returns, this
+    /// process may be killed.
     ///
     /// Errors: it is not taken; the mount has ended then.
     pub(super) fn park(&mut self) -> Result<(), Failure> {
@@ -303,9 +304,9 @@ impl<'a> Serving<'a> {
         Ok((server, named))
     }
 
-    /// Takes everything away that serving does not need, and root's powers.
+    /// Confines the process to what serving needs, and gives up root's capabilities.
     ///
-    /// * `user`: whom the process becomes.
+    /// * `user`: the user that the process becomes.
     ///
     /// Errors: those of [`Decision::enter`].
     pub(super) fn confine(&mut self, user: Decision, control: &Control) -> Result<(), Failure> {
@@ -324,8 +325,8 @@ impl<'a> Serving<'a> {
         Ok(())
     }
 
-    /// Gets a helper process for what a confined process may not do. Gives what is to be taken
-    /// away: less, where there is none.
+    /// Gets a helper process for what a confined process may not do. Returns the plan of the
+    /// sandbox, which is wider where there is no helper process.
     ///
     /// * `control_names`: of the control socket.
     ///
@@ -369,8 +370,7 @@ impl<'a> Serving<'a> {
         }
     }
 
-    /// Users of a mount that was taken over have this process only: a failure is complained of, and
-    /// nothing more.
+    /// Of a mount that was taken over a failure is only logged: its users have no other server.
     ///
     /// Errors: that failure, of another mount.
     fn complain_if_taken(&self, result: Result<(), Failure>) -> Result<(), Failure> {
@@ -485,9 +485,9 @@ impl<'a> Serving<'a> {
         }
     }
 
-    /// Leaves everything to the process that serves the mount now.
+    /// Leaves the mount to the successor, which serves it now.
     fn leave(self, server: Option<Server>, successor: SuccessorSocket) {
-        // Signals and commands that came in the middle of it did nothing here.
+        // Signals and commands that came during the hand-over had no effect here.
         let signal = self.watcher.stopped_by().map(|_| Stop::Clean);
         let stop = self.handle.asked().max(signal);
         let Serving { plan, answering, disk, made, pidfile, .. } = self;
@@ -503,7 +503,7 @@ impl<'a> Serving<'a> {
             pidfile.leave();
         }
         helper::leave();
-        // It gets the pid file, too, which is free when this process has ended.
+        // The successor gets the pid file, too, which is free when this process has ended.
         let stream = match stop {
             Some(stop) => successor.end_with_stop(stop),
             None => successor.end(),
@@ -511,7 +511,7 @@ impl<'a> Serving<'a> {
         std::mem::forget(stream);
     }
 
-    /// Lets go of everything, in the order in which others rely on it.
+    /// Closes and removes everything, in the order in which others rely on it.
     fn let_go(self, server: Option<Server>) {
         let Serving { answering, disk, made, pidfile, kept, lock, .. } = self;
         // Clients of the control socket are sent away before anything that they may use goes.

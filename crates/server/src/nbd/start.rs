@@ -1,9 +1,9 @@
-//! How disks come to be served to NBD clients: opened and listened for, taken over from another
-//! process (`--upgrade`), or gone on with after a kill (`--keep`).
+//! Three ways to start serving NBD clients: open the images and listen, take over from another
+//! process (`--upgrade`), or go on after a kill (`--keep`).
 //!
 //! Promises: what was made goes again when a start fails; another process goes on with its disks
-//! and clients until everything here is prepared. That process was confined, and may have been
-//! taken over: descriptors count, and what it says does not.
+//! and clients until everything here is prepared. An attacker may have taken
+//! that process over: its descriptors count, and its words do not.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -40,7 +40,7 @@ use crate::open::ImagePlan;
 /// Of what is kept of an export.
 const VERSIONS: Versions = Versions::new(1, 1);
 
-/// What is asked for, before any disk is open.
+/// The request, before any disk is open.
 pub(super) struct Wanted<'a> {
     pub(super) request: &'a Request,
     pub(super) disks: &'a [DiskRequest],
@@ -59,21 +59,20 @@ pub(super) struct Begun {
     pub(super) jobs: Vec<Vec<HandedJob>>,
     /// Of each disk that is kept.
     pub(super) kept: Vec<KeptDisk>,
-    /// To go on with them, for the process after this one.
+    /// The right to go on with them, for a successor.
     pub(super) right: Option<Succession>,
     /// The process that has served until now, and ends.
     pub(super) predecessor: Option<Predecessor>,
 }
 
-/// What keeps a disk for the next process; dropped at the end of the export, which is not gone on
-/// with then.
+/// Keeps a disk for the next server. Dropped at the end of the export, so that no server goes on.
 pub(super) struct KeptDisk {
     pub(super) jobs: Option<KeptJobs>,
     keeper: Box<dyn Keeper>,
 }
 
 impl KeptDisk {
-    /// Another process has the disk.
+    /// Leaves what is kept as it is: another process has the disk.
     pub(super) fn leave(mut self) {
         self.keeper.leave();
     }
@@ -144,7 +143,7 @@ impl<'a> Wanted<'a> {
         let ring = runtime.ring().clone();
         let (state, offer) = ask(Kind::Nbd, &target, &name_for_successor(&target), &view)?;
         let Wanted { request, disks, plans, options, .. } = self;
-        // Before there are threads that shall have it too.
+        // Before threads are made, which inherit it.
         io_flusher::become_one_if(state.fds.iter().any(io_flusher::is_device));
         let Handed { disks: handed, listeners, clients } = Handed::open(state)?;
         if handed.len() != disks.len() {
@@ -240,7 +239,7 @@ impl<'a> Wanted<'a> {
         Ok(Some(Begun { plans, disks: opened, listening, served, jobs, kept, right, predecessor }))
     }
 
-    /// Before there are threads that shall have it too.
+    /// Before threads are made, which inherit it.
     fn become_io_flusher(&self, opened: &[NamedDisk]) {
         let is_on_a_device = |named: &NamedDisk| io_flusher::is_on_a_device(&named.disk);
         let is_below_one = self.request.is_for_a_device;

@@ -1,7 +1,7 @@
 //! `--keep`: disks whose process may be killed without their virtual machines noticing more than a
 //! pause.
 //!
-//! Promises: the next process goes on with the same connections; a disk that cannot be gone on with
+//! Promises: the next server goes on with the same connections; a disk with which it cannot go on
 //! ends alone. What all kept disks have is in [`crate::keep`].
 
 use std::path::PathBuf;
@@ -32,7 +32,8 @@ impl Kept {
     /// Goes on with all disks that have not ended. One that cannot be served ends alone: its front
     /// end is disconnected, and the others go on.
     ///
-    /// * `beside`: NBD clients have the disks, too. Where they cannot, virtual machines go on.
+    /// * `beside`: the NBD export of the disks, if there is one. Where it cannot start, virtual
+    ///   machines go on without it.
     ///
     /// Errors: none of them can be served; what was kept goes with this process.
     pub(super) fn go_on(
@@ -65,7 +66,7 @@ impl Kept {
             }
         }
         watcher.enter(Phase::Mounting);
-        // Before there are threads that shall have it too.
+        // Before threads are made, which inherit it.
         io_flusher::become_one_if(
             opened.iter().any(|(_, _, disk, ..)| io_flusher::is_on_a_device(disk)),
         );
@@ -91,7 +92,7 @@ impl Kept {
 
 /// Serves NBD clients again. `None`: they were not served, or cannot be.
 fn start_beside(beside: Option<nbd_export::Start<'_>>, open: &[OpenDisk<'_>]) -> Option<Beside> {
-    // All may have ended already.
+    // All disks may have ended already.
     let start = beside.filter(|_| !open.is_empty())?;
     let complain = |failure: Failure| {
         terminal::complain(&failure.context("virtual machines go on, and NBD clients do not"));
@@ -101,7 +102,7 @@ fn start_beside(beside: Option<nbd_export::Start<'_>>, open: &[OpenDisk<'_>]) ->
 
 /// Goes on with one disk.
 ///
-/// * `beside`: which one it is of an NBD export.
+/// * `beside`: the number of the disk in an NBD export.
 ///
 /// Errors: its state is not understood; the export cannot be made.
 fn go_on(
@@ -142,7 +143,7 @@ fn made_socket(plan: &Plan) -> Option<PathBuf> {
     plan.request.socket.make.is_some().then(|| path.clone())
 }
 
-/// Where the sockets of disks are whose process was killed.
+/// The paths of the sockets of disks whose server was killed.
 pub(super) fn place(options: &SocketOptions) -> Place {
     let path = options.make.clone().or_else(|| options.connect.clone());
     Place::Take(path.unwrap_or_default())

@@ -21,13 +21,13 @@ use crate::nbd::{Served, options};
 const FREE: Duration = Duration::from_secs(3);
 const FREE_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// What is asked for, before any disk is open.
+/// The NBD export that the command line asks for, before any disk is open.
 #[derive(Debug)]
 pub struct Wanted<'a> {
     request: &'a Request,
     disks: &'a [DiskRequest],
-    /// An address that cannot be had is told when it is listened on: it may be that of a process
-    /// that was killed, and be free in a moment.
+    /// An address that cannot be bound is an error only when the process listens: it may be that of
+    /// a process that was killed, and be free in a moment.
     places: Result<Vec<Where>, Failure>,
     access: Access,
 }

@@ -1,4 +1,4 @@
-//! The end of disks of virtual machines: what signals do, and what goes when a disk ends.
+//! The end of disks of virtual machines: the actions of signals, and what is removed with a disk.
 //!
 //! Promises: one disk that breaks down ends alone; the image of a disk is free before its end
 //! is reported.
@@ -18,11 +18,11 @@ use super::Running;
 use crate::hand_over::handed_over;
 use crate::vhost::Handle;
 
-/// What signals do to disks that are served.
+/// The actions of signals while disks are served.
 pub(super) fn actions(running: &[Running], notify: &Arc<Notify>) -> Actions {
     let disks: Vec<(Handle, Arc<DiskControl>)> =
         running.iter().map(|disk| (disk.served.handle(), Arc::clone(&disk.commands))).collect();
-    // Weak: an image is let go of as soon as its disk has ended, not with the last one.
+    // Weak: an image is closed as soon as its own disk has ended, not with the last disk.
     let shown: Vec<_> =
         running.iter().map(|disk| (disk.served.handle(), Arc::downgrade(&disk.disk))).collect();
     let told = Arc::clone(notify);
@@ -48,9 +48,9 @@ fn print(handle: &Handle, disk: &Disk) {
     terminal::say_error(handle.report().with_layers(&disk.layers(), disk.fault().as_deref()));
 }
 
-/// Waits until no disk is served any longer. Gives the exit code.
+/// Waits until no disk is served any longer. Returns the exit code.
 ///
-/// Errors: why the only disk ended; of several each has said it by itself.
+/// Errors: why the only disk ended; of several disks each has reported its own end.
 pub(super) fn wait(stats: bool, mut running: Vec<Running>) -> Result<u8, Failure> {
     let left = AtomicUsize::new(running.len());
     if running.len() == 1
@@ -76,7 +76,7 @@ pub(super) fn wait(stats: bool, mut running: Vec<Running>) -> Result<u8, Failure
 }
 
 impl Running {
-    /// Waits until it is served no longer, and takes away what is left.
+    /// Waits until the disk is served no longer, and removes its socket and control socket.
     ///
     /// * `left`: disks of this process that are served, with this one.
     ///
@@ -95,7 +95,7 @@ impl Running {
             handed_over(&self.disk, &self.name);
         }
         match self.made {
-            // It is the name of the other process now.
+            // The name is the socket of the successor now.
             Some(made) if was_given => made.leave(),
             made => drop(made),
         }
@@ -104,8 +104,8 @@ impl Running {
         self.commands.let_go();
         drop(self.disk);
         drop(self.control);
-        // Who has taken the disk may use its names. With the last disk it gets the pid file, too,
-        // which is free when this process has ended.
+        // The successor may use the names of the disk now. With the last disk it gets the pid file,
+        // too, which is free when this process has ended.
         let successor = self.successor.and_then(|successor| match handle.is_stopped() {
             true => successor.end_with_stop(Stop::Clean),
             false => successor.end(),
