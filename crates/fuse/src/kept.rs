@@ -75,7 +75,7 @@ pub fn remove(parked: &Parked) -> Result<(), Error> {
     adopt(parked)?.take_over().unmount(Unmount::Lazy)
 }
 
-/// The option that excludes keeping the mount; `None`: none does.
+/// Why a mount with these options cannot be kept; `None`: it can.
 #[must_use]
 pub fn refuse(transport: Transport, zero_copy: ZeroCopy, passthrough: bool) -> Option<Error> {
     if transport == Transport::Uring || zero_copy == ZeroCopy::On {
@@ -91,7 +91,7 @@ pub fn refuse(transport: Transport, zero_copy: ZeroCopy, passthrough: bool) -> O
     })
 }
 
-/// The option that excludes going on with the mount of a live process; `None`: none does.
+/// Why a mount with these options cannot be taken over from a live process; `None`: it can.
 #[must_use]
 pub fn refuse_successor(
     transport: Transport,

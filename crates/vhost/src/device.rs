@@ -54,7 +54,7 @@ struct Counts {
     io_errors: AtomicU64,
     /// Operations on the image that failed.
     image_errors: AtomicU64,
-    /// Requests for what is not there.
+    /// Refused requests of the guest.
     refused: AtomicU64,
     /// Times that the device needed a reset.
     breaks: AtomicU64,

@@ -133,7 +133,7 @@ fn print_result(command: &CtlCommand, client: &Client, value: &Value) {
             job_texts::ended("Image streamed.", value);
         }
         CtlCommand::Backing { progress, .. } if !progress.quiet => {
-            terminal::say("Backing file changed.")
+            terminal::say("Backing file changed.");
         }
         CtlCommand::Commit { .. } | CtlCommand::Stream { .. } | CtlCommand::Backing { .. } => {}
         CtlCommand::Accel { on: true } => {

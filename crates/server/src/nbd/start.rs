@@ -37,7 +37,7 @@ use crate::keep::{Kept, KeptImage, reopen};
 use crate::limits;
 use crate::open::ImagePlan;
 
-/// Of what is kept of an export.
+/// Versions of the state of a kept export.
 const VERSIONS: Versions = Versions::new(1, 1);
 
 /// The request, before any disk is open.
@@ -239,7 +239,8 @@ impl<'a> Wanted<'a> {
         Ok(Some(Begun { plans, disks: opened, listening, served, jobs, kept, right, predecessor }))
     }
 
-    /// Before threads are made, which inherit it.
+    /// Makes this process an I/O flusher where an image lies on a device. Before threads are made,
+    /// which inherit that.
     fn become_io_flusher(&self, opened: &[NamedDisk]) {
         let is_on_a_device = |named: &NamedDisk| io_flusher::is_on_a_device(&named.disk);
         let is_below_one = self.request.is_for_a_device;

@@ -25,7 +25,7 @@ use crate::common::tools::child_of;
 use crate::common::{MIB, program};
 use crate::takeover::agent::{Agent, give};
 use crate::takeover::memory::{EXPORT, HEAD, IMAGES, with_top};
-use crate::takeover::others::{Others, SECRET};
+use crate::takeover::out_of_reach::{Others, SECRET};
 
 /// Processes that keep and serve a disk, and a machine that uses it.
 struct Disk {

@@ -17,7 +17,7 @@ use crate::common::{MIB, program, raw_image};
 use crate::takeover::agent::{Agent, order};
 use crate::takeover::chain::order_with;
 use crate::takeover::kept::Kept;
-use crate::takeover::others::{Others, number};
+use crate::takeover::out_of_reach::{Others, number};
 
 /// Whether each thread has both filters.
 fn is_confined(server: u32) -> bool {

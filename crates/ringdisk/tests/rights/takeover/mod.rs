@@ -11,10 +11,10 @@ mod helper;
 mod kept;
 mod memory;
 mod mirror;
-#[path = "../../mounts/upgrade/taken.rs"]
+#[path = "../../mounts/upgrade/upgraded_mount.rs"]
 #[allow(dead_code)]
 mod mounted;
 mod mounts;
-mod others;
+mod out_of_reach;
 mod state;
 mod successor;

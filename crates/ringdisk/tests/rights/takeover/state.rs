@@ -17,7 +17,7 @@ use crate::common::{MIB, open, raw_image};
 use crate::takeover::agent::{Agent, give};
 use crate::takeover::kept::Kept;
 use crate::takeover::memory::{HEAD, IMAGES, with_top};
-use crate::takeover::others::{
+use crate::takeover::out_of_reach::{
     Others, SECRET, identity, number, overlay_of, qcow2, with_data_file,
 };
 

@@ -26,7 +26,7 @@ use serde_json::{Value, json};
 
 use crate::common::serving::{Daemon, Place, ctl, serve_command, stats, successor_of};
 use crate::takeover::agent::Agent;
-use crate::takeover::others::{Others, identity, with_data_file};
+use crate::takeover::out_of_reach::{Others, identity, with_data_file};
 
 /// A successor gives up after the time that the slowest honest process may take: 40 s.
 pub(crate) const SUCCESSOR_LIMIT: Duration = Duration::from_secs(60);
