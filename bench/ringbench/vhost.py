@@ -59,7 +59,7 @@ class SocketServer(Server):
         except subprocess.TimeoutExpired:
             ended = "not at all"
         if ended != 0:
-            # Whoever serves now, none of the two stays behind.
+            # Whichever of the two serves now, neither stays behind.
             new.kill()
             new.wait()
             said = b"".join(self.said).decode(errors="replace")[-800:].strip()

@@ -37,7 +37,8 @@ void vblk_complete_exit(void)
  * A request is done, as its error says. Any context.
  *
  * The request may be taken and gone as soon as it is on the list, and once nothing is in flight the
- * queue may go, too: whoever frees queues waits for a grace period first.
+ * queue may go, too: the one place that frees queues waits for a grace
+ * period first.
  */
 void vblk_req_done(struct vblk_req *req)
 {

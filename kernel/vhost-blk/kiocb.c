@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
  * Reads and writes by the file's own asynchronous direct I/O: block devices and regular files, any
- * length, split by whoever is below.
+ * length, split by the block layer or the file system below.
  */
 #include <linux/fs.h>
 #include <linux/sched/signal.h>

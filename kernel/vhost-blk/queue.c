@@ -56,7 +56,7 @@ static int vblk_pop(struct vblk_queue *q, u16 head, unsigned int out, unsigned i
 	if (unlikely(fatal_signal_pending(current))) {
 		/*
 		 * What could not be read may be there: page faults fail. The request goes back into
-		 * the ring, whoever serves it next reads it anew. (Without IN_ORDER this is all
+		 * the ring, and its next server reads it anew. (Without IN_ORDER this is all
 		 * that vhost_discard_vq_desc does.)
 		 */
 		vblk_request_clear(req);
@@ -93,7 +93,7 @@ static void vblk_round(struct vblk_queue *q)
 
 	q->stats.rounds++;
 	vhost_disable_notify(&q->dev->vhost, vq);
-	/* A worker that dies takes no more: whoever serves the ring next finds the rest there. */
+	/* A worker that dies takes no more: the next server of the ring finds the rest there. */
 	while (!fatal_signal_pending(current)) {
 		if (!q->free) {
 			vblk_starve(q);
@@ -121,7 +121,7 @@ static void vblk_round(struct vblk_queue *q)
 	}
 }
 
-/* On a worker: the guest has kicked, or somebody asks for another look. */
+/* On a worker: the guest has kicked, or the module asks for another look. */
 static void vblk_kick(struct vhost_work *work)
 {
 	struct vhost_poll *poll = container_of(work, struct vhost_poll, work);

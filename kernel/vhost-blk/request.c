@@ -220,7 +220,7 @@ int vblk_request_parse(struct vblk_req *req, unsigned int out, unsigned int in)
 
 /*
  * Counts a request as taken. Not when it is parsed: it may go back into the ring, and is counted by
- * whoever takes it then.
+ * the worker or process that takes it then.
  */
 void vblk_request_count(const struct vblk_req *req)
 {

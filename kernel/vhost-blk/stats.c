@@ -15,7 +15,7 @@
 
 static struct dentry *vblk_debugfs;
 static LIST_HEAD(vblk_devices);
-/* Of the list. Whoever reads has it for as long as he writes the lines of a few devices. */
+/* Of the list. A reader has it for as long as it writes the lines of a few devices. */
 static DEFINE_MUTEX(vblk_devices_lock);
 static unsigned int vblk_number;
 

@@ -65,8 +65,8 @@
  */
 #define VBLK_QUEUE_BYTES_MAX VBLK_REQUEST_BYTES_MAX
 /*
- * Discards and write zeroes in flight of a queue: above that requests stay in the ring. Whoever
- * stops the queue, or dies, waits for them, and each may be for 64 GiB.
+ * Discards and write zeroes in flight of a queue: above that requests stay in the ring. The
+ * process that stops the queue, or dies, waits for them, and each may be for 64 GiB.
  */
 #define VBLK_QUEUE_RANGES_MAX 4
 /* Flushes of files at a time, of a device: each has a kworker. */

@@ -16,15 +16,15 @@ use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::new_file::NewFiles;
 use ringdisk_daemon::sockets::Address;
 use ringdisk_daemon::terminal;
-use ringdisk_disk::jobs::{self, ConvertOptions, ConvertReport};
+use ringdisk_disk::operations::{self, ConvertOptions, ConvertReport};
 use ringdisk_disk::{Bytes, Disk, Format, ImageOptions, Progress, Source as DiskSource};
-use ringdisk_images::look;
+use ringdisk_images::inspect;
 use ringdisk_images::new_image::{Described, NewImage};
 use ringdisk_ring::Runtime;
 
 use crate::checkpoint::{self, Target, Wanted};
+use crate::destination::{self, Place};
 use crate::directory;
-use crate::place::{self, Place};
 use crate::request::Request;
 use crate::source::{self, Offline, Reader};
 
@@ -67,12 +67,12 @@ impl Made {
 pub fn back_up(request: &Request, showing: Showing) -> Result<Vec<Made>, Failure> {
     let paths: Vec<&Path> =
         std::iter::once(&request.target).chain(&request.with).map(PathBuf::as_path).collect();
-    let mut runtime = look::runtime()?;
+    let mut runtime = inspect::runtime()?;
     let fresh = NewFiles::default();
-    let job = Operation::start("back up", showing)?;
-    let work = Work { request, fresh: &fresh, progress: job.progress() };
+    let operation = Operation::start("back up", showing)?;
+    let work = Work { request, fresh: &fresh, progress: operation.progress() };
     let result = work.all(&mut runtime, &paths);
-    let made = job.end(result, "no backup was made, and the bitmaps are as they were");
+    let made = operation.end(result, "no backup was made, and the bitmaps are as they were");
     made.inspect_err(|_| fresh.undo())
 }
 
@@ -234,7 +234,7 @@ impl Work<'_> {
         let mut allow_paths = self.request.pool.allow_path.clone();
         if let Some(backing) = &place.backing {
             image.set("backing_file", &place.backing_name(backing)?)?;
-            image.set("backing_fmt", place::format_of(runtime, backing)?.name())?;
+            image.set("backing_fmt", destination::format_of(runtime, backing)?.name())?;
             allow_paths.push(backing.clone());
         }
         let size = reader.disk.size();
@@ -256,7 +256,7 @@ impl Work<'_> {
             ..ConvertOptions::default()
         };
         self.progress.set_done(Bytes::ZERO);
-        let copying = jobs::convert(
+        let copying = operations::convert(
             &ring,
             std::slice::from_ref(&reader.disk),
             &target,
@@ -264,6 +264,6 @@ impl Work<'_> {
             self.progress,
         );
         let copied = runtime.block_on(copying).map_err(Failure::from);
-        look::close(runtime, &target, &place.part, copied)
+        inspect::close(runtime, &target, &place.part, copied)
     }
 }

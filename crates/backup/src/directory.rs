@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use ringdisk_daemon::failure::{Exit, Failure};
-use ringdisk_daemon::when::calendar;
+use ringdisk_daemon::timestamp::calendar;
 use ringdisk_disk::Format;
 
 /// What the names of complete backups, and of those with changes only, begin with.

@@ -27,9 +27,9 @@
 
 pub mod back_up;
 pub mod checkpoint;
+mod destination;
 pub mod directory;
 pub mod jobs;
-mod place;
 pub mod request;
 pub mod restore;
 mod source;

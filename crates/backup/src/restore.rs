@@ -11,9 +11,9 @@ use ringdisk_console::operation::{Operation, Showing};
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::new_file::{NewFiles, check_new_name};
 use ringdisk_daemon::terminal::visible;
-use ringdisk_disk::jobs::{self, ConvertOptions};
+use ringdisk_disk::operations::{self, ConvertOptions};
 use ringdisk_disk::{Disk, Format, ImageOptions, Progress, Source};
-use ringdisk_images::look;
+use ringdisk_images::inspect;
 use ringdisk_images::named::Pool;
 use ringdisk_images::new_image::{Described, NewImage, is_named_qcow2};
 use ringdisk_qcow2::{CheckHooks, CheckOptions};
@@ -54,13 +54,13 @@ pub fn restore(request: &Request, showing: Showing) -> Result<(PathBuf, u64), Fa
         return Err(Failure::new(Exit::Usage, text).hint("--force replaces it"));
     }
     let backup = find(request)?;
-    let mut runtime = look::runtime()?;
+    let mut runtime = inspect::runtime()?;
     let from = open(&mut runtime, request, &backup)?;
     let fresh = NewFiles::default();
-    let job = Operation::start("restore", showing)?;
-    let result = check_chain(&mut runtime, &from, job.progress())
-        .and_then(|()| copy(&mut runtime, request, &from, &fresh, job.progress()));
-    job.end(result, "nothing was made").inspect_err(|_| fresh.undo())?;
+    let operation = Operation::start("restore", showing)?;
+    let result = check_chain(&mut runtime, &from, operation.progress())
+        .and_then(|()| copy(&mut runtime, request, &from, &fresh, operation.progress()));
+    operation.end(result, "nothing was made").inspect_err(|_| fresh.undo())?;
     Ok((backup, from.size().0))
 }
 
@@ -159,9 +159,10 @@ fn copy(
     let opened = Disk::open(&ring, Source::Path(part.clone()), &options);
     let target = runtime.block_on(opened)?;
     let options = ConvertOptions { target_is_zero: true, ..ConvertOptions::default() };
-    let copying = jobs::convert(&ring, std::slice::from_ref(from), &target, &options, progress);
+    let copying =
+        operations::convert(&ring, std::slice::from_ref(from), &target, &options, progress);
     let copied = runtime.block_on(copying).map_err(Failure::from);
-    look::close(runtime, &target, &part, copied)?;
+    inspect::close(runtime, &target, &part, copied)?;
     if request.force {
         replaceable(&request.image)?;
     }

@@ -14,7 +14,7 @@ use ringdisk_disk::{
     Bytes, CheckpointEnd, CheckpointOptions, Disk, Format, ImageOptions, NewBitmap,
     Source as DiskSource,
 };
-use ringdisk_images::look;
+use ringdisk_images::inspect;
 use ringdisk_images::named::Pool;
 use ringdisk_ring::Runtime;
 use ringdisk_storage::{Lock, OpenOptions, Storage};
@@ -140,7 +140,7 @@ impl Offline {
                 Err(error) => {
                     let path = own.path.clone();
                     let closed: Result<(), Failure> =
-                        look::close(runtime, &own.live, &path, Err(error.into()));
+                        inspect::close(runtime, &own.live, &path, Err(error.into()));
                     closed?;
                 }
             }
@@ -214,7 +214,7 @@ impl Readers {
                 Some(checkpoint) => runtime.block_on(checkpoint.end(&ring, end)),
                 None => Ok(()),
             };
-            let closed = look::close(runtime, &live, &path, ended.map_err(Failure::from));
+            let closed = inspect::close(runtime, &live, &path, ended.map_err(Failure::from));
             result = result.and(closed);
         }
         result

@@ -13,7 +13,7 @@ use ringdisk_daemon::new_file::{NewFiles, check_new_name};
 use ringdisk_daemon::terminal::visible;
 use ringdisk_disk::name::{FileName, is_export};
 use ringdisk_disk::{Disk, Format, ImageOptions, Source};
-use ringdisk_images::look;
+use ringdisk_images::inspect;
 use ringdisk_images::new_image::{Described, NewImage};
 use ringdisk_ring::Runtime;
 use ringdisk_storage::{NbdAddress, NbdEndpoint, NbdServer, Storage};
@@ -117,7 +117,7 @@ fn file(
     let to = wanted.to;
     let shown = visible(&to.to_string_lossy());
     let chain = chain(client, stats);
-    let mut runtime = look::runtime()?;
+    let mut runtime = inspect::runtime()?;
     let format = match fs::metadata(to) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
             Some(make(&mut runtime, wanted, stats, &chain, fresh)?)
@@ -238,6 +238,6 @@ fn judge(
     let found = disk.layers().first().and_then(|top| top.format());
     let format = format.or(found).unwrap_or(Format::Raw);
     let is_protected = format == Format::Raw && disk.protects_raw();
-    look::close(runtime, &disk, path, Ok(()))?;
+    inspect::close(runtime, &disk, path, Ok(()))?;
     Ok((format, is_protected))
 }

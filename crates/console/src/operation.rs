@@ -53,7 +53,7 @@ pub struct Operation {
 
 /// How the progress is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Show {
+enum Style {
     Nothing,
     /// One line of a terminal that is drawn anew.
     Bar,
@@ -61,14 +61,14 @@ enum Show {
     Lines,
 }
 
-impl Show {
-    fn choose(wanted: Showing) -> Show {
+impl Style {
+    fn choose(wanted: Showing) -> Style {
         let dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
         match (wanted.quiet, io::stderr().is_terminal() && !dumb, wanted.progress) {
-            (true, _, _) => Show::Nothing,
-            (_, true, _) => Show::Bar,
-            (_, _, true) => Show::Lines,
-            _ => Show::Nothing,
+            (true, _, _) => Style::Nothing,
+            (_, true, _) => Style::Bar,
+            (_, _, true) => Style::Lines,
+            _ => Style::Nothing,
         }
     }
 }
@@ -94,9 +94,9 @@ impl Operation {
         };
         let watcher = Watcher::start(Phase::Serving(actions))
             .map_err(|error| Failure::system("cannot watch for signals", &error, Exit::General))?;
-        let show = Show::choose(showing.into());
+        let style = Style::choose(showing.into());
         let display =
-            (show != Show::Nothing).then(|| Display::start(what, show, &progress)).flatten();
+            (style != Style::Nothing).then(|| Display::start(what, style, &progress)).flatten();
         Ok(Operation { progress, watcher, display })
     }
 
@@ -107,7 +107,7 @@ impl Operation {
 
     /// Ends the display. An error after a signal becomes an end by that signal.
     ///
-    /// * `sound`: what state the images are in when the job was given up, for people.
+    /// * `sound`: what state the images are in when the operation was given up, for users.
     pub fn end<T>(self, result: Result<T, Failure>, sound: &str) -> Result<T, Failure> {
         if let Some(display) = self.display {
             display.end(result.is_ok());
@@ -161,13 +161,13 @@ struct Display {
 }
 
 impl Display {
-    fn start(what: &str, show: Show, progress: &Arc<Progress>) -> Option<Display> {
+    fn start(what: &str, style: Style, progress: &Arc<Progress>) -> Option<Display> {
         let (stop, stopped) = channel();
         let (what, progress) = (what.to_owned(), Arc::clone(progress));
         let thread = std::thread::Builder::new()
             .name(String::from("progress"))
-            .spawn(move || match show {
-                Show::Bar => bar(&what, &progress, &stopped),
+            .spawn(move || match style {
+                Style::Bar => bar(&what, &progress, &stopped),
                 _ => lines(&progress, &stopped, &mut io::stdout()),
             })
             .ok()?;

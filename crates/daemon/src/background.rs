@@ -82,7 +82,7 @@ pub enum Turn {
 impl Turn {
     /// Finds out whether this process is the one that serves; else starts that.
     ///
-    /// * `is_kept`: a process that keeps what this one serves is its parent, and is in the
+    /// * `is_kept`: the helper process that keeps what this one serves is its parent, and is in the
     ///   background already.
     /// * `start`: starts the child, such as [`run_child`].
     ///
@@ -141,16 +141,16 @@ impl Background {
     /// Tells the parent, and keeps the standard streams, which are its own, too.
     pub fn ready_here(self) {
         log_target::begin();
-        self.tell();
+        self.report_ready();
     }
 
     /// Lets the parent return and lets go of what ties us to where we were started.
     pub fn ready(self) {
         let_go();
-        self.tell();
+        self.report_ready();
     }
 
-    fn tell(self) {
+    fn report_ready(self) {
         // A parent that was killed meanwhile changes nothing: we serve.
         let _ = File::from(self.socket).write_all(&[READY]);
     }

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::metrics::Sample;
 use crate::size::human_size;
 use crate::terminal::visible;
-use crate::when::long_time;
+use crate::timestamp::long_time;
 
 /// Characters of a bar.
 const BAR: u64 = 20;

@@ -17,7 +17,7 @@
 //! ```
 //!
 //! Modules use those above them in this list, never those below:
-//! - [`failure`], [`size`], [`when`], [`log_target`], [`terminal`]: errors with exit codes,
+//! - [`failure`], [`size`], [`timestamp`], [`log_target`], [`terminal`]: errors with exit codes,
 //!   numbers, times and text for people, and where messages go;
 //! - [`limits`], [`io_flusher`], [`signals`], [`stopping`], [`directory_lock`], [`mount_lock`],
 //!   [`mount_users`]: one system facility each;
@@ -64,8 +64,8 @@ pub mod sockets;
 pub mod stats;
 pub mod stopping;
 pub mod terminal;
+pub mod timestamp;
 pub mod topology;
 pub mod unmount;
 pub mod upgrade;
 pub mod watchdog;
-pub mod when;

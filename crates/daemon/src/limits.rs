@@ -21,9 +21,13 @@ pub fn raise() {
         let new = Rlimit { current: old.maximum, maximum: old.maximum };
         match setrlimit(resource, new) {
             Ok(()) => {
-                tracing::debug!("{name}: {} raised to {}", show(old.current), show(old.maximum));
+                tracing::debug!(
+                    "{name}: {} raised to {}",
+                    limit_text(old.current),
+                    limit_text(old.maximum)
+                );
             }
-            Err(errno) => tracing::debug!("{name} stays at {}: {errno}", show(old.current)),
+            Err(errno) => tracing::debug!("{name} stays at {}: {errno}", limit_text(old.current)),
         }
     }
     if getrlimit(Resource::Nofile).current.is_some_and(|files| files < FILES_WANTED) {
@@ -41,12 +45,12 @@ pub fn raise_for_another_user() {
     ] {
         let old = getrlimit(resource);
         match setrlimit(resource, Rlimit { current: None, maximum: None }) {
-            Ok(()) => tracing::debug!("{name}: {} raised to unlimited", show(old.current)),
-            Err(errno) => tracing::debug!("{name} stays at {}: {errno}", show(old.current)),
+            Ok(()) => tracing::debug!("{name}: {} raised to unlimited", limit_text(old.current)),
+            Err(errno) => tracing::debug!("{name} stays at {}: {errno}", limit_text(old.current)),
         }
     }
 }
 
-fn show(limit: Option<u64>) -> String {
+fn limit_text(limit: Option<u64>) -> String {
     limit.map_or_else(|| String::from("unlimited"), |limit| limit.to_string())
 }

@@ -1,8 +1,8 @@
 //! Tells a service manager how we are.
 //!
 //! Promises: never blocks for long, and says nothing about a failure but where descriptors are to
-//! be kept; without `NOTIFY_SOCKET` nothing is done. The parent that keeps a mount is told in the
-//! same words. Inside a sandbox the helper process speaks ([`crate::helper::speaker`]), and
+//! be kept; without `NOTIFY_SOCKET` nothing is done. The helper process that keeps a mount is told
+//! in the same words. Inside a sandbox the helper process speaks ([`crate::helper::manager`]), and
 //! descriptors are not given away any more. Source: the datagram protocol of sd_notify(3):
 //! newline-separated assignments.
 
@@ -143,8 +143,8 @@ type Say = fn(Word, &str);
 #[derive(Debug)]
 enum Target {
     Manager(OwnedFd, SocketAddrUnix),
-    /// The parent, over a socket pair.
-    Holder(OwnedFd),
+    /// The helper process that has started this server, over a socket pair.
+    HelperProcess(OwnedFd),
     /// The manager, through the helper process.
     Helper(Say),
     /// The same, but that we are ready is said over this socket, which is connected to the manager,
@@ -186,9 +186,9 @@ impl Notify {
         }))
     }
 
-    /// Talks to the parent that keeps the mount.
+    /// Talks to the helper process that keeps the mount.
     pub fn over(socket: OwnedFd) -> Notify {
-        Notify::new(Some(Target::Holder(socket)))
+        Notify::new(Some(Target::HelperProcess(socket)))
     }
 
     fn is(&self, wanted: impl Fn(Option<&Target>) -> bool) -> bool {
@@ -263,8 +263,8 @@ impl Notify {
         self.say(Word::Stopping, status);
     }
 
-    /// We were told to stop, and go on until our users are gone. The parent that keeps the mount
-    /// starts another process if we die.
+    /// We were told to stop, and go on until our users are gone. The helper process that keeps the
+    /// mount starts another process if we die.
     pub fn in_use(&self, status: &str) {
         self.say(Word::InUse, status);
     }
@@ -339,7 +339,7 @@ impl Notify {
             None | Some(Target::Helper(_) | Target::HelperLater(..)) => {
                 return Err(Errno::NOTCONN.into());
             }
-            Some(Target::Holder(socket)) => {
+            Some(Target::HelperProcess(socket)) => {
                 let pieces = [IoSlice::new(message.as_bytes())];
                 ringdisk_messages::send(socket, &pieces, descriptors, Wait::Forever)?;
                 return Ok(());

@@ -32,8 +32,8 @@ use crate::terminal;
 
 /// Tries to find a name that nobody removes or makes under our hands.
 const ATTEMPTS: usize = 100;
-/// A process that has given its disks away has so long to end: the parent that held them ends after
-/// the one that served them.
+/// A process that has given its disks away has so long to end: the helper process that held them
+/// ends after the one that served them.
 const FORMER_ENDS: Duration = Duration::from_secs(2);
 const FORMER_POLL_INTERVAL: Duration = Duration::from_millis(10);
 

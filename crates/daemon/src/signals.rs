@@ -13,15 +13,15 @@ use std::{fmt, io};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
 
-/// What [`Actions::stop`] gets when the end is asked for at once, by the process that keeps the
-/// mount (SIGUSR2).
+/// The name that [`Actions::stop`] gets when the helper process that keeps the mount asks for the
+/// end at once (SIGUSR2).
 pub const AT_ONCE: &str = "a second signal";
 
-/// What a signal does now.
+/// The phase of the process, which decides what a signal does.
 pub enum Phase {
-    /// Nothing is mounted yet: a stop ends the process through this.
+    /// Nothing is mounted yet: a stop calls this function, which ends the process.
     Starting(Box<dyn Fn(&'static str) + Send>),
-    /// Between nothing and a mount: a signal is remembered.
+    /// The mount is being made: the thread remembers a signal.
     Mounting,
     /// Requests are served.
     Serving(Actions),
@@ -29,7 +29,7 @@ pub enum Phase {
     Ending,
 }
 
-/// What signals do while requests are served.
+/// The actions of signals while the process serves requests.
 pub struct Actions {
     /// Asks for a clean stop; gets the signal's name. Called for each signal.
     pub stop: Box<dyn Fn(&'static str) + Send>,
@@ -59,9 +59,9 @@ struct State {
     phase: Phase,
     /// The first stop signal, if there was one.
     stopped_by: Option<&'static str>,
-    /// The counters were asked for before there were any.
+    /// SIGUSR1 came before there were counters.
     is_print_due: bool,
-    /// The end at once was asked for before anything was served.
+    /// SIGUSR2 came before anything was served.
     is_at_once_due: bool,
 }
 
@@ -71,22 +71,22 @@ impl State {
     }
 }
 
-/// The signal thread's other end.
+/// The handle of the signal thread.
 #[derive(Clone, Debug)]
 pub struct Watcher {
     state: Arc<Mutex<State>>,
 }
 
 impl Watcher {
-    /// Takes the signals from now on.
+    /// Installs the handlers, and starts the thread.
     ///
     /// Errors: those of making the handlers or the thread.
     pub fn start(phase: Phase) -> io::Result<Watcher> {
         Watcher::start_with(phase, &[])
     }
 
-    /// As [`Watcher::start`], for a process whose mount another one keeps, which tells it to end at
-    /// once by SIGUSR2.
+    /// As [`Watcher::start`], for a server whose mount the helper process keeps, which tells it to
+    /// end at once by SIGUSR2.
     ///
     /// Errors: as [`Watcher::start`].
     pub fn start_kept(phase: Phase) -> io::Result<Watcher> {
@@ -104,13 +104,13 @@ impl Watcher {
         let theirs = watcher.clone();
         thread::Builder::new()
             .name(String::from("signals"))
-            // Formatting the counters of all queues is the deepest thing done here.
+            // Formatting the counters of all queues needs the most stack.
             .stack_size(128 << 10)
             .spawn(move || signals.forever().for_each(|signal| theirs.take(signal)))?;
         Ok(watcher)
     }
 
-    /// Goes on to the next phase, and does what was asked for too early. Returns the signal that
+    /// Enters the next phase, and carries out signals that came too early. Returns the signal that
     /// asked for a stop meanwhile, if one did.
     pub fn enter(&self, phase: Phase) -> Option<&'static str> {
         let mut state = self.state();

@@ -1,7 +1,7 @@
 //! How far the stop of a mount has come, and when asking again means "now".
 //!
 //! Promises: any thread; nothing here waits. What a stop waits for is told to everybody who asks:
-//! the keeper of the export writes it here, the control socket reads it.
+//! the thread that owns the export writes it here, the control socket reads it.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 /// signal a process and its group.
 const BOUNCE: Duration = Duration::from_millis(300);
 
-/// What a mount does.
+/// How far a mount is on its way to its end.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Stage {
     #[default]
-    /// It answers requests, and nobody has asked for its end.
+    /// It answers requests, and no stop was asked for.
     Serving,
-    /// It was told to stop, and serves its users, in words, until they have closed it.
+    /// A stop was asked for, and it serves these users (as text) until they have closed the file.
     InUse(String),
     /// It is served no longer.
     Ended,
@@ -31,12 +31,12 @@ impl Stopping {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How far the stop is.
+    /// The stage at this moment.
     pub fn stage(&self) -> Stage {
         self.lock().clone()
     }
 
-    /// A stop waits for these.
+    /// A stop waits for these users.
     pub fn wait_for(&self, users: String) {
         let mut stage = self.lock();
         if *stage != Stage::Ended {
@@ -53,9 +53,9 @@ impl Stopping {
 /// A stop that was asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Stop {
-    /// Once no client uses the export.
+    /// The end, once no client uses the export.
     Clean,
-    /// Also while clients use it.
+    /// The end at once, also while clients use it.
     AtOnce,
 }
 
@@ -64,13 +64,13 @@ pub enum Stop {
 pub struct StopAsked(Mutex<Option<Stop>>);
 
 impl StopAsked {
-    /// A stop is asked for. The end at once stays one, whatever follows.
+    /// Records a request for a stop. A request for the end at once is never weakened.
     pub fn ask(&self, stop: Stop) {
         let mut asked = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         *asked = (*asked).max(Some(stop));
     }
 
-    /// What was asked for.
+    /// The strongest request so far.
     pub fn get(&self) -> Option<Stop> {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -79,9 +79,9 @@ impl StopAsked {
 /// What a signal that asks for a stop means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Asked {
-    /// The end, when nobody uses the mount any more.
+    /// The end, once no client uses the mount.
     First,
-    /// The same one once more.
+    /// A repetition of the signal before.
     Echo,
     /// The end at once.
     Again,
@@ -92,8 +92,8 @@ pub enum Asked {
 pub struct Insist(Mutex<Option<Instant>>);
 
 impl Insist {
-    /// * `may_insist`: whether a second one of this kind means that. A hang-up does not: a shell
-    ///   and the kernel both tell of it.
+    /// * `may_insist`: whether a second signal of this kind asks for the end at once. A hang-up
+    ///   does not: a shell and the kernel both send it.
     pub fn count(&self, may_insist: bool) -> Asked {
         let mut first = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         match *first {

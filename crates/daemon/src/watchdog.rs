@@ -20,11 +20,10 @@ use ringdisk_export::Pulse;
 use crate::control::disk::DiskControl;
 use crate::notify::{Notify, Word, watch};
 
-/// How often it is looked whether a thread that was asked has answered: so many times in the
-/// manager's time.
+/// Checks for answers of the queue threads within the manager's timeout.
 const POLLS: u32 = 40;
 
-/// The thread; dropping it ends that.
+/// The watchdog thread; dropping this ends the thread.
 #[derive(Debug)]
 pub struct Watchdog {
     end: Option<SyncSender<()>>,
@@ -32,7 +31,7 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
-    /// Begins, where a manager waits for it. Before the process is confined.
+    /// Starts the thread, where a service manager has a watchdog. Before the process is confined.
     pub fn start(notify: &Arc<Notify>, disks: &[Arc<DiskControl>]) -> Option<Watchdog> {
         let time = watch::wanted()?;
         let pulses = disks.iter().flat_map(|disk| disk.pulses()).collect();
@@ -43,8 +42,8 @@ impl Watchdog {
         })
     }
 
-    /// * `time`: the manager's.
-    /// * `alive`: says that this process lives.
+    /// * `time`: the manager's timeout.
+    /// * `alive`: sends the sign of life.
     fn run(
         time: Duration,
         pulses: Vec<Pulse>,
@@ -66,9 +65,9 @@ impl Drop for Watchdog {
     }
 }
 
-/// Asks and says until the end.
+/// Asks the queue threads, and reports to the manager, until the end.
 fn watch_over(time: Duration, pulses: &[Pulse], alive: &dyn Fn(), ending: &Receiver<()>) {
-    // Nothing is ever sent.
+    // Nothing is ever sent: the end of the channel ends the thread.
     let waits = |limit: Duration| ending.recv_timeout(limit) == Err(RecvTimeoutError::Timeout);
     let mut was_told = false;
     loop {
@@ -78,7 +77,7 @@ fn watch_over(time: Duration, pulses: &[Pulse], alive: &dyn Fn(), ending: &Recei
             if !waits(time / POLLS) {
                 return;
             }
-            // It may be too late for that soon.
+            // Soon the manager's timeout may be over.
             if begun.elapsed() > time / 2 && !std::mem::replace(&mut was_told, true) {
                 let silent = pulses.iter().filter(|pulse| !pulse.is_well()).count();
                 tracing::error!(
@@ -111,7 +110,7 @@ mod tests {
         let watchdog = Watchdog::run(Duration::from_millis(2), Vec::new(), alive);
         let watchdog = watchdog.expect("a thread");
         assert!((0..3).all(|_| said.recv_timeout(Duration::from_secs(30)).is_ok()));
-        // Who does not hear must not keep it from its end.
+        // A manager that does not read must not keep the thread from its end.
         drop(said);
         drop(watchdog);
     }

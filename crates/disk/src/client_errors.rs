@@ -95,7 +95,7 @@ impl ClientErrors {
             let is_full = matches!(errno, Some(Errno::NOSPC | Errno::DQUOT));
             let event = if is_full { "disk-full" } else { "io-error" };
             tracing::error!(disk = shown, event, "{shown}: {text}");
-            events.tell(event, text);
+            events.emit(event, text);
         });
         name.clone_into(&mut errors.name);
         errors
@@ -209,12 +209,12 @@ impl Shared {
         for notice in disk.notices.take(fault, &disk.limits(), waits) {
             match notice {
                 // The image has logged it when it was found.
-                Notice::Fault(why) => disk.events().tell("fault", why),
+                Notice::Fault(why) => disk.events().emit("fault", why),
                 Notice::Limited(limits) => {
                     let (event, text) =
                         ("rate-limited", format!("requests wait for the limits ({limits})"));
                     tracing::info!(disk = name, event, "{name}: {text}");
-                    disk.events().tell(event, text);
+                    disk.events().emit(event, text);
                 }
             }
         }

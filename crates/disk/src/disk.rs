@@ -54,7 +54,7 @@ pub struct Disk {
     /// A duplicate of the descriptor that the kernel has; it holds the locks.
     pub(crate) lent: std::sync::Mutex<Option<std::os::fd::OwnedFd>>,
     /// Device number of the file system that shows the disk as a file; 0: none.
-    pub(crate) shown_on: AtomicU64,
+    pub(crate) mounted_on: AtomicU64,
     /// Held while the length of a file that the kernel writes is asked and stored.
     pub(crate) length_check: TaskMutex,
     watchers: Arc<Watchers>,
@@ -160,7 +160,7 @@ impl Disk {
             resuming: AtomicUsize::new(0),
             is_lent: AtomicBool::new(false),
             lent: std::sync::Mutex::default(),
-            shown_on: AtomicU64::new(0),
+            mounted_on: AtomicU64::new(0),
             length_check: TaskMutex::default(),
             watchers: Arc::default(),
             events: Arc::default(),
@@ -274,8 +274,8 @@ impl Disk {
 
     /// Sets the file system (its device number, as stat(2) gives it) on which the disk is mounted
     /// as a file. No image of the chain may lie there: a read would wait for itself.
-    pub fn set_shown_on(&self, device: u64) {
-        self.shown_on.store(device, Ordering::Release);
+    pub fn set_mounted_on(&self, device: u64) {
+        self.mounted_on.store(device, Ordering::Release);
     }
 
     /// The chain at this moment, top first; never empty. Control path: takes a lock for a moment.

@@ -53,13 +53,13 @@ impl Events {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tells an event.
-    pub fn tell(&self, kind: &'static str, text: impl Into<String>) {
-        self.tell_with(kind, text, Vec::new());
+    /// Emits an event.
+    pub fn emit(&self, kind: &'static str, text: impl Into<String>) {
+        self.emit_with(kind, text, Vec::new());
     }
 
-    /// Tells an event with more for programs.
-    pub fn tell_with(
+    /// Emits an event with further fields, which programs read.
+    pub fn emit_with(
         &self,
         kind: &'static str,
         text: impl Into<String>,
@@ -105,7 +105,7 @@ mod tests {
         let events = Events::default();
         assert_eq!(events.read(0, 10), Batch::default());
         for number in 0..QUEUE_MAX + 5 {
-            events.tell("io-error", number.to_string());
+            events.emit("io-error", number.to_string());
         }
         let first = events.read(0, 2);
         assert_eq!((first.lost, first.next), (5, 7));

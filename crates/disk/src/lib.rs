@@ -41,7 +41,7 @@
 //!
 //! ```text
 //! options, name, resolve ◄ layer ◄ chain ◄ graph ◄ disk ◄ request ◄ partition ◄ open
-//! open ◄ live ◄ ownership, jobs, checkpoint ◄ backup      open ◄ blocking
+//! open ◄ live ◄ ownership, operations, checkpoint ◄ backup      open ◄ blocking
 //! ```
 
 #![forbid(unsafe_code)]
@@ -62,8 +62,8 @@ mod disk;
 mod error;
 mod events;
 mod format_note;
+mod frozen_layout;
 mod graph;
-pub mod jobs;
 mod kept_reads;
 mod layer;
 mod limits;
@@ -74,11 +74,11 @@ pub mod name;
 pub mod names_note;
 mod notices;
 mod open;
+pub mod operations;
 mod options;
 mod ownership;
 mod partition;
 mod passthrough;
-mod plain;
 pub mod probe;
 mod progress;
 mod request;
@@ -102,6 +102,7 @@ pub use commit_options::CommitOptions;
 pub use disk::Disk;
 pub use error::{Error, ErrorKind};
 pub use events::{Batch, Event, Events, QUEUE_MAX as EVENTS_MAX};
+pub use frozen_layout::Plain;
 pub use layer::Layer;
 pub use layer::guard::SECTOR_ALIGN;
 pub use limits::BlockLimits;
@@ -116,7 +117,6 @@ pub use options::{
     Source,
 };
 pub use ownership::HandOver;
-pub use plain::Plain;
 pub use progress::{OnError, Pause, Progress, SPACE_RETRY_INTERVAL, Tries};
 pub use request::{MapEntry, Mapped, Mapping, View};
 pub use ringdisk_qcow2::Bytes;

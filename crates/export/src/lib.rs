@@ -22,7 +22,6 @@
 
 #![forbid(unsafe_code)]
 
-mod beside;
 mod control;
 mod depth;
 mod drain;
@@ -36,11 +35,11 @@ mod options;
 mod pending;
 mod placement;
 mod pulse;
+mod second_export;
 pub mod stats;
 mod thread;
 mod trial;
 
-pub use beside::Beside;
 pub use control::ControlThread;
 pub use depth::DepthRule;
 pub use drain::{Admission, wait_drained};
@@ -53,6 +52,7 @@ pub use options::{CommonOptions, Numa, THREADS_MAX, ThreadOptions, Threads};
 pub use pending::{Gone, Pending};
 pub use placement::{OwnCpu, PlacementRule, ThreadPlaces, cpus_are, cpus_named, place_threads};
 pub use pulse::Pulse;
+pub use second_export::Beside;
 pub use thread::{EndThread, QueueThread, QueueWork, Running, ThreadHandle, ThreadSetup};
 pub use thread::{ask_all, stop_threads};
 pub use trial::{Measured, Pause, Trial, TrialRule, per_second};

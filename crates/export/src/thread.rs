@@ -42,7 +42,7 @@ thread_local! {
 pub trait QueueWork: Send + 'static {
     /// What other threads know of the queue.
     type Shared: Send + 'static;
-    /// What the thread has for itself, for the jobs that other threads send it.
+    /// What the thread has for itself, for the closures that other threads send it.
     type Local: 'static;
 
     /// Serves. Makes what the queue needs, calls [`Running::ready`], and returns when
@@ -107,12 +107,12 @@ pub struct ThreadHandle<W> {
 }
 
 impl<W: QueueWork> ThreadHandle<W> {
-    /// Runs `job` on the thread with what it has for itself, soon; drops it when the thread has
-    /// ended before. The job may spawn tasks and must not block.
-    pub fn send(&self, job: impl FnOnce(&Rc<W::Local>) + Send + 'static) {
+    /// Runs `closure` on the thread with what it has for itself, soon; drops it when the thread has
+    /// ended before. The closure may spawn tasks and must not block.
+    pub fn send(&self, closure: impl FnOnce(&Rc<W::Local>) + Send + 'static) {
         self.remote.run(move |_| {
             if let Some(local) = local::<W>() {
-                job(&local);
+                closure(&local);
             }
         });
     }
@@ -159,10 +159,10 @@ impl<W: QueueWork> QueueThread<W> {
         Ok((QueueThread { thread, stop, ended, view, pin_error, work }, shared))
     }
 
-    /// Runs `job` on the thread, soon; never when the thread has ended before. The job may spawn
-    /// tasks and must not block.
-    pub fn run(&self, job: impl FnOnce(&Ring) + Send + 'static) {
-        self.view.remote.run(job);
+    /// Runs `closure` on the thread, soon; never when the thread has ended before. The closure may
+    /// spawn tasks and must not block.
+    pub fn run(&self, closure: impl FnOnce(&Ring) + Send + 'static) {
+        self.view.remote.run(closure);
     }
 
     /// A handle for other threads.
@@ -174,24 +174,27 @@ impl<W: QueueWork> QueueThread<W> {
     /// Does something on the thread with what it has for itself.
     pub fn ask<T: Send + 'static>(
         &self,
-        job: impl FnOnce(&Rc<W::Local>) -> T + Send + 'static,
+        closure: impl FnOnce(&Rc<W::Local>) -> T + Send + 'static,
     ) -> Pending<T> {
         let (sender, receiver) = sync_channel(1);
         self.run(move |_| {
             if let Some(local) = local::<W>() {
-                let _ = sender.send(job(&local));
+                let _ = sender.send(closure(&local));
             }
         });
         Pending(receiver)
     }
 
     /// The same with a task, which may wait for other tasks of the thread.
-    pub fn ask_task<T, F>(&self, job: impl FnOnce(Rc<W::Local>) -> F + Send + 'static) -> Pending<T>
+    pub fn ask_task<T, F>(
+        &self,
+        closure: impl FnOnce(Rc<W::Local>) -> F + Send + 'static,
+    ) -> Pending<T>
     where
         T: Send + 'static,
         F: Future<Output = T> + 'static,
     {
-        self.ask_task_or(job, |_| {})
+        self.ask_task_or(closure, |_| {})
     }
 
     /// The same with a task whose result must not stay when no thread waits for it any more.
@@ -200,7 +203,7 @@ impl<W: QueueWork> QueueThread<W> {
     ///   comes has to undo it by itself.
     pub fn ask_task_or<T, F>(
         &self,
-        job: impl FnOnce(Rc<W::Local>) -> F + Send + 'static,
+        closure: impl FnOnce(Rc<W::Local>) -> F + Send + 'static,
         undo: impl FnOnce(&W::Local) + Send + 'static,
     ) -> Pending<T>
     where
@@ -210,7 +213,7 @@ impl<W: QueueWork> QueueThread<W> {
         let (sender, receiver) = sync_channel(1);
         self.run(move |ring| {
             if let Some(local) = local::<W>() {
-                let task = job(Rc::clone(&local));
+                let task = closure(Rc::clone(&local));
                 ring.spawn(async move {
                     if sender.send(task.await).is_err() {
                         undo(&local);
@@ -307,7 +310,7 @@ impl<W: QueueWork> Running<W> {
 
     /// Runs the tasks of the thread until it is asked to end.
     ///
-    /// * `woken`: called at first, and each time that another thread has sent a job.
+    /// * `woken`: called at first, and each time that another thread has sent a closure.
     pub fn until_stopped(&mut self, mut woken: impl FnMut()) {
         let stop = &self.stop;
         self.runtime.block_on(poll_fn(|_| {
@@ -372,13 +375,13 @@ fn bind(setup: &ThreadSetup) -> Option<String> {
 pub fn ask_all<W: QueueWork, T, F>(
     threads: &[QueueThread<W>],
     limit: Duration,
-    job: impl Fn(Rc<W::Local>) -> F + Clone + Send + 'static,
+    closure: impl Fn(Rc<W::Local>) -> F + Clone + Send + 'static,
 ) -> Result<Vec<T>, Error>
 where
     T: Send + 'static,
     F: Future<Output = T> + 'static,
 {
-    let asked: Vec<_> = threads.iter().map(|thread| thread.ask_task(job.clone())).collect();
+    let asked: Vec<_> = threads.iter().map(|thread| thread.ask_task(closure.clone())).collect();
     asked.into_iter().map(|answer| answer.within(limit)).collect()
 }
 

@@ -46,7 +46,7 @@ const REQUEST_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// So long the kernel must have had no request for us before those of a process that has died count
 /// as taken.
 const QUIET: Duration = Duration::from_millis(100);
-/// How often the control looks whether requests are still in flight.
+/// How often the control thread looks whether requests are still in flight.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// How long a mount may be busy because of a client that is about to close it: a program that has
 /// just ended, whose RELEASE is on its way.
@@ -67,13 +67,13 @@ pub(crate) struct InUseSlot(Arc<OnceLock<InUse>>);
 
 impl InUseSlot {
     /// The first one stays.
-    pub(crate) fn set(&self, tell: InUse) {
-        let _ = self.0.set(tell);
+    pub(crate) fn set(&self, report: InUse) {
+        let _ = self.0.set(report);
     }
 
-    fn tell(&self, open_files: u64) {
+    fn report(&self, open_files: u64) {
         match self.0.get() {
-            Some(tell) => tell(open_files),
+            Some(report) => report(open_files),
             None => tracing::warn!("a mount that is to stop is in use: {open_files} open files"),
         }
     }
@@ -107,7 +107,7 @@ struct Draining {
     since: Instant,
 }
 
-/// What the control looks after.
+/// The state of the control thread.
 #[derive(Debug)]
 pub(crate) struct Control {
     pub(crate) mount: Mount,
@@ -118,7 +118,7 @@ pub(crate) struct Control {
     pub(crate) negotiated: Negotiated,
     pub(crate) place: Arc<Place>,
     pub(crate) clock: Clock,
-    /// What the kernel has of ours, when requests travel in rings.
+    /// Memory and entries that the kernel has, when requests travel in rings.
     pub(crate) rings: Option<Arc<Rings>>,
     pub(crate) events: Receiver<Event>,
     /// Events that came while a hand-over was going on.
@@ -130,7 +130,7 @@ pub(crate) struct Control {
     pub(crate) kernel_cache: bool,
     /// The mount outlives the process.
     pub(crate) is_kept: bool,
-    /// Rings do nothing but what they are for.
+    /// Rings are restricted to the operations that serving needs.
     pub(crate) restricted: bool,
     /// Until when the queues are made to look for requests: the process before this one has just
     /// died, and while the kernel takes its rings down, their polls still swallow wake-ups.
@@ -169,7 +169,7 @@ impl Control {
             }
             match event {
                 Ok(Event::Stop) => match draining {
-                    Some(_) => self.in_use.tell(self.server.open_files()),
+                    Some(_) => self.in_use.report(self.server.open_files()),
                     None if self.leave_tree() => return End::Stopped,
                     None => draining = Some(Draining { since: Instant::now() }),
                 },
@@ -266,7 +266,7 @@ impl Control {
             }
             if Instant::now() >= deadline {
                 // Who uses it is found by its name as long as it has one.
-                self.in_use.tell(self.open_files());
+                self.in_use.report(self.open_files());
                 if let Err(error) = self.mount.unmount(Unmount::Lazy) {
                     tracing::warn!("{}", error.with_hint());
                 }
@@ -291,7 +291,7 @@ impl Control {
     fn closes(&self) -> bool {
         let closes = self.closes_quietly();
         if !closes {
-            self.in_use.tell(self.open_files());
+            self.in_use.report(self.open_files());
         }
         closes
     }
@@ -316,7 +316,7 @@ impl Control {
         Some(self.forced(|count| HaltReason::StillInUse(limit, count)))
     }
 
-    /// The end at once.
+    /// Ends the export at once.
     fn forced(&self, reason: impl FnOnce(u64) -> HaltReason) -> End {
         self.server.refuse_opens(true);
         match self.open_files() {

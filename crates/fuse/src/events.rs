@@ -1,4 +1,4 @@
-//! What the control thread of an export hears.
+//! Events for the control thread of an export.
 //!
 //! Promises: sending never waits. Any thread sends; the control thread ([`crate::control`])
 //! receives.
@@ -22,7 +22,7 @@ pub(crate) enum EndReason {
     Device(Errno),
     /// Writing a reply failed in a way that cannot be the caller's.
     Reply(Errno),
-    /// What came was no request.
+    /// The kernel gave bytes that are no request.
     Protocol(ParseError),
     /// The thread panicked.
     Panicked,

@@ -1,4 +1,4 @@
-//! What of an export outlives its process: for a mount that another process goes on with.
+//! The parts of an export that outlive its process, so that another process goes on with the mount.
 //!
 //! Promises: [`Terms`] and the descriptors in [`Parked`] are all that [`crate::Export::start`]
 //! needs to serve a mount of a process that is gone, with no request lost, together with what a
@@ -56,8 +56,8 @@ pub enum Ended {
 /// An abort is known by one of these. Reading the device says so (after `ringdisk umount --force`,
 /// and by fusectl; not after `umount -f`). The mount is still there: `umount -f` aborts at once,
 /// and then leaves a mount in use where it is. A client had the file open for writing when the
-/// process died: to close it he has to wait for a server. What is left, an abort by `umount -f`
-/// (from Linux 7.3 on any abort) of a mount that was only read or that a client waited to open,
+/// process died: the client has to wait for a server to close it. What is left, an abort by `umount
+/// -f` (from Linux 7.3 on any abort) of a mount that was only read or that a client waited to open,
 /// looks like an unmount once it is unmounted and closed.
 #[must_use]
 pub fn ended(parked: &Parked, record: &FileRecord) -> Option<Ended> {
@@ -75,7 +75,7 @@ pub fn remove(parked: &Parked) -> Result<(), Error> {
     adopt(parked)?.take_over().unmount(Unmount::Lazy)
 }
 
-/// What excludes keeping the mount; `None`: nothing does.
+/// Why a mount with these options cannot be kept; `None`: it can.
 #[must_use]
 pub fn refuse(transport: Transport, zero_copy: ZeroCopy, passthrough: bool) -> Option<Error> {
     if transport == Transport::Uring || zero_copy == ZeroCopy::On {
@@ -91,7 +91,7 @@ pub fn refuse(transport: Transport, zero_copy: ZeroCopy, passthrough: bool) -> O
     })
 }
 
-/// What excludes going on with the mount of a live process; `None`: nothing does.
+/// Why a mount with these options cannot be taken over from a live process; `None`: it can.
 #[must_use]
 pub fn refuse_successor(
     transport: Transport,
@@ -151,7 +151,7 @@ pub(crate) fn devices(parked: &Parked) -> Result<Vec<Arc<OwnedFd>>, Error> {
     Ok(devices)
 }
 
-/// What a helper process has to keep.
+/// The descriptors and the state that a helper process has to keep.
 ///
 /// Errors: [`ErrorKind::TransportMissing`] for a kernel that does not send requests again.
 pub(crate) fn park(

@@ -57,7 +57,7 @@ pub(crate) struct Serve {
     pub(crate) starting: Option<Starting>,
 }
 
-/// What the thread has for the jobs of the control thread.
+/// What the thread has for the closures of the control thread.
 #[derive(Default)]
 pub(crate) struct Local {
     /// Empty: it serves nothing yet.
@@ -131,7 +131,7 @@ impl FuseThread {
     /// Does something on the ring of the thread. `None`: it serves nothing yet.
     pub(crate) fn on_ring<T, F>(
         &self,
-        job: impl FnOnce(Ring) -> F + Send + 'static,
+        closure: impl FnOnce(Ring) -> F + Send + 'static,
     ) -> Pending<Option<T>>
     where
         T: Send + 'static,
@@ -139,7 +139,7 @@ impl FuseThread {
     {
         self.thread.ask_task(|local| async move {
             let ring = local.dev.get()?.ring.clone();
-            Some(job(ring).await)
+            Some(closure(ring).await)
         })
     }
 }

@@ -11,7 +11,7 @@ use ringdisk_qcow2::{BitmapContents, Qcow2};
 use ringdisk_ring::Runtime;
 
 use crate::create::is_same;
-use crate::look;
+use crate::inspect;
 use crate::named::{Named, Pool};
 use crate::own_image::{self, Inside, OwnImage};
 
@@ -62,7 +62,7 @@ pub struct Request {
 ///
 /// Errors: those of opening the image, and what an action is refused for.
 pub fn run(request: &Request) -> Result<(), Failure> {
-    let mut runtime = look::runtime()?;
+    let mut runtime = inspect::runtime()?;
     let what = OwnImage { format: request.format, writable: true, force_share: false };
     let file = Named::read(request.image_opts, &request.file)?;
     let mut image = what.open(&mut runtime, &file, &request.pool, Inside::Bitmaps)?;

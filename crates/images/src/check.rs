@@ -17,7 +17,7 @@ use ringdisk_ring::Runtime;
 use ringdisk_storage::Storage;
 use serde_json::{Map, Value, json};
 
-use crate::look;
+use crate::inspect;
 use crate::named::{Named, Pool};
 use crate::own_image::{OwnImage, file_and_format};
 
@@ -58,7 +58,7 @@ pub fn run(request: &Request, showing: Showing) -> Result<u8, Failure> {
 }
 
 fn checked(request: &Request, showing: Showing) -> Result<u8, Failure> {
-    let mut runtime = look::runtime()?;
+    let mut runtime = inspect::runtime()?;
     let named = Named::read(request.image_opts, &request.file)?;
     let asked = named.options(ImageOptions {
         format: request.format,
@@ -78,9 +78,9 @@ fn checked(request: &Request, showing: Showing) -> Result<u8, Failure> {
     }
     let repair = request.repair.unwrap_or_default();
     let data = data_file(&mut runtime, request, named.path(), &storage)?;
-    let job = Operation::start("check", showing)?;
+    let operation = Operation::start("check", showing)?;
     let result = {
-        let progress = job.progress();
+        let progress = operation.progress();
         let show = |done, total| {
             progress.set_total(total);
             progress.set_done(done);
@@ -91,7 +91,7 @@ fn checked(request: &Request, showing: Showing) -> Result<u8, Failure> {
         let check = ringdisk_qcow2::check(&ring, &storage, data.as_ref(), &options, hooks);
         runtime.block_on(check).map_err(Failure::from)
     };
-    let report = job.end(result, "the image is as sound as it was")?;
+    let report = operation.end(result, "the image is as sound as it was")?;
     report.messages.iter().for_each(|message| terminal::say_error(visible(message)));
     if report.messages_left_out > 0 {
         terminal::say_error(format_args!("... and {} more", report.messages_left_out));

@@ -7,9 +7,9 @@ use std::path::PathBuf;
 use ringdisk_console::operation::{Operation, Showing};
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::terminal;
-use ringdisk_disk::{Cache, Format, ImageOptions, jobs};
+use ringdisk_disk::{Cache, Format, ImageOptions, operations};
 
-use crate::look;
+use crate::inspect;
 use crate::named::{Named, Pool, of_pool};
 
 /// What is asked for.
@@ -37,7 +37,7 @@ pub struct Request {
 ///
 /// Errors: those of opening the chain; no such base; stopped by a signal.
 pub fn run(request: &Request, showing: Showing) -> Result<(), Failure> {
-    let mut runtime = look::runtime()?;
+    let mut runtime = inspect::runtime()?;
     let ring = runtime.ring().clone();
     let options = ImageOptions {
         format: request.format,
@@ -46,14 +46,15 @@ pub fn run(request: &Request, showing: Showing) -> Result<(), Failure> {
         ..of_pool(&request.pool)
     };
     let disk = Named::read(request.image_opts, &request.file)?.open(&mut runtime, options)?;
-    let commit = jobs::Commit {
+    let commit = operations::Commit {
         base: request.base.clone(),
         base_format: request.base_format,
         keep: request.keep,
     };
-    let job = Operation::start("commit", showing)?;
-    let result = runtime.block_on(jobs::commit(&ring, &disk, &commit, job.progress()));
-    job.end(result.map_err(Failure::of_change), "the images are sound and hold what they held")?;
+    let operation = Operation::start("commit", showing)?;
+    let result = runtime.block_on(operations::commit(&ring, &disk, &commit, operation.progress()));
+    operation
+        .end(result.map_err(Failure::of_change), "the images are sound and hold what they held")?;
     if !showing.quiet {
         terminal::say("Image committed.");
     }

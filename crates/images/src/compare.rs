@@ -8,11 +8,11 @@ use std::sync::Arc;
 use ringdisk_console::operation::{Operation, Showing};
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::terminal;
-use ringdisk_disk::jobs::{self, CompareOptions, Comparison, Difference};
+use ringdisk_disk::operations::{self, CompareOptions, Comparison, Difference};
 use ringdisk_disk::{Cache, Cause, Disk, Format, ImageOptions};
 use ringdisk_ring::Runtime;
 
-use crate::look;
+use crate::inspect;
 use crate::named::{Named, Pool, of_pool};
 
 /// qemu-img's codes.
@@ -49,7 +49,7 @@ pub struct Request {
 /// Errors: with code 2: an image cannot be opened; 3, 4: it cannot be read.
 pub fn run(request: &Request, showing: Showing) -> Result<u8, Failure> {
     let with = |code: u8| move |failure: Failure| failure.with_code(code);
-    let mut runtime = look::runtime().map_err(with(CANNOT_OPEN))?;
+    let mut runtime = inspect::runtime().map_err(with(CANNOT_OPEN))?;
     let mut open = |image: &Path, format| {
         open(&mut runtime, request, image, format).map_err(with(CANNOT_OPEN))
     };
@@ -57,8 +57,8 @@ pub fn run(request: &Request, showing: Showing) -> Result<u8, Failure> {
     let second = open(&request.second, request.second_format)?;
     let ring = runtime.ring().clone();
     let options = CompareOptions { strict: request.strict };
-    let job = Operation::start("compare", showing).map_err(with(CANNOT_OPEN))?;
-    let compare = jobs::compare(&ring, &first, &second, options, job.progress());
+    let operation = Operation::start("compare", showing).map_err(with(CANNOT_OPEN))?;
+    let compare = operations::compare(&ring, &first, &second, options, operation.progress());
     let compared = runtime.block_on(compare).map_err(|error| {
         let code = match error.cause() {
             Some(Cause::BadTables) => CANNOT_LOOK_UP,
@@ -66,7 +66,7 @@ pub fn run(request: &Request, showing: Showing) -> Result<u8, Failure> {
         };
         Failure::from(error).with_code(code)
     });
-    let compared = job.end(compared, "nothing was changed")?;
+    let compared = operation.end(compared, "nothing was changed")?;
     let say = |text: &dyn std::fmt::Display| {
         if !showing.quiet {
             terminal::say(text);

@@ -11,15 +11,15 @@ use ringdisk_daemon::failure::{Cause, Exit, Failure};
 use ringdisk_daemon::new_file::{NewFiles, check_new_name};
 use ringdisk_daemon::size::human_size_exact;
 use ringdisk_daemon::terminal::{self, visible};
-use ringdisk_disk::jobs::{self, ConvertOptions, ConvertReport, SPARSE_BYTES_DEFAULT};
 use ringdisk_disk::name::is_export;
+use ringdisk_disk::operations::{self, ConvertOptions, ConvertReport, SPARSE_BYTES_DEFAULT};
 use ringdisk_disk::{AllowedHost, Bytes, Cache, Disk, Format, ImageOptions, Layer, SnapshotChoice};
 use ringdisk_qcow2::{Bitmap, Qcow2};
 use ringdisk_ring::Runtime;
 use ringdisk_storage::Kind;
 
 use crate::create::{backing_path, is_same, take_backing};
-use crate::look;
+use crate::inspect;
 use crate::named::{Named, Pool, of_pool};
 use crate::new_image::{Described, NewImage, is_named_qcow2};
 use crate::own_image::{Inside, OwnImage};
@@ -101,7 +101,7 @@ pub fn run(request: &Request, showing: Showing) -> Result<(), Failure> {
     };
     let options = check(request, &mut image)?;
     let target = &target_of(request, target)?;
-    let mut runtime = look::runtime()?;
+    let mut runtime = inspect::runtime()?;
     let from = sources
         .iter()
         .map(|source| open_source(&mut runtime, request, source))
@@ -110,14 +110,14 @@ pub fn run(request: &Request, showing: Showing) -> Result<(), Failure> {
     let bitmaps = from.first().map(|first| bitmaps_to_copy(request, first, format));
     let bitmaps = bitmaps.transpose()?.unwrap_or_default();
     let fresh = NewFiles::default();
-    let job = Operation::start("convert", showing)?;
+    let operation = Operation::start("convert", showing)?;
     let work = Work { request, image: &image, format, target, options: &options };
-    let result = work.copy(&mut runtime, &from, &fresh, &job, &bitmaps);
+    let result = work.copy(&mut runtime, &from, &fresh, &operation, &bitmaps);
     let sound = match request.no_create {
         true => format!("'{}' is incomplete", target.path().display()),
         false => String::from("the target was not made"),
     };
-    let report = job.end(result, &sound).inspect_err(|_| fresh.undo())?;
+    let report = operation.end(result, &sound).inspect_err(|_| fresh.undo())?;
     fresh.keep();
     tell_unreadable(&report, sources);
     Ok(())
@@ -175,7 +175,7 @@ fn check(request: &Request, image: &mut NewImage) -> Result<ConvertOptions, Fail
         return Err(usage("--target-image-opts requires use of -n flag").hint("add --no-create"));
     }
     let sparse_bytes = request.sparse_size.unwrap_or(SPARSE_BYTES_DEFAULT.0);
-    if !sparse_bytes.is_multiple_of(jobs::SECTOR_BYTES.0) || sparse_bytes > SPARSE_BYTES_MAX {
+    if !sparse_bytes.is_multiple_of(operations::SECTOR_BYTES.0) || sparse_bytes > SPARSE_BYTES_MAX {
         return Err(usage("--sparse-size is a multiple of 512 up to 16M, or 0"));
     }
     if request.no_create && !request.options.is_empty() {
@@ -196,7 +196,7 @@ fn check(request: &Request, image: &mut NewImage) -> Result<ConvertOptions, Fail
     // Values that no image can have are found now too.
     image.qcow2(0).map(|_| ())?;
     Ok(ConvertOptions {
-        tasks: request.parallel.map_or(jobs::TASKS_DEFAULT, |tasks| tasks as usize),
+        tasks: request.parallel.map_or(operations::TASKS_DEFAULT, |tasks| tasks as usize),
         out_of_order: request.oob_writes,
         sparse_bytes: Bytes(sparse_bytes),
         compressed: request.compress,
@@ -228,7 +228,7 @@ fn total(disks: &[Arc<Disk>]) -> u64 {
     let last = disks.len().saturating_sub(1);
     let sizes = disks.iter().enumerate().map(|(number, disk)| match number == last {
         true => disk.size(),
-        false => disk.size().next_multiple_of(jobs::SECTOR_BYTES),
+        false => disk.size().next_multiple_of(operations::SECTOR_BYTES),
     });
     sizes.fold(Bytes::ZERO, Bytes::saturating_add).0
 }
@@ -284,7 +284,7 @@ impl Work<'_> {
         runtime: &mut Runtime,
         from: &[Arc<Disk>],
         fresh: &NewFiles,
-        job: &Operation,
+        operation: &Operation,
         bitmaps: &[Bitmap],
     ) -> Result<ConvertReport, Failure> {
         let ring = runtime.ring().clone();
@@ -326,9 +326,9 @@ impl Work<'_> {
         };
         let options = ConvertOptions { target_is_zero, ..self.options.clone() };
         let copied = runtime
-            .block_on(jobs::convert(&ring, from, &to, &options, job.progress()))
+            .block_on(operations::convert(&ring, from, &to, &options, operation.progress()))
             .map_err(Failure::from);
-        let report = look::close(runtime, &to, target, copied)?;
+        let report = inspect::close(runtime, &to, target, copied)?;
         drop(to);
         if let (Some(from), false) = (from.first(), bitmaps.is_empty()) {
             self.copy_bitmaps(runtime, from, bitmaps)?;

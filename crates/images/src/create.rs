@@ -14,7 +14,7 @@ use ringdisk_qcow2::limits::SECTOR;
 use ringdisk_ring::Runtime;
 use ringdisk_storage::Storage;
 
-use crate::look;
+use crate::inspect;
 use crate::named::{Named, Pool};
 use crate::new_image::{Described, NewImage, is_named_qcow2};
 
@@ -65,7 +65,7 @@ pub fn run(request: &Request) -> Result<(), Failure> {
     let file = named.path();
     check_new_name(file)?;
     take_backing(&mut image, request.backing.as_deref(), request.backing_format)?;
-    let mut runtime = look::runtime()?;
+    let mut runtime = inspect::runtime()?;
     let backing = match image.backing() {
         Some(_) if request.backing_unsafe => None,
         Some(name) => Some(Backing::open(&mut runtime, file, name, &image, request)?),

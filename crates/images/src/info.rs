@@ -15,7 +15,7 @@ use ringdisk_ring::Runtime;
 use ringdisk_storage::Kind;
 use serde_json::{Map, Value};
 
-use crate::look::{self, Look};
+use crate::inspect::{self, Look};
 use crate::named::{Named, of_pool};
 use crate::snapshot_list;
 
@@ -34,7 +34,7 @@ pub struct Request {
 ///
 /// Errors: those of opening the image; with `--backing-chain` those of opening its backing files.
 pub fn run(request: &Request) -> Result<(), Failure> {
-    let mut runtime = look::runtime()?;
+    let mut runtime = inspect::runtime()?;
     if request.backing_chain {
         let disk = request.look.open(&mut runtime)?;
         let layers = disk.layers();

@@ -13,7 +13,7 @@ use ringdisk_disk::{BlockStatus, Bytes, Disk, MapEntry};
 use ringdisk_ring::{Errno, Ring};
 use ringdisk_storage::Storage;
 
-use crate::look::{self, Look};
+use crate::inspect::{self, Look};
 
 /// Most that is asked for at once, bytes. Keeps a single answer, and with it an interruption, short
 /// on huge images; neighbours are joined anyway.
@@ -58,7 +58,7 @@ pub struct Request {
 ///
 /// Errors: those of opening and reading the image.
 pub fn run(request: &Request) -> Result<(), Failure> {
-    let mut runtime = look::runtime()?;
+    let mut runtime = inspect::runtime()?;
     let disk = request.look.open(&mut runtime)?;
     let ring = runtime.ring().clone();
     let bitmap = bitmap_of(&disk, &request.look.image)?;
@@ -80,7 +80,7 @@ pub fn run(request: &Request) -> Result<(), Failure> {
                     None => Ok(status),
                 }
             })
-            .map_err(|errno| look::unreadable(&request.look.image, errno))?;
+            .map_err(|errno| inspect::unreadable(&request.look.image, errno))?;
         if status.len == Bytes::ZERO {
             // The image became shorter under us.
             break;

@@ -9,7 +9,7 @@ use ringdisk_disk::{Bytes, Format, ImageOptions, Layer, SnapshotChoice};
 use ringdisk_qcow2::{GuestOffset, Measure, Measurement, measure_raw};
 use serde_json::{Map, Value, json};
 
-use crate::look;
+use crate::inspect;
 use crate::named::{Named, Pool, of_pool};
 use crate::new_image::{Described, NewImage};
 
@@ -90,7 +90,7 @@ fn fresh(image: &NewImage, size: u64) -> Result<Measurement, Failure> {
 
 /// A copy of a disk that is there.
 fn copy(request: &Request, file: &Path, image: &NewImage) -> Result<Measurement, Failure> {
-    let mut runtime = look::runtime()?;
+    let mut runtime = inspect::runtime()?;
     let options = ImageOptions {
         format: request.format,
         read_only: true,
@@ -114,7 +114,7 @@ fn copy(request: &Request, file: &Path, image: &NewImage) -> Result<Measurement,
         let step = STEP_BYTES.min(end - at);
         let status = runtime
             .block_on(disk.block_status(&ring, at.0, step))
-            .map_err(|errno| look::unreadable(file, errno))?;
+            .map_err(|errno| inspect::unreadable(file, errno))?;
         if status.len == Bytes::ZERO {
             break;
         }

@@ -16,7 +16,7 @@ use ringdisk_qcow2::{Info, Qcow2};
 use ringdisk_ring::Runtime;
 use ringdisk_storage::{Lock, OpenOptions, Storage};
 
-use crate::look;
+use crate::inspect;
 use crate::named::{Named, Pool};
 
 /// What raw images do not have inside.
@@ -61,7 +61,7 @@ pub(crate) fn file_and_format(
         Some(format) => format,
         None => {
             let ring = runtime.ring().clone();
-            runtime.block_on(look::format_of(&ring, &storage))?
+            runtime.block_on(inspect::format_of(&ring, &storage))?
         }
     };
     Ok((storage, format))

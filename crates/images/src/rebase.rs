@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 use ringdisk_console::operation::{Operation, Showing};
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_disk::name::FileName;
-use ringdisk_disk::{Backing, Cache, Format, ImageOptions, jobs};
+use ringdisk_disk::{Backing, Cache, Format, ImageOptions, operations};
 
 use crate::create::{backing_path, is_same};
-use crate::look;
+use crate::inspect;
 use crate::named::{Named, Pool, of_pool};
 
 /// What is asked for.
@@ -68,7 +68,7 @@ pub fn run(request: &Request, showing: Showing) -> Result<(), Failure> {
     if request.compress && request.backing_unsafe {
         return Err(usage("with --backing-unsafe nothing is copied that could be compressed"));
     }
-    let mut runtime = look::runtime()?;
+    let mut runtime = inspect::runtime()?;
     let ring = runtime.ring().clone();
     let options = named.options(ImageOptions {
         format: request.format,
@@ -76,12 +76,16 @@ pub fn run(request: &Request, showing: Showing) -> Result<(), Failure> {
         share_backing: request.force_share,
         ..of_pool(&request.pool)
     })?;
-    let work =
-        jobs::Rebase { backing, header_only: request.backing_unsafe, compressed: request.compress };
-    let job = Operation::start("rebase", showing)?;
-    let rebase = jobs::rebase(&ring, named.path().to_owned(), &options, &work, job.progress());
+    let work = operations::Rebase {
+        backing,
+        header_only: request.backing_unsafe,
+        compressed: request.compress,
+    };
+    let operation = Operation::start("rebase", showing)?;
+    let rebase =
+        operations::rebase(&ring, named.path().to_owned(), &options, &work, operation.progress());
     let result = runtime.block_on(rebase);
-    job.end(
+    operation.end(
         result.map_err(Failure::from),
         "the image is sound, has its old backing file, and reads as before",
     )

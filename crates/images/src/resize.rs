@@ -13,7 +13,7 @@ use ringdisk_disk::{Bytes, Format, ImageOptions, ResizeOptions};
 use ringdisk_qcow2::Preallocation;
 use ringdisk_qcow2::limits::SECTOR;
 
-use crate::look;
+use crate::inspect;
 use crate::named::{Named, Pool, of_pool};
 
 /// What is asked for.
@@ -43,7 +43,7 @@ pub struct Request {
 /// allowed.
 pub fn run(request: &Request) -> Result<(), Failure> {
     let usage = |text: String| Failure::new(Exit::Usage, text);
-    let mut runtime = look::runtime()?;
+    let mut runtime = inspect::runtime()?;
     let ring = runtime.ring().clone();
     let options = ImageOptions { format: request.format, ..of_pool(&request.pool) };
     let image = Named::read(request.image_opts, &request.file)?;
@@ -64,11 +64,11 @@ pub fn run(request: &Request) -> Result<(), Failure> {
         return Err(usage(format!("the new size of {size} bytes is not a multiple of 512")));
     }
     let options = ResizeOptions { shrink: request.shrink, preallocation: request.preallocation };
-    let job = Operation::start("resize", Showing::QUIET)?;
-    let resize = disk.resize_unless_cancelled(&ring, size, options, job.progress());
+    let operation = Operation::start("resize", Showing::QUIET)?;
+    let resize = disk.resize_unless_cancelled(&ring, size, options, operation.progress());
     let resized = runtime.block_on(resize).map_err(Failure::of_change);
-    let closed = look::close(&mut runtime, &disk, image.path(), resized);
-    job.end(closed, "the image is sound and has its old size")?;
+    let closed = inspect::close(&mut runtime, &disk, image.path(), resized);
+    operation.end(closed, "the image is sound and has its old size")?;
     if !request.quiet {
         terminal::say("Image resized.");
     }

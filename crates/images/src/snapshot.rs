@@ -9,7 +9,7 @@ use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::terminal::{self, Results};
 use ringdisk_disk::Format;
 
-use crate::look;
+use crate::inspect;
 use crate::named::{Named, Pool};
 use crate::own_image::{self, Inside, OwnImage};
 use crate::snapshot_list::list;
@@ -50,7 +50,7 @@ pub struct Request {
 ///
 /// Errors: those of opening the image; there is no such snapshot; the image cannot have any.
 pub fn run(request: &Request) -> Result<(), Failure> {
-    let mut runtime = look::runtime()?;
+    let mut runtime = inspect::runtime()?;
     let what = OwnImage {
         format: request.format,
         writable: request.work != Work::List,

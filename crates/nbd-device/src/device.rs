@@ -72,7 +72,7 @@ pub fn listen(device: &Path, listen: &Listen) -> Listen {
 /// Errors: the text for people.
 pub fn connect(asked: &Serve, device: &Path) -> Result<u8, String> {
     let index =
-        index_of(device).map_err(|why| format!("Failed to open {}: {why}", shown(device)))?;
+        index_of(device).map_err(|why| format!("Failed to open {}: {why}", printable(device)))?;
     let kernel = Kernel::open().map_err(no_kernel)?;
     if is_connected(index) {
         return Err(in_use(device));
@@ -103,7 +103,7 @@ pub fn connect(asked: &Serve, device: &Path) -> Result<u8, String> {
         Some(background) => background.ready(),
         None => terminal::say_error(format_args!(
             "NBD device {} is now connected to {}",
-            shown(device),
+            printable(device),
             asked.images.file.to_string_lossy()
         )),
     }
@@ -167,20 +167,21 @@ fn hand_over(
 ///
 /// Errors: the text for people.
 pub fn disconnect(device: &Path) -> Result<u8, String> {
-    let index = index_of(device).map_err(|why| format!("Cannot open {}: {why}", shown(device)))?;
+    let index =
+        index_of(device).map_err(|why| format!("Cannot open {}: {why}", printable(device)))?;
     let kernel = Kernel::open().map_err(no_kernel)?;
     let parent = backend_of(index).and_then(|name| {
         let pid = name.strip_prefix(BACKEND)?.parse().ok()?;
         pidfd_open(Pid::from_raw(pid)?, PidfdFlags::empty()).ok()
     });
     let failed =
-        |errno: Errno| format!("Cannot disconnect {}: {}", shown(device), words(&errno.into()));
+        |errno: Errno| format!("Cannot disconnect {}: {}", printable(device), words(&errno.into()));
     kernel.disconnect(index).map_err(failed)?;
     if let Some(parent) = parent {
         // The image is closed when it has ended.
         let _ = poll(&mut [PollFd::new(&parent, PollFlags::IN)], Some(&END_LIMIT));
     }
-    terminal::say(format_args!("{} disconnected", shown(device)));
+    terminal::say(format_args!("{} disconnected", printable(device)));
     Ok(Exit::Clean.code())
 }
 
@@ -239,7 +240,7 @@ fn backend_of(index: u32) -> Option<String> {
 }
 
 fn in_use(device: &Path) -> String {
-    format!("Failed to set NBD socket: {} has a server already", shown(device))
+    format!("Failed to set NBD socket: {} has a server already", printable(device))
 }
 
 fn no_kernel(errno: Errno) -> String {
@@ -249,6 +250,6 @@ fn no_kernel(errno: Errno) -> String {
     }
 }
 
-fn shown(device: &Path) -> impl std::fmt::Display {
+fn printable(device: &Path) -> impl std::fmt::Display {
     terminal::visible(&device.to_string_lossy()).to_string()
 }

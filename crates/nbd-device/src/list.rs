@@ -94,7 +94,7 @@ impl Server<Box<dyn Stream>> {
         terminal::say(format_args!("exports available: {}", answers.len()));
         for (_, answer) in &answers {
             let listed = ListedExport::parse(answer).map_err(|error| error.to_string())?;
-            self.show(&listed, is_extended, is_structured)?;
+            self.print_export(&listed, is_extended, is_structured)?;
         }
         // It may close without an answer.
         let mut out = Vec::new();
@@ -119,7 +119,7 @@ impl Server<Box<dyn Stream>> {
     }
 
     /// Prints one export.
-    fn show(
+    fn print_export(
         &mut self,
         listed: &ListedExport<'_>,
         is_extended: bool,

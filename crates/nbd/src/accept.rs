@@ -14,9 +14,9 @@ use rustix::net::{AddressFamily, SocketFlags, acceptfrom_with, sockopt};
 
 use crate::connection;
 use crate::hand_over::HandedClient;
+use crate::log_rate::Crowd;
 use crate::peers::address_of;
 use crate::queue::{Place, Queue, Work};
-use crate::rarely::Crowd;
 
 /// `EPOLLIN`.
 const POLL_IN: u32 = 1;

@@ -11,13 +11,13 @@ use std::time::{Duration, Instant};
 
 use rustix::net::{AddressFamily, Shutdown, shutdown, sockopt};
 
-use crate::agreed::Agreed;
-use crate::end::End;
+use crate::end_reason::End;
 use crate::handshake::handshake;
-use crate::input::Input;
-use crate::moved::{Before, Standing};
+use crate::input_buffer::Input;
+use crate::negotiated::Agreed;
 use crate::queue::{InUse, Place, Queue};
 use crate::session;
+use crate::suspended_connections::{Before, Standing};
 use crate::transport::Transport;
 
 /// While a client waits until handshakes end, one may take so long: those who say nothing take no

@@ -21,13 +21,13 @@ use rustix::net::sockopt::{set_socket_keepalive, set_tcp_nodelay};
 use rustix::process::{Resource, getrlimit};
 
 use crate::accept;
-use crate::ending::{Ending, HandOverHandle, Next, Request, StopHandle, Why};
-use crate::exported::{Exported, Exports};
+use crate::disk_handle::DiskHandle;
+use crate::exported_disk::{Exported, Exports};
 use crate::hand_over::{self, HandedClients};
-use crate::leaving::DiskHandle;
 use crate::options::{NamedDisk, NbdOptions, check};
 use crate::peers::{Peer, log_name};
 use crate::queue::{Queue, Shared, Work};
+use crate::stop_request::{Ending, HandOverHandle, Next, Request, StopHandle, Why};
 
 /// At the end, requests in flight and the last flush have so long.
 const END_LIMIT: Duration = Duration::from_secs(10);

@@ -18,9 +18,9 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::net::{SocketType, getpeername, sockopt};
 use serde::{Deserialize, Serialize};
 
-use crate::input::INPUT_BYTES;
-use crate::moved::{Before, Moved};
+use crate::input_buffer::INPUT_BYTES;
 use crate::session::LARGE_BYTES_MAX;
+use crate::suspended_connections::{Before, Moved};
 
 /// Of the description.
 const VERSIONS: Versions = Versions::new(1, 1);

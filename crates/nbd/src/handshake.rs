@@ -17,10 +17,10 @@ use ringdisk_nbd_protocol::options::{
 };
 use ringdisk_nbd_protocol::request::Style;
 
-use crate::agreed::Agreed;
-use crate::end::{End, within_a_message};
-use crate::exported::Exported;
-use crate::input::Input;
+use crate::end_reason::{End, within_a_message};
+use crate::exported_disk::Exported;
+use crate::input_buffer::Input;
+use crate::negotiated::Agreed;
 use crate::queue::Queue;
 use crate::transport::Transport;
 

@@ -32,33 +32,30 @@
 #![forbid(unsafe_code)]
 
 mod accept;
-mod agreed;
+mod client_limit;
 mod connection;
-mod end;
-mod ending;
+mod disk_handle;
+mod end_reason;
 mod export;
-mod exported;
+mod exported_disk;
 mod hand_over;
 mod handshake;
 mod idle;
-mod input;
-mod leaving;
-mod moved;
-mod on_ring;
+mod input_buffer;
+mod log_rate;
+mod negotiated;
 pub mod options;
 mod peers;
-mod places;
 mod queue;
-mod rarely;
 mod session;
+mod shared_ring;
+mod stop_request;
+mod suspended_connections;
 mod transport;
 
-pub use ending::HandOverHandle;
-pub use ending::StopHandle;
+pub use disk_handle::DiskHandle;
 pub use export::Export;
 pub use hand_over::{Handed, HandedClients};
-pub use leaving::DiskHandle;
-pub use on_ring::RingExport;
 pub use options::{AllowedUsers, DirtyBitmap, NamedDisk, NbdOptions, TlsOptions};
 pub use peers::Peer;
 pub use ringdisk_export::{CommonOptions, Error, ErrorKind};
@@ -66,3 +63,6 @@ pub use ringdisk_tls::{
     AllowList, Match, Rule, STREAM_BYTES_MAX, ServerTls, Source as TlsSource, VerifyPeer,
 };
 pub use session::CONNECTION_BYTES_MAX;
+pub use shared_ring::RingExport;
+pub use stop_request::HandOverHandle;
+pub use stop_request::StopHandle;

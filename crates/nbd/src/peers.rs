@@ -90,7 +90,7 @@ impl Peers {
         };
         list.peers.insert(number, peer);
         drop(list);
-        listed.tell("client-came", "has connected");
+        listed.report("client-came", "has connected");
         listed
     }
 }
@@ -112,10 +112,10 @@ pub(crate) struct Listed {
 }
 
 impl Listed {
-    fn tell(&self, event: &'static str, what: &str) {
+    fn report(&self, event: &'static str, what: &str) {
         let Listed { disk, name, .. } = self;
         tracing::info!(disk, event, "{disk}: {name} {what}");
-        self.events.tell(event, format!("{name} {what}"));
+        self.events.emit(event, format!("{name} {what}"));
     }
 }
 
@@ -131,7 +131,7 @@ impl Drop for Listed {
         let has_moved = list.have_moved;
         drop(list);
         if !has_moved {
-            self.tell("client-gone", "has gone");
+            self.report("client-gone", "has gone");
         }
     }
 }

@@ -16,14 +16,14 @@ use ringdisk_export::{Admission, QueueWork, Running, ThreadHandle};
 use ringdisk_ring::{Parker, Ring, SetupError};
 use rustix::net::{Shutdown, shutdown};
 
-use crate::ending::Ending;
-use crate::exported::{Exported, Exports};
+use crate::client_limit::{InLine, Places};
+use crate::exported_disk::{Exported, Exports};
 use crate::idle::Idle;
-use crate::moved::{Moved, Moving, Standing};
+use crate::log_rate::Rarely;
 use crate::options::{AllowedUsers, NbdOptions, TlsOptions};
 use crate::peers::Peers;
-use crate::places::{InLine, Places};
-use crate::rarely::Rarely;
+use crate::stop_request::Ending;
+use crate::suspended_connections::{Moved, Moving, Standing};
 use crate::transport::Transport;
 
 /// How often the end of an export looks whether the last replies have left.
@@ -90,9 +90,9 @@ impl Shared {
     }
 
     /// Does something on the thread that accepts, soon.
-    pub(crate) fn tell_first(&self, job: impl FnOnce(&Rc<Queue>) + Send + 'static) {
+    pub(crate) fn tell_first(&self, closure: impl FnOnce(&Rc<Queue>) + Send + 'static) {
         if let Some(first) = self.threads().first() {
-            first.send(job);
+            first.send(closure);
         }
     }
 

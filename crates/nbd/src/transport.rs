@@ -13,7 +13,7 @@ use std::rc::Rc;
 use ringdisk_ring::{Errno, Fd, IoBuf, Ring, Scatter};
 use ringdisk_tls::{ServerTls, TlsStream};
 
-use crate::end::End;
+use crate::end_reason::End;
 
 /// See the module.
 #[derive(Debug)]

@@ -21,9 +21,9 @@ use ringdisk_daemon::control::protocol::Command;
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::processes::{self, Entry};
 use ringdisk_daemon::terminal::{visible, visible_lines};
-use ringdisk_daemon::when::utc_time;
+use ringdisk_daemon::timestamp::utc_time;
 use ringdisk_disk::{Disk, ImageOptions, Source, describe};
-use ringdisk_images::look;
+use ringdisk_images::inspect;
 use rustix::fs::OFlags;
 
 use secrets::{without_secrets, words_without_secrets};
@@ -104,7 +104,7 @@ fn images(entries: &[Entry]) -> Vec<String> {
 /// What is known of an image by its header.
 fn header(image: &Path) -> String {
     let read = || -> Result<String, Failure> {
-        let mut runtime = look::runtime()?;
+        let mut runtime = inspect::runtime()?;
         let ring = runtime.ring().clone();
         let options = ImageOptions {
             read_only: true,

@@ -122,19 +122,19 @@ fn range(part: &str) -> Result<Vec<usize>, CpuListError> {
     let (first, last) = match range.split_once('-') {
         Some((first, last)) => (number(first)?, number(last)?),
         None if step.is_some() => {
-            return Err(CpuListError(format!("'{}' has a step and no range", shown(part))));
+            return Err(CpuListError(format!("'{}' has a step and no range", excerpt(part))));
         }
         None => (number(range)?, number(range)?),
     };
     if first > last {
-        return Err(CpuListError(format!("the range '{}' runs backwards", shown(part))));
+        return Err(CpuListError(format!("the range '{}' runs backwards", excerpt(part))));
     }
     let (used, group) = match step.map(|step| step.split_once('/').unwrap_or(("1", step))) {
         Some((used, group)) => (number(used)?, number(group)?),
         None => (1, 1),
     };
     if used == 0 || used > group {
-        return Err(CpuListError(format!("the step of '{}' makes no sense", shown(part))));
+        return Err(CpuListError(format!("the step of '{}' makes no sense", excerpt(part))));
     }
     Ok((first..=last).filter(|cpu| (cpu - first) % group < used).collect())
 }
@@ -143,16 +143,16 @@ fn number(text: &str) -> Result<usize, CpuListError> {
     match text.trim() {
         "" => Err(CpuListError(String::from("a CPU number is missing in the list"))),
         text if !text.bytes().all(|byte| byte.is_ascii_digit()) => {
-            Err(CpuListError(format!("'{}' is not a CPU number", shown(text))))
+            Err(CpuListError(format!("'{}' is not a CPU number", excerpt(text))))
         }
         text => text.parse().ok().filter(|cpu| *cpu <= CPU_MAX).ok_or_else(|| {
-            CpuListError(format!("'{}' is too large for a CPU number", shown(text)))
+            CpuListError(format!("'{}' is too large for a CPU number", excerpt(text)))
         }),
     }
 }
 
-/// What a user typed, fit for a message.
-fn shown(text: &str) -> String {
+/// The first characters of what a user typed, escaped, for a message.
+fn excerpt(text: &str) -> String {
     text.escape_debug().take(40).collect()
 }
 

@@ -155,7 +155,7 @@ impl Runtime {
             inner.complete(completion);
             if !inner.event_armed.get() {
                 inner.shared.receive(&self.ring, |task| inner.executor.schedule(task));
-                // A job may have changed what the future of `block_on` waits for.
+                // A closure may have changed what the future of `block_on` waits for.
                 inner.executor.mark_root_ready();
                 inner.arm_event();
             }

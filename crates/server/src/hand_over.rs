@@ -1,7 +1,8 @@
-//! A disk that goes from one process to the next: what is said, and what of the predecessor counts.
+//! A disk that goes from a predecessor to this process: its messages to users, and the checks of
+//! its images.
 //!
-//! Promises: the predecessor was confined, and may have been taken over: its descriptors count, and
-//! what it says or has written into headers does not.
+//! Promises: an attacker may have taken the confined predecessor over. So this process trusts the
+//! descriptors of the predecessor, and neither its words nor the headers that it has written.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -19,12 +20,12 @@ use ringdisk_storage::Storage;
 
 use crate::request::ImageRequest;
 
-/// Says that another process serves the disk now: in the log, and to those who watch it.
+/// Logs that another process serves the disk now, and emits it as an event.
 ///
 /// * `name`: of the disk, in the log.
 pub fn handed_over(disk: &Disk, name: &str) {
     let event = "handed-over";
-    disk.events().tell(event, "another process serves the disk now");
+    disk.events().emit(event, "another process serves the disk now");
     log_target::next_is_about(Subject {
         disk: Some(name.to_owned()),
         event: Some(event.to_owned()),
@@ -32,7 +33,7 @@ pub fn handed_over(disk: &Disk, name: &str) {
     terminal::note(format_args!("{name}: handed over to another process"));
 }
 
-/// Says that the process before this one goes on, and with what: if it was taken over, it has that
+/// Warns that the predecessor has not ended, and names its images: an attacker in it could use them
 /// as long as it lives.
 pub fn complain_of(lingering: &Lingering, disk: &Disk, name: &str) {
     let layers = disk.layers();
@@ -59,10 +60,9 @@ pub fn complain_of(lingering: &Lingering, disk: &Disk, name: &str) {
     terminal::complain(&failure);
 }
 
-/// The image on top, as the process before this one hands it over, is one that the command line
-/// leads to. That process was confined, and may have been taken over: what it says counts as little
-/// as what it has written into headers, and the notes of the files that they name count
-/// ([`ringdisk_disk::names_note`]).
+/// Checks that the command line leads to the image on top that the predecessor hands over. The
+/// predecessor may have been taken over, so neither its words nor headers that it has written
+/// count, but the notes of the files that these name ([`ringdisk_disk::names_note`]).
 ///
 /// * `source`, `image`: the command line's.
 ///
@@ -146,7 +146,7 @@ fn is_tied(layers: &[Arc<Layer>], named: &[(u64, u64)]) -> bool {
         }
         let Some(below) = layers.get(depth + 1) else { break };
         let said = Names::of_layer(layer).ask(file);
-        // What it names is what was handed over as that.
+        // The file that it names is the one that was handed over as its data file.
         let is_below = below.file().is_some_and(|below| leads_to(layer, below));
         if said.is_absent || said.other_below || !is_below {
             return false;
@@ -158,7 +158,7 @@ fn is_tied(layers: &[Arc<Layer>], named: &[(u64, u64)]) -> bool {
 /// Whether the header of an image, with its note, leads to this file.
 fn leads_to(layer: &Layer, below: &Storage) -> bool {
     let open = layer.file().and_then(|file| confine::by_descriptor(file));
-    // Not the directory that the process before says.
+    // Not the directory that the predecessor names.
     let name = open.and_then(|open| fs::read_link(open).ok());
     let named = name.and_then(|name| below_of(&name, &Names::of_layer(layer)));
     let identity = named.and_then(|path| path.metadata().ok()).map(|it| Storage::identity_of(&it));

@@ -13,7 +13,7 @@
 //! - [`start`], [`privileges`]: what servers with sockets have in common;
 //! - [`client_view`], [`hand_over`]: what a successor has to show, and what it takes from a
 //!   predecessor;
-//! - [`keeping`]: disks that outlive their process;
+//! - [`keep`]: disks that outlive their process;
 //! - [`metrics`]: sockets for Prometheus.
 //!
 //! ```
@@ -36,7 +36,7 @@
 
 pub mod client_view;
 pub mod hand_over;
-pub mod keeping;
+pub mod keep;
 pub mod limits;
 pub mod metrics;
 pub mod mount;

@@ -16,7 +16,7 @@ use ringdisk_disk::name::is_export;
 use ringdisk_disk::{
     Bytes, Cache, Disk, Error, ErrorKind, Format, ImageOptions, NullOptions, Source,
 };
-use ringdisk_images::look;
+use ringdisk_images::inspect;
 use ringdisk_images::new_image::{Described, NewImage, not_created};
 
 use crate::limits;
@@ -166,7 +166,7 @@ impl ImagePlan {
         let Some(image) = &self.image else {
             // No image is read, but the queues need rings: the reason why there are none is said
             // best here.
-            look::runtime()?;
+            inspect::runtime()?;
             let options = NullOptions {
                 size: Bytes(request.null.unwrap_or(0)),
                 read_zeroes: request.read_zeroes,
@@ -318,7 +318,7 @@ fn make_image(fresh: &NewFiles, path: &Path, new: &NewImage, size: u64) -> Resul
     if !fresh.file(path).map_err(|error| not_created(path, &error))? {
         return Ok(false);
     }
-    let mut runtime = look::runtime()?;
+    let mut runtime = inspect::runtime()?;
     let ring = runtime.ring().clone();
     runtime.block_on(new.make(&ring, path, size, fresh))?;
     Ok(true)
@@ -326,7 +326,7 @@ fn make_image(fresh: &NewFiles, path: &Path, new: &NewImage, size: u64) -> Resul
 
 /// Opens an image on a ring of this thread.
 fn open(image: &Path, options: &ImageOptions) -> Result<Result<Arc<Disk>, Error>, Failure> {
-    let mut runtime = look::runtime()?;
+    let mut runtime = inspect::runtime()?;
     let ring = runtime.ring().clone();
     let source = Source::Path(image.to_owned());
     Ok(runtime.block_on(Disk::open(&ring, source, options)))

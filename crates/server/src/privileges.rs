@@ -153,7 +153,7 @@ fn decide(
 /// * `vhost`: rings may be handed to the host kernel.
 /// * `kept`: the disks are kept for a successor.
 fn through_helper(plan: Plan, tasks: &Tasks, vhost: bool, kept: bool) -> (Plan, Option<String>) {
-    let helper = helper::ours::start(tasks);
+    let helper = helper::current::start(tasks);
     let is_ours = |front: &Path| helper.is_err() || !helper::is_for_helper(front);
     let sockets = tasks.fronts.iter().any(|front| is_ours(front));
     let plan = plan.calls(Calls { sockets, vhost, kept, ..Calls::default() });

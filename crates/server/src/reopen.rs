@@ -1,8 +1,8 @@
 //! Images of a process that was killed, opened again by the one that goes on.
 //!
-//! Promises: an image is opened when that process has let go of it, and not before; what it said
-//! while it was confined can keep an image from being opened, and opens none that it could not have
-//! opened itself.
+//! Promises: an image is opened when the locks of the killed process are free, and not before.
+//! State that it wrote while it was confined can prevent that an image is opened, but opens no
+//! image that the process could not have opened itself.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,22 +19,23 @@ use ringdisk_storage::Kind;
 use crate::open::reach;
 use crate::request::ImageRequest;
 
-/// How long the image of a process that was killed may stay locked: its storage has that long to
-/// take what is in flight.
+/// How long the image of a process that was killed may stay locked: the time that its storage has
+/// to finish writes in flight.
 pub const FREE: Duration = Duration::from_secs(60);
-/// How long a stop is put off for it: most often the locks go within milliseconds, and then the end
-/// is a clean one.
+/// How long a stop waits for these locks: most often they are free within milliseconds, and then
+/// the end is clean.
 pub const FREE_STOPPED: Duration = Duration::from_secs(2);
-/// After so long it is said what is waited for.
+/// After this time the log says that the process waits for the locks.
 const FREE_QUIET: Duration = Duration::from_secs(1);
-/// How often one looks.
+/// Pause between two attempts.
 const FREE_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Opens an image as soon as the process before this one has let go of it: its locks stay until the
-/// last write that it began has landed, and until then nothing may be read or carried out again.
+/// Opens an image as soon as the locks of the process before are free: the kernel keeps them until
+/// the last write of that process has completed, and until then nothing may be read or carried out
+/// again.
 ///
-/// * `timeout`: how long.
-/// * `open`: tries it.
+/// * `timeout`: how long to try.
+/// * `open`: opens the image.
 ///
 /// Errors: those of `open`; the image was not free by then, or not [`FREE_STOPPED`] after a signal
 /// came.
@@ -73,7 +74,7 @@ pub fn when_free(
     }
 }
 
-/// What the command line lets images be.
+/// The images that the command line allows.
 #[derive(Debug)]
 pub struct AllowedImages<'a> {
     /// `mount` or `disk`, for messages.
@@ -170,7 +171,7 @@ impl AllowedImages<'_> {
     pub fn may_be_top(&self) -> impl Fn(&Layer) -> Result<(), String> + Send + Sync + use<> {
         let confines = self.confines;
         let (reach, allowed) = (reach(self.request, self.image), self.allowed());
-        // A device keeps no mark by which the next process would know it.
+        // A device has no extended attribute that could mark it for the next process.
         let has_mark = |top: &Layer| top.file().is_some_and(|file| file.kind() == Kind::Regular);
         let is_taken =
             move |top: &Layer| allowed.has(top.name()) || has_mark(top) && reach.has(top.name());

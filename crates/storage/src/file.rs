@@ -12,9 +12,9 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use ringdisk_ring::{Errno, Fd, Ring};
 
 use crate::block_locks::BlockLocks;
+use crate::buffer_probe;
 use crate::kinds::{Kind, Limits};
 use crate::lock::Held;
-use crate::pages;
 use crate::retry::{Retry, is_passing, once};
 
 /// The largest offset that the kernel takes (loff_t); also keeps -1, "current position" for
@@ -82,7 +82,9 @@ impl File {
     /// As [`crate::Storage::probe_client_pages`].
     pub(crate) fn probe_client_pages(&self) -> bool {
         !self.limits.direct
-            || *self.pages.get_or_init(|| pages::are_safe(self.borrow(), self.len(), self.limits))
+            || *self
+                .pages
+                .get_or_init(|| buffer_probe::are_safe(self.borrow(), self.len(), self.limits))
     }
 
     /// The lock that is held.

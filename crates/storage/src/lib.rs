@@ -58,8 +58,10 @@
 #![deny(unsafe_code)]
 
 mod block_locks;
+mod buffer_probe;
 mod cause;
 mod custom;
+mod delegated_note;
 mod device_limits;
 mod endpoint;
 mod error;
@@ -68,17 +70,15 @@ mod failure;
 #[allow(unsafe_code)]
 mod ffi;
 mod file;
+mod file_name;
 mod holders;
 mod kinds;
-mod life;
 mod lock;
-mod names;
 mod nbd;
 mod open;
 mod opener;
 mod options;
-mod outside;
-mod pages;
+mod ownership;
 mod probe;
 mod read;
 mod reopen;
@@ -97,8 +97,8 @@ pub use endpoint::NbdEndpoint;
 pub use error::{Error, ErrorKind, words};
 pub use failure::Failure;
 pub use ffi::local_offset;
+pub use file_name::NameLost;
 pub use kinds::{Allocation, Kind, Limits, Lock, Preallocation};
-pub use names::NameLost;
 pub use nbd::{
     BadAddress, NBD_PORT, NBD_RECONNECT_DEFAULT, NbdAddress, NbdOptions, NbdServer, NbdTls,
 };

@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex};
 use std::task::Waker;
 use std::time::Instant;
 
+use crate::buckets::{Shared, lock};
 use crate::queue::Queue;
-use crate::shared::{Shared, lock};
 use crate::{Changed, Limits};
 
 /// Gets a group whose limits were changed.

@@ -33,17 +33,17 @@
 #![forbid(unsafe_code)]
 
 mod bucket;
-mod changed;
+mod buckets;
+mod changed_limits;
 mod group;
 mod limits;
 mod member;
 mod queue;
-mod shared;
 #[cfg(test)]
 mod tests;
 mod wait;
 
-pub use changed::Changed;
+pub use changed_limits::Changed;
 pub use group::{Group, Watch};
 pub use limits::{Limits, LimitsError, Rate, Rates};
 pub use member::{Lifted, Member, Waits};

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Waker;
 
 use crate::Kind;
-use crate::shared::Shared;
+use crate::buckets::Shared;
 
 /// A request that waits.
 #[derive(Debug)]

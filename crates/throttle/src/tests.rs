@@ -8,8 +8,8 @@ use std::task::{Context, Poll, Waker};
 use ringdisk_ring::{Config, Ring, Runtime};
 
 use super::*;
+use crate::buckets::lock;
 use crate::queue::{Queue, Ticket};
-use crate::shared::lock;
 
 /// Runs a task on a ring of its own.
 fn run<T>(task: impl AsyncFnOnce(Ring) -> T) -> T {

@@ -12,9 +12,9 @@ use std::time::Duration;
 use ringdisk_ring::{Ring, Sleep};
 
 use crate::Kind;
+use crate::buckets::lock;
 use crate::group::Group;
 use crate::queue::Ticket;
-use crate::shared::lock;
 
 /// Shortest sleep of a timekeeper, nanoseconds: what it sleeps too long is there for the requests
 /// after it, so it costs them nothing.

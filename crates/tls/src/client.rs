@@ -35,7 +35,7 @@ impl ClientTls {
         };
         let files = source.read(Side::Client)?;
         let Some(ca) = &files.ca else {
-            let file = source.shown("ca-cert.pem", "ca");
+            let file = source.display_name("ca-cert.pem", "ca");
             return wrong(format!(
                 "Unable to access credentials {file}: No such file or directory"
             ));

@@ -46,7 +46,7 @@ impl ServerTls {
     ) -> Result<ServerTls, SourceError> {
         let files = source.read(Side::Server)?;
         let missing = |name: &str, word: &str| {
-            let file = source.shown(name, word);
+            let file = source.display_name(name, word);
             wrong(format!("Unable to access credentials {file}: No such file or directory"))
         };
         let Some(cert) = &files.cert else { return missing("server-cert.pem", "cert") };

@@ -142,7 +142,7 @@ impl Source {
     }
 
     /// A file of this source as the user knows it, for a message that says that it is missing.
-    pub(crate) fn shown(&self, in_directory: &str, word: &str) -> String {
+    pub(crate) fn display_name(&self, in_directory: &str, word: &str) -> String {
         match self {
             Source::Directory(directory) => directory.join(in_directory).display().to_string(),
             Source::Files { .. } => format!("{word}=FILE"),

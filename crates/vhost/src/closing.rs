@@ -1,10 +1,10 @@
-//! Sockets are closed by threads that may wait for that.
+//! Threads that close sockets of front ends, since closing one may block.
 //!
-//! A Unix socket holds what was sent through it and not received, descriptors too; who closes its
-//! last descriptor closes those, and one of them may take as long as another process likes: a TCP
-//! socket with SO_LINGER, a file on FUSE. Front ends choose what is sent to us, also on sockets
-//! that we never read from. So neither control threads nor queue threads close sockets of front
-//! ends.
+//! A Unix socket holds messages that were sent and not received, with their descriptors. The thread
+//! that closes the last descriptor of the socket closes those, too, and another process can make
+//! that close block: a TCP socket with SO_LINGER, a file on FUSE. Front ends choose what is sent to
+//! us, also on sockets that we never read from. So neither control threads nor queue threads close
+//! sockets of front ends.
 //!
 //! Promises: [`close`] does not wait. At most [`THREADS_MAX`] threads close for an export; what
 //! comes while all of them wait is kept until one is free; the peer of a connection is told of its
@@ -19,23 +19,23 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use rustix::io::Errno;
 use rustix::net::{Shutdown, shutdown, sockopt};
 
-/// Threads that close at once.
+/// Most threads that close at the same time.
 const THREADS_MAX: usize = 16;
 /// Descriptors that may wait before no more are taken: one message has 253 at most.
 const WAITING_MAX: usize = 256;
 
-/// What is to be closed.
+/// A descriptor that is to be closed.
 #[derive(Debug, Default)]
 struct Waiting {
     fds: Vec<OwnedFd>,
     threads: usize,
 }
 
-/// What front ends of one export have made wait.
+/// Descriptors of front ends of one export that wait to be closed.
 #[derive(Debug, Default)]
 pub(crate) struct Waits {
     closing: Mutex<Waiting>,
-    /// Threads that ask a file system what it is.
+    /// Threads that ask a file system for its type.
     pub(crate) asking: AtomicU32,
 }
 
@@ -90,8 +90,8 @@ pub(crate) fn close(fd: OwnedFd) {
     waits().close(fd);
 }
 
-/// Whether so much waits to be closed that this thread's export should take nothing more from front
-/// ends.
+/// Whether so many descriptors wait to be closed that the export of this thread should take nothing
+/// more from front ends.
 pub(crate) fn is_full() -> bool {
     waits().closing().fds.len() >= WAITING_MAX
 }
@@ -123,7 +123,7 @@ impl Held {
         let _ = shutdown(self.as_fd(), Shutdown::Both);
     }
 
-    /// The descriptor, for who sees to it that dropping it does no harm.
+    /// The descriptor, for a caller that makes sure that closing it does not block.
     pub(crate) fn into_fd(mut self) -> OwnedFd {
         self.0.take().expect("it is there until it is dropped")
     }

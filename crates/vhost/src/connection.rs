@@ -21,7 +21,7 @@ mod peek;
 
 pub(crate) use peek::unconsumed;
 
-/// What a connection brought.
+/// The result of waiting on a connection.
 #[derive(Debug)]
 pub enum Received {
     /// A message, whole.
@@ -30,7 +30,7 @@ pub enum Received {
         header: Header,
         /// `header.size` bytes.
         payload: Vec<u8>,
-        /// What came with it. Dropping the last descriptor of a socket may wait.
+        /// Its descriptors. Dropping the last descriptor of a socket may block.
         fds: Vec<OwnedFd>,
     },
     /// The front end closed the connection between two messages.
@@ -45,7 +45,7 @@ pub enum Received {
 #[derive(Debug)]
 pub struct Connection {
     socket: Held,
-    /// What has arrived of the message that is arriving.
+    /// Bytes and descriptors of the message that is arriving.
     bytes: Vec<u8>,
     fds: Vec<Held>,
     started: Option<Instant>,
@@ -53,7 +53,7 @@ pub struct Connection {
     is_kept: bool,
 }
 
-/// What a look at the sockets found.
+/// The result of a poll of the sockets.
 enum Ready {
     Socket,
     Woken,
@@ -166,7 +166,7 @@ impl Connection {
         self.bytes.first_chunk().map(Header::parse)
     }
 
-    /// What is arriving, for messages.
+    /// The message that is arriving, as errors name it.
     fn name(&self) -> String {
         let request = self.header().map(|header| header.request);
         match request.map(|number| (Request::from_number(number), number)) {

@@ -11,18 +11,18 @@ use crate::blk::SERIAL_BYTES;
 use crate::blk::features;
 use crate::signals::Signals;
 
-/// What an I/O error of the image does, beside the answer that the guest gets.
+/// The effect of an I/O error of the image, beside the answer that the guest gets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnError {
-    /// It is counted and told; requests go on.
+    /// It is counted and logged; requests go on.
     #[default]
     Report,
     /// It also ends the export.
     Stop,
 }
 
-/// State of a device. Written by the control thread, but for what goes wrong; read by queue threads
-/// for each request: plain loads.
+/// State of a device. The control thread writes it, any thread its errors; queue threads read it
+/// for each request, by plain loads.
 #[derive(Debug)]
 pub(crate) struct Device {
     pub(crate) name: String,
@@ -39,33 +39,33 @@ pub(crate) struct Device {
     counts: Counts,
     /// Process of the front end that is connected; 0: none is, or it is not known.
     front_end_pid: AtomicU32,
-    /// Writes errors of the image down.
+    /// Logs errors of the image.
     errors: ClientErrors,
     /// Of the disk.
     events: Arc<Events>,
     signals: Arc<Signals>,
 }
 
-/// What went wrong, since the start of the export. Any thread; nothing of it is touched by a
-/// request that goes well.
+/// Counters of errors since the start of the export. Any thread; a request without an error touches
+/// none of them.
 #[derive(Debug, Default)]
 struct Counts {
     /// Requests answered with `VIRTIO_BLK_S_IOERR`.
     io_errors: AtomicU64,
     /// Operations on the image that failed.
     image_errors: AtomicU64,
-    /// Requests for what is not there.
+    /// Refused requests of the guest.
     refused: AtomicU64,
     /// Times that the device needed a reset.
     breaks: AtomicU64,
-    /// By [`Complaint`].
+    /// Messages to the log, by [`Complaint`].
     complaints: [AtomicU64; Complaint::COUNT],
 }
 
-/// What a front end, or its guest through it, can make us say as often as it likes.
+/// Messages to the log that a front end, or its guest, can cause as often as it likes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Complaint {
-    /// A message that was not done.
+    /// A message that the control thread refused.
     Refused,
     /// A connection that ended because of what came over it.
     Connection,
@@ -86,9 +86,9 @@ impl Complaint {
     const COUNT: usize = Complaint::Suspended as usize + 1;
 }
 
-/// Counts one more. Gives the count if it is one of those that are told: the first ten, then every
-/// 1000th, so that a guest cannot fill a log.
-fn told(counter: &AtomicU64) -> Option<u64> {
+/// Counts one more. Returns the count if it is to be logged: the first ten are, then every 1000th,
+/// so that a guest cannot fill a log.
+fn count_for_log(counter: &AtomicU64) -> Option<u64> {
     let count = counter.fetch_add(1, Ordering::Relaxed) + 1;
     (count <= 10 || count.is_multiple_of(1000)).then_some(count)
 }
@@ -159,7 +159,7 @@ impl Device {
         let mut kept = self.reason.lock().unwrap_or_else(PoisonError::into_inner);
         if kept.is_none() {
             // A guest can reset the device and break it again, as often as it likes.
-            if let Some(count) = told(&self.counts.breaks) {
+            if let Some(count) = count_for_log(&self.counts.breaks) {
                 let name = &self.name;
                 let event = "needs-reset";
                 tracing::error!(
@@ -167,7 +167,7 @@ impl Device {
                     event,
                     "{name}: the device needs a reset (time {count}): {reason}"
                 );
-                self.events.tell(event, reason.as_str());
+                self.events.emit(event, reason.as_str());
             }
             *kept = Some(reason);
         }
@@ -176,7 +176,7 @@ impl Device {
         self.signals.changed();
     }
 
-    /// Nothing is answered any more: the export ends (`--on-error stop`).
+    /// Stops all answers: the export ends (`--on-error stop`).
     pub(crate) fn give_up(&self) {
         self.gives_up.store(true, Ordering::Release);
         self.signals.wake();
@@ -220,17 +220,17 @@ impl Device {
         self.mend();
     }
 
-    /// An I/O error of the image; not all of them are told.
+    /// Counts an I/O error of the image, and logs some of them.
     pub(crate) fn image_error(&self, what: &'static str, offset: u64, len: u64, errno: Errno) {
         self.counts.image_errors.fetch_add(1, Ordering::Relaxed);
         self.errors.record(what, offset, Bytes(len), errno);
     }
 
-    /// The guest asked for what cannot be done; not all of these are told.
+    /// Counts a request of the guest that cannot be carried out, and logs some of them.
     ///
     /// * `sector`: as the guest names it, 512 bytes each.
     pub(crate) fn refused(&self, what: &str, sector: u64, why: &str) {
-        if let Some(count) = told(&self.counts.refused) {
+        if let Some(count) = count_for_log(&self.counts.refused) {
             let name = &self.name;
             tracing::warn!(
                 "{name}: {what} at sector {sector} is refused: {why} (refusal {count} of this disk)"
@@ -238,9 +238,9 @@ impl Device {
         }
     }
 
-    /// The front end did, or is, what is worth a line; not all of these are told.
+    /// Counts a complaint about the front end, and logs some of them.
     pub(crate) fn complain(&self, kind: Complaint, what: fmt::Arguments<'_>) {
-        if let Some(count) = told(&self.counts.complaints[kind as usize]) {
+        if let Some(count) = count_for_log(&self.counts.complaints[kind as usize]) {
             tracing::warn!("{}: {what} (time {count})", self.name);
         }
     }
@@ -258,7 +258,7 @@ impl Device {
         self.tell_of_front_end("client-came", pid, "has connected");
     }
 
-    /// It has gone.
+    /// The front end has gone.
     pub(crate) fn front_end_gone(&self) {
         let pid = self.front_end_pid.swap(0, Ordering::Relaxed);
         self.tell_of_front_end("client-gone", pid, "has gone");
@@ -268,10 +268,10 @@ impl Device {
         let (name, process) = (&self.name, (pid > 0).then(|| format!(" (process {pid})")));
         let text = format!("the front end{} {what}", process.unwrap_or_default());
         tracing::info!(disk = name, event, "{name}: {text}");
-        self.events.tell(event, text);
+        self.events.emit(event, text);
     }
 
-    /// How it is, for people.
+    /// The state of the device, for users.
     pub(crate) fn health(&self) -> Health {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         Health {
@@ -312,7 +312,7 @@ mod tests {
     #[test]
     fn a_guest_that_fails_for_ever_does_not_fill_a_log() {
         let counter = AtomicU64::new(0);
-        let shown: Vec<u64> = (0..5000).filter_map(|_| told(&counter)).collect();
+        let shown: Vec<u64> = (0..5000).filter_map(|_| count_for_log(&counter)).collect();
         assert_eq!(shown, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1000, 2000, 3000, 4000, 5000]);
     }
 }

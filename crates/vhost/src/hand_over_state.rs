@@ -7,9 +7,9 @@ use ringdisk_messages::state::{Versions, with_roles};
 use serde::{Deserialize, Serialize};
 
 use crate::closing::Held;
+use crate::descriptor_check::vet;
 use crate::protocol::VringAddress;
 use crate::session::{SavedVring, Session, SessionState};
-use crate::vet::vet;
 use crate::{Error, ErrorKind};
 
 /// Of the description.

@@ -24,7 +24,7 @@ pub fn is_inactive(state: &KeptState) -> bool {
 /// A kept export ends before it has gone on: its front end is disconnected.
 pub fn end(state: KeptState, mut keeper: Box<dyn Keeper>) {
     keeper.end();
-    // The holder may be slow to let go of its copies.
+    // The helper process may be slow to let go of its copies.
     let connection = open(state).ok().and_then(|mut state| state.one(Role::Connection));
     if let Some(connection) = connection.map(Held::from) {
         connection.end();

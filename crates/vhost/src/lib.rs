@@ -34,6 +34,7 @@ mod back_channel;
 mod blk;
 mod closing;
 mod connection;
+mod descriptor_check;
 mod device;
 pub mod export;
 mod hand_over_state;
@@ -43,7 +44,6 @@ pub mod session;
 mod signals;
 #[doc(hidden)]
 pub mod testing;
-mod vet;
 mod wire;
 mod worker;
 

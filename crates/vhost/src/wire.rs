@@ -11,16 +11,16 @@ use ringdisk_messages::Wait;
 use rustix::io::Errno;
 
 use crate::closing::Held;
-use crate::vet::vet;
+use crate::descriptor_check::vet;
 
-/// What one look at a socket found.
+/// The result of one read from a socket.
 #[derive(Debug)]
 pub(crate) struct Piece {
     /// Bytes; 0: the other side has closed.
     pub(crate) bytes: usize,
     /// There were more descriptors than fit, or than we may open.
     pub(crate) truncated: bool,
-    /// What a descriptor is that was not taken, since another process may answer for it.
+    /// The kind of a descriptor that was refused, since another process may answer for it.
     pub(crate) foreign: Option<&'static str>,
 }
 

@@ -11,7 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use ringdisk_daemon::helper::model;
-use ringdisk_daemon::keep::{sealed, slots};
+use ringdisk_daemon::keep::{sealed_state, slots};
 use ringdisk_daemon::upgrade::link;
 use ringdisk_disk::{Disk, HandOver, ImageOptions};
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -50,7 +50,7 @@ fn kept(input: &mut Input<'_>) {
             assert_eq!(slots::IMAGES.newest(&memory), Some((number + 1, b"next".to_vec())));
         }
     }
-    assert!(sealed::open(&memory.into()).is_err(), "it is not sealed");
+    assert!(sealed_state::open(&memory.into()).is_err(), "it is not sealed");
 }
 
 /// A handed, as bytes of the stream and as the words of a disk with descriptors.

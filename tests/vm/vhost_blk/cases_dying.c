@@ -3,7 +3,7 @@
  * The owner of a device is killed while its worker waits for a page of the guest. What was taken from the ring is answered, rightly; the rest is
  * there for the next owner; and each request is counted once.
  *
- * The page comes only when somebody gives it: userfaultfd. Nobody does, so the worker waits until the signal ends that, and whatever it did is
+ * The kernel gets the page only from the handler of a userfaultfd, which gives none. So the worker waits until the signal ends that, and whatever it did is
  * told that the page cannot be had. When the userfaultfd is closed the page is one of zeroes.
  */
 #define _GNU_SOURCE

@@ -228,7 +228,7 @@ static void check_died(struct guest *guest, pid_t child)
 
 /*
  * Disks of a file system that is frozen, many of them, all of whose zeroes wait: the kernel's threads that wait with them are limited, and the
- * disk of somebody else is served. One of them is killed.
+ * disk of another process is served. One of them is killed.
  */
 void test_stuck(struct disk *disk)
 {

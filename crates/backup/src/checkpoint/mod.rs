@@ -161,7 +161,7 @@ impl Checkpoint {
         for Begun { mut client, begin, lease, .. } in self.disks {
             let ended = end_one(&mut client, &begin.name, Some(begin.id), bitmaps);
             drop(lease);
-            let context = |failure: Failure| failure.context(format!("'{}'", client.shown()));
+            let context = |failure: Failure| failure.context(format!("'{}'", client.target_name()));
             let ended = ended.map(|_| ()).map_err(context);
             match (&result, ended) {
                 (Ok(()), ended) => result = ended,

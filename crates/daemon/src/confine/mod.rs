@@ -146,7 +146,7 @@ pub fn enter(plan: Plan) -> Result<String, Failure> {
     for why in &in_force.missing {
         terminal::warn(format_args!("the sandbox is not complete: {why}"));
     }
-    Ok(told(&in_force))
+    Ok(log_in_force(&in_force))
 }
 
 /// As [`enter`], for a process that must go on: what is missing, and was insisted on, is an error
@@ -169,7 +169,7 @@ pub fn enter_as_far_as_possible(plan: Plan, word: Confinement) -> String {
                     }
                 }
             }
-            told(&in_force)
+            log_in_force(&in_force)
         }
         Err(error) => {
             complain(&error);
@@ -178,8 +178,8 @@ pub fn enter_as_far_as_possible(plan: Plan, word: Confinement) -> String {
     }
 }
 
-/// What is in force, in words; they are logged, too.
-fn told(in_force: &InForce) -> String {
+/// Logs which parts of the sandbox are in force, and returns the text.
+fn log_in_force(in_force: &InForce) -> String {
     let in_force = format!("{in_force}, rings restricted");
     tracing::info!("sandbox: {in_force}");
     in_force

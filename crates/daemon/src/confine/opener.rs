@@ -37,7 +37,7 @@ pub(crate) struct FromInside;
 impl FromInside {
     /// Errors: those of the helper process; EACCES where there is none.
     fn ask(what: u8, id: Id, name: &[u8]) -> Result<Option<OwnedFd>, Errno> {
-        let ours = helper::ours::get().ok_or(Errno::ACCESS)?;
+        let ours = helper::current::get().ok_or(Errno::ACCESS)?;
         let mut fields = format!("{}\0{}", id.0, id.1).into_bytes();
         if !name.is_empty() {
             fields.push(0);
@@ -104,7 +104,7 @@ impl Opener for FromInside {
     }
 
     fn note(&self, file: BorrowedFd<'_>, line: &[u8], is_done: bool) -> Result<(), Errno> {
-        if helper::ours::get().is_none() {
+        if helper::current::get().is_none() {
             return Err(Errno::NOSYS);
         }
         let stat = fstat(file)?;
@@ -117,7 +117,7 @@ impl Opener for FromInside {
     }
 
     fn connect(&self, endpoint: &NbdEndpoint) -> Result<OwnedFd, Errno> {
-        let ours = helper::ours::get().ok_or(Errno::ACCESS)?;
+        let ours = helper::current::get().ok_or(Errno::ACCESS)?;
         let answer = ours.ask(CONNECT_NBD, endpoint.to_string().as_bytes()).map_err(|error| {
             tracing::warn!("the helper process does not answer: {error}");
             Errno::IO
@@ -274,7 +274,7 @@ impl HeldForDisk {
     /// Before and after a command that changes the chain.
     pub fn settle(&self, disk: &Disk) {
         self.are_now(self.needed(disk));
-        if helper::ours::get().is_none() {
+        if helper::current::get().is_none() {
             return;
         }
         // A command is over: what lies below is read only.
@@ -297,7 +297,7 @@ impl HeldForDisk {
     }
 
     fn are_now(&self, now: Vec<Id>) {
-        if helper::ours::get().is_none() {
+        if helper::current::get().is_none() {
             return;
         }
         let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
@@ -382,13 +382,13 @@ fn image_of(
 ///
 /// * `id`: device and inode number.
 pub fn is_held(id: Id) -> bool {
-    helper::ours::get().is_none() || FromInside::ask(READ, id, b"").is_ok()
+    helper::current::get().is_none() || FromInside::ask(READ, id, b"").is_ok()
 }
 
 /// Passes a user's word on to the helper process. Gives the file that it holds from now on: the
 /// target of a mirror or a backup. Inside.
 pub fn pass_on(word: &OwnedFd) -> Option<Id> {
-    let held = helper::ours::get()?.pass_on(word).map_err(|error| {
+    let held = helper::current::get()?.pass_on(word).map_err(|error| {
         tracing::debug!("the helper process does not take the word of a user: {error}");
     });
     held.ok().flatten()

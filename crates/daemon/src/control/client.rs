@@ -79,7 +79,7 @@ pub struct Client {
     /// Servers that have ended while a job was waited for.
     losses: u32,
     /// As the user named it.
-    shown: String,
+    target_name: String,
 }
 
 impl Client {
@@ -101,9 +101,9 @@ impl Client {
     /// * `shown`: the disk, for people.
     ///
     /// Errors: the server is gone, another user's, or does not answer us.
-    pub fn at(found: &Found, shown: &str, limit: Duration) -> Result<Client, Failure> {
+    pub fn at(found: &Found, target_name: &str, limit: Duration) -> Result<Client, Failure> {
         let stream = connect_now(&found.path).map_err(|error| {
-            let doing = format!("cannot reach the server of '{shown}'");
+            let doing = format!("cannot reach the server of '{target_name}'");
             Failure::system(doing, &error, Exit::Mountpoint)
         })?;
         let server = socket_peercred(stream.as_fd()).ok().map(|server| server.uid);
@@ -111,7 +111,7 @@ impl Client {
             let text = format!("another user's process listens on '{}'", found.path.display());
             return Err(Failure::new(Exit::Permission, text));
         }
-        let mut client = Client::of(stream, None, shown.to_owned(), limit);
+        let mut client = Client::of(stream, None, target_name.to_owned(), limit);
         client.greet(Instant::now() + limit, limit)?;
         Ok(client)
     }
@@ -131,7 +131,7 @@ impl Client {
         limit: Duration,
         is_dead_mount: impl Fn(&Path) -> bool,
     ) -> Result<Client, Failure> {
-        let shown = path.display();
+        let target_name = path.display();
         let deadline = Instant::now() + limit;
         // The mount table first: a look at the file itself would wait for a server that is stopped.
         let mountpoint = mountpoint::resolve(path);
@@ -150,18 +150,21 @@ impl Client {
                 (None, _) if is_address(path) => {
                     return Err(Failure::new(
                         Exit::Mountpoint,
-                        format!("no ringdisk of this user serves NBD clients at '{shown}'"),
+                        format!("no ringdisk of this user serves NBD clients at '{target_name}'"),
                     )
                     .hint("`ringdisk ps` lists what is served"));
                 }
                 (None, Err(_)) => {
                     mountpoint?;
-                    return Err(Failure::new(Exit::Mountpoint, format!("no such path: '{shown}'")));
+                    return Err(Failure::new(
+                        Exit::Mountpoint,
+                        format!("no such path: '{target_name}'"),
+                    ));
                 }
                 (None, Ok(_)) => {
                     return Err(Failure::new(
                         Exit::Mountpoint,
-                        format!("no disk of ringdisk is mounted on '{shown}'"),
+                        format!("no disk of ringdisk is mounted on '{target_name}'"),
                     )
                     .hint("`ringdisk ps` lists what is served"));
                 }
@@ -172,31 +175,32 @@ impl Client {
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused if is_dead() => {
                 dead(path, started(&name, owner))
             }
-            io::ErrorKind::WouldBlock => late(&shown.to_string(), limit, None),
+            io::ErrorKind::WouldBlock => late(&target_name.to_string(), limit, None),
             io::ErrorKind::NotFound if !is_mount && is_left(path) => stale(path),
             io::ErrorKind::NotFound => Failure::new(
                 Exit::Mountpoint,
                 format!(
-                    "the server of '{shown}' has no control socket that can be found from here"
+                    "the server of '{target_name}' has no control socket that can be found from \
+                     here"
                 ),
             )
             .hint("it may have been started with another XDG_RUNTIME_DIR, or by an older version"),
             io::ErrorKind::ConnectionRefused if !is_mount => stale(path),
             _ => Failure::system(
-                format!("cannot reach the server of '{shown}'"),
+                format!("cannot reach the server of '{target_name}'"),
                 &error,
                 Exit::Mountpoint,
             ),
         })?;
         let mountpoint = mountpoint.ok().filter(|_| is_mount);
-        Ok(Client::of(stream, mountpoint, shown.to_string(), limit))
+        Ok(Client::of(stream, mountpoint, target_name.to_string(), limit))
     }
 
     /// A connection that nothing was said on yet.
     fn of(
         stream: UnixStream,
         mountpoint: Option<PathBuf>,
-        shown: String,
+        target_name: String,
         limit: Duration,
     ) -> Client {
         // What we send fits into the socket's buffer; never for ever.
@@ -206,14 +210,23 @@ impl Client {
             server.is_some_and(|server| server.uid.is_root() || server.uid.as_raw() == user());
         let process = server.and_then(|server| pidfd_open(server.pid, PidfdFlags::empty()).ok());
         let (buffer, tells_end) = (Vec::new(), false);
-        Client { stream, process, buffer, tells_end, is_trusted, mountpoint, losses: 0, shown }
+        Client {
+            stream,
+            process,
+            buffer,
+            tells_end,
+            is_trusted,
+            mountpoint,
+            losses: 0,
+            target_name,
+        }
     }
 
     /// Hears what the server says at first.
     ///
     /// Errors: it does not until the deadline, or speaks another language.
     pub fn greet(&mut self, deadline: Instant, limit: Duration) -> Result<(), Failure> {
-        let whose = format!("the server of '{}'", self.shown);
+        let whose = format!("the server of '{}'", self.target_name);
         let line = match self.line(|| Instant::now() >= deadline) {
             Err(_) if Instant::now() >= deadline => return Err(self.late(limit)),
             line => line.map_err(|failure| failure.context(whose.clone()))?,
@@ -425,9 +438,9 @@ impl Client {
         known.unwrap_or(Exit::General.code())
     }
 
-    /// The disk, as the user named it.
-    pub fn shown(&self) -> &str {
-        &self.shown
+    /// The mount, socket or address, as the user named it.
+    pub fn target_name(&self) -> &str {
+        &self.target_name
     }
 
     /// Its number, where it can be seen.
@@ -438,7 +451,7 @@ impl Client {
 
     /// The server takes too long.
     fn late(&self, limit: Duration) -> Failure {
-        late(&self.shown, limit, self.server())
+        late(&self.target_name, limit, self.server())
     }
 
     /// Waits until the server has ended, at most for `time`. `None`: it has not.
@@ -482,10 +495,10 @@ impl Client {
             Some((exit, _)) if forced && exit == Exit::Forced.code() => Ok(()),
             Some((exit, text)) => Err(Failure::new(Exit::General, text)
                 .with_code(self.code_of(Some(exit)))
-                .context(format!("the server of '{}' has ended", self.shown))),
+                .context(format!("the server of '{}' has ended", self.target_name))),
             None if self.tells_end => Err(Failure::new(
                 Exit::Halted,
-                format!("the server of '{}' was killed, or crashed", self.shown),
+                format!("the server of '{}' was killed, or crashed", self.target_name),
             )
             .hint(
                 "what was written since the last flush may be lost, unless another process goes \

@@ -201,7 +201,7 @@ impl DiskControl {
     fn happened(&self, disk: &Disk, event: &'static str, text: &str) {
         let name = self.log_name();
         tracing::info!(disk = name, event, "{name}: {text}");
-        disk.events().tell(event, text);
+        disk.events().emit(event, text);
     }
 
     /// Errors: it is served no longer.

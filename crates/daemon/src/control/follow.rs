@@ -57,14 +57,14 @@ mod tests {
     #[test]
     fn a_follower_gets_what_happens_from_now_on_and_hears_of_what_it_lost() {
         let events = Arc::new(Events::default());
-        events.tell("io-error", "before");
+        events.emit("io-error", "before");
         let mut follower = Follower::new(Arc::clone(&events));
         assert!(follower.take().is_empty());
-        events.tell("disk-full", "a write failed");
+        events.emit("disk-full", "a write failed");
         let lines = follower.take();
         assert_eq!((&lines[0]["event"], &lines[0]["number"]), (&json!("disk-full"), &json!(1)));
         for _ in 0..1000 {
-            events.tell("io-error", "again");
+            events.emit("io-error", "again");
         }
         let lines = follower.take();
         assert_eq!(lines[0], json!({ "event": "lost", "count": 1000 - ringdisk_disk::EVENTS_MAX }));

@@ -22,7 +22,7 @@ use super::tasks::{
     ABORT, CONNECT, FORCE, HEAR, LAZY, MESSAGE_BYTES_MAX, NORMAL, Tasks, UNLINK, USERS,
 };
 use super::wire::{receive, send};
-use super::{line, process, speaker};
+use super::{inherited, manager, process};
 use crate::mount_users::Users;
 use crate::notify::Word;
 
@@ -30,7 +30,7 @@ use crate::notify::Word;
 #[derive(Debug)]
 pub struct Helper {
     line: Arc<Line>,
-    /// `None`: the helper is the parent, which ends after this process.
+    /// `None`: the helper process is the parent, which ends after this process.
     child: Mutex<Option<Child>>,
 }
 
@@ -94,11 +94,11 @@ impl fmt::Display for Line {
 }
 
 impl Helper {
-    /// Gives these tasks to the parent, if that is there for them, else to a new process.
+    /// Gives these tasks to the helper process that has started this server, else to a new one.
     ///
     /// Errors: those of the system; without `/proc` it cannot be done.
     pub fn start(tasks: &Tasks) -> io::Result<Helper> {
-        let of_parent = line::take().map(|line| Helper::with(line, None, tasks));
+        let of_parent = inherited::take().map(|line| Helper::with(line, None, tasks));
         match of_parent {
             Some(Ok(helper)) => return Ok(helper),
             Some(Err(error)) => tracing::warn!("the parent does not help: {error}"),
@@ -170,7 +170,7 @@ impl Helper {
     /// Lets it tell the service manager something. Does not wait: not for an order that takes its
     /// time either.
     pub fn say(&self, word: Word, text: &str) {
-        let order = speaker::order(word, text);
+        let order = manager::order(word, text);
         let pieces = [IoSlice::new(&order)];
         let sent = ringdisk_messages::send(&self.line.socket, &pieces, &[], Wait::Never);
         if let Err(errno) = sent {

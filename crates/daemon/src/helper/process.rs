@@ -1,5 +1,5 @@
-//! The helper as a process of its own, a child of the process that it is for. A server whose parent
-//! keeps a mount or disks has none: that parent is its helper ([`super::line`]).
+//! The helper process as a child of the server that it is for. A server with `--keep-mount` or
+//! `--keep` starts none: its parent is the helper process ([`super::inherited`]).
 //!
 //! Promises: it holds no descriptor of a mount or of a terminal; it ends with its parent, and
 //! signals to the group do not end it before that. One thread.
@@ -13,8 +13,8 @@ use std::{env, io};
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 
+use super::manager::Speaker;
 use super::session;
-use super::speaker::Speaker;
 use super::start::Role;
 
 /// The service manager's socket, which the helper makes its own of.
@@ -42,7 +42,7 @@ pub(super) fn start() -> io::Result<(OwnedFd, Child)> {
     Ok((ours, child))
 }
 
-/// Is the helper of the parent, until that one has ended. Gives the exit code.
+/// Carries out the tasks of the parent, until the parent has ended. Returns the exit code.
 pub fn run() -> u8 {
     let _ = rustix::thread::set_name(c"ringdisk-helper");
     // Away from the terminal's signals. Those that a service manager sends to all processes come

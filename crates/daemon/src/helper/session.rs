@@ -8,7 +8,7 @@ use std::io;
 use std::os::fd::AsFd;
 
 use super::answer::{Answer, DONE};
-use super::speaker::Speaker;
+use super::manager::Speaker;
 use super::tasks::{HEAR, Held, MESSAGE_BYTES_MAX, SAY, Tasks};
 use super::wire::{is_partial, receive, reply};
 

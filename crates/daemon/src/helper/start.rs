@@ -23,7 +23,7 @@ const MARK: &str = "RINGDISK_STARTED_AS";
 pub enum Role {
     /// It carries out the requests of its parent, which is confined.
     Helper,
-    /// It serves a mount that its parent keeps.
+    /// It serves a mount or disks that its parent, the helper process, keeps.
     Kept,
     /// It runs in the background, and its parent ends when it is ready.
     Background,

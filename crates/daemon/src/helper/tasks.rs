@@ -66,7 +66,7 @@ pub(crate) const CONNECT_NBD: u8 = b'O';
 pub(crate) const USERS: u8 = b'U';
 /// A user's word, in a descriptor: see [`super::approval`].
 pub(crate) const HEAR: u8 = b'H';
-/// Words for the service manager, without an answer: see [`super::speaker`].
+/// Words for the service manager, without an answer: see [`super::manager`].
 pub(crate) const SAY: u8 = b'W';
 
 /// What will have to be done.

@@ -1,9 +1,10 @@
 //! Disks of virtual machines that outlive the process that serves them (`serve --keep`).
 //!
-//! Promises: at every moment at which the server may be killed, the holder ([`super::holder`]) has
-//! the connection of each front end and all that it has lent; the successor goes on with them. The
-//! state that was sealed at the start says which images a disk has; the successor judges what the
-//! server said later as it judges what a front end says. Control path.
+//! Promises: at every moment at which the server may be killed, the helper process
+//! ([`super::supervisor`]) has the connection of each front end and all that it has lent; the
+//! successor goes on with them. The state that was sealed at the start says which images a disk
+//! has; the successor judges what the server said later as it judges what a front end says. Control
+//! path.
 //!
 //! Of disk `N` are kept: what was sealed (`ringdisk-origin-N`), its images
 //! (`ringdisk-images-N`), the state of its export (`ringdisk-export-N`; empty: it has ended), and
@@ -36,11 +37,11 @@ const EXPORT: &str = "ringdisk-export-";
 
 /// Descriptors of a disk that come and go, at most: 700 of one with 509 regions of memory and 64
 /// virtqueues, which a successor gives anew before it takes the old ones back, and those that the
-/// holder has not closed yet.
+/// helper process has not closed yet.
 const LATE_MAX: usize = 2048;
 
-/// Descriptors that the holder has besides, with those of one message: its own, and those of the
-/// helper that it is, too (images, names that go at the end).
+/// Descriptors that the helper process has besides, with those of one message: its own, and those
+/// for tasks (images, names that it removes at the end).
 const OTHERS: usize = 128 + ringdisk_messages::DESCRIPTORS_MAX;
 
 /// Descriptors of one of several disks that come and go, at most. Both processes have the same
@@ -51,7 +52,7 @@ fn late_max(disks: usize) -> usize {
     share.map_or(LATE_MAX, |share| share.min(LATE_MAX))
 }
 
-/// Those of them that a serving process may give: a quarter is for what is not closed yet.
+/// How many of them a server may send: a quarter is for those that are not closed yet.
 fn parked_max(disks: usize) -> usize {
     late_max(disks) / 4 * 3
 }
@@ -59,13 +60,13 @@ fn parked_max(disks: usize) -> usize {
 /// What this process is.
 #[derive(Debug)]
 pub enum Role {
-    /// It serves, and its parent keeps the disks.
+    /// It serves, and the helper process keeps the disks.
     Serves(KeptDisks),
-    /// It keeps the disks, and another one serves.
+    /// It is the helper process, and has started a server.
     Holds,
 }
 
-/// Who serves and who keeps the disks of `serve --keep`.
+/// Decides whether this process serves the disks of `serve --keep`, or is their helper process.
 ///
 /// * `count`: disks.
 ///
@@ -80,34 +81,34 @@ pub fn role(count: usize) -> Result<Role, Failure> {
     if !Started::Kept.is_ours() {
         return Ok(Role::Holds);
     }
-    let (notify, holder, parked) = link::enter("disks")?;
+    let (notify, helper, parked) = link::enter("disks")?;
     let notify = Arc::new(notify);
     let found = found(parked, count, &notify)?;
-    Ok(Role::Serves(KeptDisks { notify, holder, count, found }))
+    Ok(Role::Serves(KeptDisks { notify, helper, count, found }))
 }
 
-/// The serving side.
+/// The kept disks, in the server.
 #[derive(Debug)]
 pub struct KeptDisks {
-    /// The process that keeps the disks, which hears how we are.
+    /// Reports to the helper process how the server is.
     pub notify: Arc<Notify>,
-    holder: OwnedFd,
-    /// Disks.
+    helper: OwnedFd,
+    /// Number of disks.
     count: usize,
-    /// The disks of a process that was killed, in their order.
+    /// Disks of a server that was killed, in their order.
     found: Option<Vec<FoundDisk>>,
 }
 
 /// One disk of a process that was killed.
 #[derive(Debug)]
 pub struct FoundDisk {
-    /// What it was begun with.
+    /// The state that was sealed at its start.
     pub first: State,
-    /// Its images now.
+    /// The newest state of its images.
     pub images: StateFile,
-    /// Its export; `None`: it has ended.
+    /// The newest state of its export; `None`: the export has ended.
     pub export: Option<KeptState>,
-    /// Takes what is kept from now on.
+    /// Keeps the state of the export from now on.
     pub keeper: Box<dyn Keeper>,
     /// Descriptors of its jobs, by their numbers.
     pub late: Vec<(u64, OwnedFd)>,
@@ -124,17 +125,17 @@ struct DiskKeeper {
     memory: File,
     /// The number of the newest state.
     number: u64,
-    /// Numbers of the descriptors that the holder has.
+    /// Numbers of the descriptors that the helper process has.
     parked: HashSet<u64>,
-    /// So many at most.
+    /// Most descriptors that the helper process takes for this disk.
     parked_max: usize,
     is_ended: bool,
-    /// To go on with the disk, where it is an export of its own.
+    /// The right to go on with the disk, where it is an export of its own.
     right: Option<Succession>,
 }
 
 impl DiskKeeper {
-    /// The holder needs them no longer.
+    /// Asks the helper process to close these descriptors.
     fn release_all(&mut self) {
         for number in std::mem::take(&mut self.parked) {
             self.notify.unstore(&self.name(number));
@@ -148,12 +149,12 @@ impl DiskKeeper {
 
 impl Keeper for DiskKeeper {
     fn park(&mut self, number: u64, descriptor: BorrowedFd<'_>) -> io::Result<()> {
-        // The holder would not take it, and not say so.
+        // The helper process would drop it without an answer.
         if self.parked.len() >= self.parked_max {
             let text = format!("more than {} descriptors", self.parked_max);
             return Err(io::Error::new(io::ErrorKind::QuotaExceeded, text));
         }
-        // A message that is in the holder's socket is there, whatever becomes of this process.
+        // A message in the socket reaches the helper process, even if this process is killed now.
         kept_or_alone(self.notify.store(&self.name(number), descriptor))?;
         self.parked.insert(number);
         Ok(())
@@ -189,7 +190,7 @@ impl Keeper for DiskKeeper {
     }
 }
 
-/// An export that ends without a kill, however it does, is not gone on with.
+/// When an export ends without a kill, in whatever way, no next server goes on with it.
 impl Drop for DiskKeeper {
     fn drop(&mut self) {
         if !std::thread::panicking() {
@@ -199,12 +200,12 @@ impl Drop for DiskKeeper {
 }
 
 impl KeptDisks {
-    /// The disks to go on with, if there are any.
+    /// Disks of a killed server to go on with, if there are any.
     pub fn take_found(&mut self) -> Option<Vec<FoundDisk>> {
         self.found.take()
     }
 
-    /// Signals are taken from now on.
+    /// Tells the helper process that this server handles signals from now on.
     pub fn listens(&self) {
         self.notify.status("opening the images");
     }
@@ -213,7 +214,7 @@ impl KeptDisks {
     ///
     /// * `right`: to go on with it, if it is an export of its own.
     ///
-    /// Errors: memory is short; the holder is gone.
+    /// Errors: memory is short; the helper process is gone.
     pub fn keep(
         &self,
         disk: usize,
@@ -242,7 +243,7 @@ impl KeptDisks {
     ///
     /// * `is_upgrade`: another process serves the disk until [`Succession::is_ours`].
     ///
-    /// Errors: no descriptor is left; the holder is gone.
+    /// Errors: no descriptor is left; the helper process is gone.
     pub fn keep_succession(&self, disk: usize, is_upgrade: bool) -> Result<Succession, Failure> {
         let succession = Succession::of_start(is_upgrade).map_err(|error| cannot(&error))?;
         self.notify
@@ -251,9 +252,9 @@ impl KeptDisks {
         Ok(succession)
     }
 
-    /// Keeps what the images of a new disk are.
+    /// Keeps the state of the images of a new disk.
     ///
-    /// Errors: memory is short; the holder is gone.
+    /// Errors: memory is short; the helper process is gone.
     pub fn keep_images(&self, disk: usize, state: State) -> Result<StateFile, Failure> {
         let origin = state.seal().map_err(|error| cannot(&error))?;
         let images = StateFile::make().map_err(|error| cannot(&error))?;
@@ -267,29 +268,30 @@ impl KeptDisks {
         Ok(images)
     }
 
-    /// What another process served is ours: when this one is killed, the next one goes on with it,
-    /// although nothing was ready yet.
+    /// Tells the helper process that this server owns what the predecessor served: when this server
+    /// is killed now, the next one goes on with it, although nothing was ready yet.
     pub fn took_over(&self) {
         self.notify.say(Word::TookOver, "");
     }
 
-    /// What keeps the jobs of a disk.
+    /// Keeps the jobs of a disk.
     ///
     /// * `images`: its state.
     pub fn keep_jobs(&self, disk: usize, images: &StateFile) -> KeptJobs {
         KeptJobs::new(&self.notify, disk, images.clone())
     }
 
-    /// Everything of the start is kept. When this returns, the process may be killed.
+    /// Waits until the helper process has all descriptors of the start. When this returns, the
+    /// server may be killed.
     ///
-    /// Errors: the holder does not answer.
+    /// Errors: the helper process does not answer.
     pub fn is_kept(&self) -> Result<(), Failure> {
         self.notify.barrier().map_err(|error| cannot(&error))
     }
 
-    /// Calls `say` when the process that keeps the disks is gone: no other is started from then on.
+    /// Calls `say` when the helper process has ended: no next server is started from then on.
     pub fn watch(&self, say: impl FnOnce() + Send + 'static) {
-        link::watch(&self.holder, say);
+        link::watch(&self.helper, say);
     }
 }
 
@@ -320,7 +322,7 @@ fn found(
                 continue;
             }
         };
-        // Which one was sealed at the start cannot be told.
+        // With two of them it is unknown which one was sealed at the start.
         if place.replace(descriptor).is_some() {
             let what = format!("of disk {disk} two descriptors '{name}' were kept");
             return Err(Failure::new(Exit::General, what));
@@ -341,12 +343,12 @@ enum Part {
     Origin,
     Images,
     Export,
-    /// One with a number, which the state of the export names.
+    /// A descriptor with a number, which the state of the export names.
     Late(u64),
 }
 
 impl Part {
-    /// The number of the disk, and what it is of it.
+    /// The number of the disk in a name, and which part of the disk it names.
     fn of(name: &str) -> Option<(usize, Part)> {
         for (prefix, part) in
             [(ORIGIN, Part::Origin), (IMAGES, Part::Images), (EXPORT, Part::Export)]
@@ -402,16 +404,14 @@ impl Parts {
             right: succession.as_ref().and_then(|right| right.try_clone().ok()),
         };
         let export = KeptState { words, descriptors: late };
-        // A successor has it, or it has ended.
+        // A successor has the disk, or the disk has ended.
         let export = Some(export).filter(|export| !export.words.is_empty() && !was_given);
         let keeper = Box::new(keeper);
         Ok(FoundDisk { first, images, export, keeper, late: of_jobs, succession })
     }
 }
 
-/// Disks, as the process that holds them knows them.
-///
-/// How many they are.
+/// Kept disks, as the helper process knows them: their number.
 #[derive(Debug)]
 pub struct HeldDisks(pub usize);
 

@@ -1,6 +1,6 @@
 //! What the helper process holds for the next server: a mount, or disks.
 //!
-//! Promises: plain values and one trait; [`super::holder`] does the holding.
+//! Promises: plain values and one trait; [`super::supervisor`] holds the descriptors.
 
 use super::link::Named;
 

@@ -1,8 +1,8 @@
-//! A mount, as the process that holds it knows it.
+//! A mount, as the helper process that keeps it knows it.
 //!
 //! Promises: what the serving process says of the mount counts only for the place where the mount
-//! was asked for: that process reads what others wrote, and is in a sandbox, which the holder is
-//! not.
+//! was asked for: that process reads what others wrote, and is in a sandbox, which the helper
+//! process is not.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};

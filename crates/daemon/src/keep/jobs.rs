@@ -26,8 +26,8 @@ pub(super) fn is_of_job(number: u64) -> bool {
     number >= FIRST
 }
 
-/// Whether a descriptor was kept, or nobody is there any more who could: then what is served goes
-/// on as one that is not kept.
+/// Whether a descriptor was kept. Also where the helper process has ended: then the mount or disk
+/// is served on without being kept.
 ///
 /// Errors: it was not kept, for another reason.
 pub(super) fn kept_or_alone(stored: io::Result<()>) -> io::Result<()> {
@@ -44,7 +44,7 @@ pub struct KeptJobs {
     disk: usize,
     state: StateFile,
     next: AtomicU64,
-    /// Descriptors of the process before, which no state names from the next one on.
+    /// Descriptors of the process before, which the next state no longer names.
     old: Mutex<Vec<u64>>,
 }
 

@@ -1,11 +1,11 @@
-//! Between the process that keeps a mount and the one that serves it: a socket pair, whose end is
-//! the serving process's standard input.
+//! The socket pair between a helper process that keeps a mount or disks and the server that it has
+//! started, whose standard input is one end of it.
 //!
 //! Promises: no descriptor goes to any other process; everything received is close-on-exec; when
 //! one of the two ends, however, the other sees the end of the socket. To the serving process go
 //! the parked descriptors with their names (`FDNAMES=a:b`), in as many messages as it takes
-//! (`MORE=1` before the last one), the first of all being the line to the helper, which this parent
-//! is, too; from it come those of sd_notify(3).
+//! (`MORE=1` before the last one), the first of all being the socket for its tasks, which the
+//! helper process carries out, too; from it come those of sd_notify(3).
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -16,11 +16,11 @@ use ringdisk_messages::{Message, Wait};
 use rustix::io::Errno;
 
 use crate::failure::{Exit, Failure};
-use crate::helper::line;
+use crate::helper::inherited;
 use crate::helper::start::{Role, take_socket};
 use crate::notify::{Notify, watch as sign_of_life};
 
-/// Set when a service manager listens to the parent.
+/// Set when a service manager listens to the helper process.
 const MANAGED: &str = "RINGDISK_MANAGED";
 /// Longest message, bytes: names of all descriptors, or a line about a mount with a long path.
 const MESSAGE_BYTES_MAX: usize = 16 << 10;
@@ -28,7 +28,7 @@ const MESSAGE_BYTES_MAX: usize = 16 << 10;
 /// Descriptors that go with one message, with names of 50 bytes.
 const LOT: usize = 200;
 
-/// The name of the line to the helper.
+/// The name of the socket for tasks.
 const LINE: &str = "ringdisk-helper";
 
 /// Descriptors with their names.
@@ -117,10 +117,10 @@ fn receive_parked(socket: BorrowedFd<'_>) -> io::Result<Named> {
     }
 }
 
-/// Takes the line to the helper out of what came from the parent.
+/// Takes the socket for tasks out of what came from the helper process.
 fn take_line(parked: &mut Named) {
     if let Some(at) = parked.iter().position(|(name, _)| name == LINE) {
-        line::put(parked.remove(at).1);
+        inherited::put(parked.remove(at).1);
     }
 }
 

@@ -7,25 +7,26 @@
 //! Which process keeps them ([`role`]):
 //! - a service manager with a place for descriptors (`FDSTORE=1` of sd_notify(3)), which gives them
 //!   to the next process it starts (`LISTEN_FDS`);
-//! - else a parent of our own ([`holder`]), which starts the next process itself, and is the helper
-//!   process of each ([`crate::helper`]).
+//! - else the helper process ([`supervisor`]): the parent of the server, which starts the next one
+//!   itself and carries out the tasks of each ([`crate::helper`]).
 //!
-//! The server speaks to both in the same words (`notify.rs`); only the way back differs. The parent
-//! keeps disks always ([`disks`]): their descriptors come and go while they are served.
+//! The server speaks to both in the same words (`notify.rs`); only the way back differs. Disks are
+//! always kept by the helper process ([`disks`]): their descriptors come and go while they are
+//! served.
 
 mod closer;
 pub mod disks;
+mod forwarded_signals;
 mod held;
 mod held_mount;
-mod helping;
-pub mod holder;
 pub mod jobs;
 mod link;
-mod passed_on;
-pub mod sealed;
+pub mod sealed_state;
 pub mod slots;
 mod state;
 pub mod succession;
+pub mod supervisor;
+mod task_thread;
 
 use std::fs::File;
 use std::io;
@@ -79,8 +80,8 @@ pub struct Found {
 pub struct Kept {
     /// The process that keeps the mount, which hears how we are.
     pub notify: Arc<Notify>,
-    /// The holder's socket: it ends with the holder.
-    holder: Option<OwnedFd>,
+    /// The helper process's socket: it ends with the helper process.
+    helper: Option<OwnedFd>,
     state: StateFile,
     found: Option<Box<Resumed>>,
     /// Descriptors of the jobs of the process before, by their numbers.
@@ -93,15 +94,15 @@ pub struct Kept {
 
 /// Who keeps the mount of `--keep-mount`.
 ///
-/// * `needs_holder`: a service manager cannot start the next process: this one is to run in the
+/// * `needs_helper`: a service manager cannot start the next process: this one is to run in the
 ///   background, or takes the mount over from another one.
 /// * `queues`: connections that the mount has at most, each with a descriptor.
 ///
 /// Errors: `Unsupported` over io_uring; what was parked cannot be used.
-pub fn role(needs_holder: bool, queues: usize) -> Result<Role, Failure> {
+pub fn role(needs_helper: bool, queues: usize) -> Result<Role, Failure> {
     if Started::Kept.is_ours() {
-        let (notify, holder, parked) = link::enter("mount")?;
-        return Ok(Role::Serves(Kept::new(notify, Some(holder), found(parked)?)?));
+        let (notify, helper, parked) = link::enter("mount")?;
+        return Ok(Role::Serves(Kept::new(notify, Some(helper), found(parked)?)?));
     }
     if Started::Kept.is_orphaned() {
         return Err(Failure::new(
@@ -121,7 +122,7 @@ pub fn role(needs_holder: bool, queues: usize) -> Result<Role, Failure> {
         let _ = notify.barrier();
     }
     // What is kept stays where it is, whether or not there would be room for more.
-    if found.is_none() && (needs_holder || !manager_keeps(queues)) {
+    if found.is_none() && (needs_helper || !manager_keeps(queues)) {
         return Ok(Role::Holds);
     }
     Ok(Role::Serves(Kept::new(notify, None, found)?))
@@ -204,7 +205,7 @@ impl Found {
 impl Kept {
     fn new(
         notify: Notify,
-        holder: Option<OwnedFd>,
+        helper: Option<OwnedFd>,
         mut found: Option<Found>,
     ) -> Result<Kept, Failure> {
         let right = found.as_mut().and_then(|found| found.right.take());
@@ -214,7 +215,7 @@ impl Kept {
             Some((state, found, late)) => (state, Some(Box::new(found)), late),
             None => (StateFile::make().map_err(cannot)?, None, Vec::new()),
         };
-        Ok(Kept { notify: Arc::new(notify), holder, state, found, late, right, names: Vec::new() })
+        Ok(Kept { notify: Arc::new(notify), helper, state, found, late, right, names: Vec::new() })
     }
 
     /// The mount to go on with, if there is one.
@@ -242,7 +243,7 @@ impl Kept {
 
     /// Whether a process of ours keeps the mount: it also has the pid file.
     pub fn has_holder(&self) -> bool {
-        self.holder.is_some()
+        self.helper.is_some()
     }
 
     /// The lock that says that the mount is served, if the process before us took it.
@@ -327,8 +328,8 @@ impl Kept {
     /// Calls `say` when the process that keeps the mount is gone: nobody starts another one from
     /// then on.
     pub fn watch(&self, say: impl FnOnce() + Send + 'static) {
-        if let Some(holder) = &self.holder {
-            link::watch(holder, say);
+        if let Some(helper) = &self.helper {
+            link::watch(helper, say);
         }
     }
 

@@ -4,7 +4,7 @@
 //! Promises: a successor reads the newest state that was written whole, at whatever moment the
 //! server was killed, and refuses a state of another version in words. From the state of a confined
 //! server it takes the images and the limits only ([`State::with_what_changes_of`]), and everything
-//! else from the state that was sealed at the start ([`super::sealed`]). Control path.
+//! else from the state that was sealed at the start ([`super::sealed_state`]). Control path.
 //!
 //! The memory is a memfd that is parked beside the descriptors of the mount. Its first page is the
 //! [`FileRecord`]; two slots follow, which take turns ([`super::slots`]), for JSON.
@@ -25,7 +25,7 @@ use ringdisk_throttle::Changed;
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde::{Deserialize, Serialize};
 
-use super::{sealed, slots};
+use super::{sealed_state, slots};
 use crate::confine::{self, Reach};
 use crate::control::jobs::keeper::KeptJob;
 use crate::failure::{Exit, Failure, words};
@@ -183,14 +183,14 @@ impl State {
     ///
     /// Errors: memory is short.
     pub(crate) fn seal(&self) -> io::Result<File> {
-        sealed::seal(VERSIONS.to_text(self)?.as_bytes())
+        sealed_state::seal(VERSIONS.to_text(self)?.as_bytes())
     }
 
     /// What was sealed.
     ///
     /// Errors: the mount was made by another version; memory that is not sealed.
     pub(crate) fn sealed(memory: &OwnedFd) -> Result<State, Failure> {
-        let text = sealed::open(memory).map_err(|error| {
+        let text = sealed_state::open(memory).map_err(|error| {
             refuse(format!("what it was made with cannot be read ({})", words(&error)))
         })?;
         parse(&text)

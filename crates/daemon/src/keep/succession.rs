@@ -1,11 +1,13 @@
 //! Which process goes on with something that is kept: the successor that takes it over
-//! (`--upgrade`), or the next server of its holder, when the server before was killed meanwhile.
+//! (`--upgrade`), or the next server of its helper process, when the server before was killed
+//! meanwhile.
 //!
 //! Promises: one of the two does, whenever a process is killed. The right to go on is the count of
-//! an eventfd that the holder, the server and the successor have: the process that reads it has the
-//! right, and no other one gets it after that. A holder that has read it makes a new one for the
-//! server that it starts. The holder of a successor has one from the beginning that nobody can
-//! claim; it counts as soon as the successor has claimed that of the process before. Control path.
+//! an eventfd that the helper process, the server and the successor have: the process that reads it
+//! has the right, and no other one gets it after that. A helper process that has read it makes a
+//! new one for the server that it starts. The helper process of a successor has one from the
+//! beginning that nobody can claim; it counts as soon as the successor has claimed that of the
+//! process before. Control path.
 
 use std::fs;
 use std::io::{self, IoSliceMut};
@@ -20,14 +22,14 @@ use serde_json::Value;
 
 use super::held::LATE;
 
-/// Its number among the descriptors of a disk that come and go; jobs have the numbers above
-/// ([`super::jobs`]), and an export those from 1 on.
+/// The number of the eventfd among the descriptors of a disk that come and go; jobs have the
+/// numbers above ([`super::jobs`]), and an export those from 1 on.
 pub(super) const NUMBER: u64 = (1 << 48) - 1;
 
-/// In place of an offset, for what has none (preadv2(2)).
+/// The offset for preadv2(2) on a file that has no offsets.
 const CURRENT: u64 = u64::MAX;
 
-/// In the description of an export that is handed over.
+/// Field of the state of an export that is handed over.
 const KEY: &str = "succession";
 
 /// A successor that has taken something over claims the right to it within this time, unless it was
@@ -43,7 +45,7 @@ const EVENTFD: &[u8] = b"anon_inode:[eventfd]";
 pub struct Succession(OwnedFd);
 
 impl Succession {
-    /// One for what is to be kept from now on.
+    /// A right for an export that is kept from now on.
     ///
     /// * `is_upgrade`: another process serves it until [`Succession::is_ours`].
     ///
@@ -52,30 +54,31 @@ impl Succession {
         if is_upgrade { Succession::of_a_successor() } else { Succession::make() }
     }
 
-    /// A new one, which no process has claimed.
+    /// A new right, which no process has claimed.
     ///
     /// Errors: no descriptor is left.
     pub(crate) fn make() -> io::Result<Succession> {
         Ok(Succession(eventfd(1, EventfdFlags::CLOEXEC)?))
     }
 
-    /// One that counts as claimed until [`Succession::is_ours`]: another process serves.
+    /// A right that counts as claimed until [`Succession::is_ours`]: another process serves.
     ///
     /// Errors: no descriptor is left.
     pub(super) fn of_a_successor() -> io::Result<Succession> {
         Ok(Succession(eventfd(0, EventfdFlags::CLOEXEC)?))
     }
 
-    /// What another process served is ours. Once, of what [`Succession::of_a_successor`] has made.
+    /// This process owns what another one served. Called once, on a right that
+    /// [`Succession::of_a_successor`] has made.
     pub fn is_ours(&self) {
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
     }
 
-    /// The one behind a descriptor of another process, which may have been taken over.
+    /// The right behind a descriptor that another process has sent, which an attacker may control.
     ///
     /// Errors: it is no eventfd.
     pub(crate) fn of(descriptor: OwnedFd) -> io::Result<Succession> {
-        // The kernel answers this by itself, whatever is behind the descriptor.
+        // The kernel answers this without the file system behind the descriptor.
         let name = fs::read_link(format!("/proc/self/fd/{}", descriptor.as_raw_fd()))?;
         if name.as_os_str().as_encoded_bytes() != EVENTFD {
             return Err(io::ErrorKind::InvalidData.into());
@@ -83,25 +86,26 @@ impl Succession {
         Ok(Succession(descriptor))
     }
 
-    /// Whether this process goes on. The answer is final for all processes.
+    /// Claims the right. Returns whether this process has it; the answer is final for all
+    /// processes.
     pub(crate) fn claim(&self) -> bool {
         let mut count = [0_u8; 8];
         let mut claim = || {
-            // Whatever other processes have made of its flags, this does not wait.
+            // RWF_NOWAIT: does not wait, even where another process has cleared O_NONBLOCK.
             let (mut into, flags) = ([IoSliceMut::new(&mut count)], ReadWriteFlags::NOWAIT);
             preadv2(&self.0, &mut into, CURRENT, flags)
         };
         rustix::io::retry_on_intr(&mut claim).is_ok()
     }
 
-    /// Whether a process has claimed it.
+    /// Whether a process has claimed the right.
     pub(crate) fn is_claimed(&self) -> bool {
         let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
         poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready == 0)
     }
 
-    /// Whether a process has claimed it, or does so within moments, as a successor does that was
-    /// not killed. Waits for a second at most.
+    /// Waits, for a second at most, until a process has claimed the right, as a successor does that
+    /// was not killed. Returns whether one has.
     pub(super) fn is_claimed_soon(&self) -> bool {
         let begun = Instant::now();
         while !self.is_claimed() {
@@ -113,7 +117,7 @@ impl Succession {
         true
     }
 
-    /// Another descriptor of it.
+    /// Another descriptor of the eventfd.
     ///
     /// Errors: no descriptor is left.
     pub(crate) fn try_clone(&self) -> io::Result<Succession> {
@@ -146,7 +150,7 @@ pub(crate) fn pack(state: &mut HandOverState, right: &Succession) -> Result<(), 
     Ok(())
 }
 
-/// Takes it out of the state again. `None`: the export is not kept.
+/// Takes the right out of the state again. `None`: the export is not kept.
 ///
 /// Errors: the descriptor is missing, or another one.
 pub(crate) fn unpack(state: &mut HandOverState) -> Result<Option<Succession>, String> {
@@ -163,7 +167,7 @@ pub(crate) fn unpack(state: &mut HandOverState) -> Result<Option<Succession>, St
     Ok(Some(Succession::of(right).map_err(other)?))
 }
 
-/// The name under which the holder has that of a disk.
+/// The name under which the helper process stores the right of a disk.
 pub(super) fn name_of(disk: usize) -> String {
     format!("{LATE}{disk}-{NUMBER}")
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use super::Entry;
 use crate::job_text;
 use crate::size::human_size;
-use crate::when::long_time;
+use crate::timestamp::long_time;
 
 /// The headings, of columns in this order.
 const HEADINGS: [&str; 8] = ["PID", "USER", "STATE", "SINCE", "SIZE", "WHERE", "IMAGE", "USED BY"];

@@ -8,13 +8,13 @@
 //! [`Wanted::of`] when the words are read, [`Wanted::decide`] when the images are open,
 //! [`Decision::enter`] at the end.
 
-mod judge;
+mod image_access;
 mod names;
-mod requested;
+mod option;
 
 use names::Identity;
 pub use names::{members_of, number_of, user_name};
-pub use requested::RequestedUser;
+pub use option::RequestedUser;
 use ringdisk_disk::Disk;
 use ringdisk_sandbox::{Plan, User, become_user};
 
@@ -79,12 +79,12 @@ impl Wanted {
             Wanted::AsIs => Ok(Decision::default()),
             Wanted::Root => Ok(Decision::stays("--user root")),
             Wanted::Auto if word == Confinement::Off => Ok(Decision::stays("--sandbox off")),
-            Wanted::Auto => Ok(match judge::owner(disks) {
+            Wanted::Auto => Ok(match image_access::owner(disks) {
                 Ok(owner) => Decision { becomes: Some(owner), ..Decision::default() },
                 Err(why) => Decision::stays(why),
             }),
             Wanted::Is(user) => {
-                match judge::may_open(&user, disks) {
+                match image_access::may_open(&user, disks) {
                     Ok(Ok(())) => {}
                     Ok(Err(why)) => terminal::warn(format_args!(
                         "{why}: it is open now, and commands that open it again (ctl commit and \

@@ -28,7 +28,7 @@ pub struct Inherited {
     /// What it is bound to.
     pub path: Option<PathBuf>,
     /// For messages.
-    pub shown: String,
+    pub display_name: String,
 }
 
 /// The inherited sockets of the disks; `None` for those that have another place.
@@ -58,11 +58,11 @@ pub fn take(disks: &[SocketOptions]) -> Result<Vec<Option<Inherited>>, Failure> 
                 continue;
             }
             if let Some((name, socket)) = pick(&mut given, disk.name.as_deref())? {
-                let shown = match name.as_str() {
+                let display_name = match name.as_str() {
                     "" => String::from("a socket of the service manager"),
                     name => format!("the socket '{}' of the service manager", visible(name)),
                 };
-                *place = Some(look(socket, shown)?);
+                *place = Some(look(socket, display_name)?);
             }
         }
     }
@@ -92,7 +92,7 @@ pub struct GivenListener {
     /// What it is bound to, where that is a path.
     pub path: Option<PathBuf>,
     /// For messages.
-    pub shown: String,
+    pub display_name: String,
 }
 
 /// Listening sockets by their numbers, or by the names that the service manager gives them.
@@ -105,19 +105,22 @@ pub fn take_listeners<'a>(
     let mut all = Vec::new();
     for word in words {
         let given = given.get_or_insert_with(|| inherited::take(""));
-        let (socket, shown) = match word.parse::<i32>() {
+        let (socket, display_name) = match word.parse::<i32>() {
             Ok(number) => {
                 let place = given.iter().position(|(_, socket)| socket.as_raw_fd() == number);
                 let socket = match place {
                     Some(place) => Some(given.remove(place).1),
                     None => inherited::take_socket(number),
                 };
-                let shown = format!("descriptor {number}");
+                let display_name = format!("descriptor {number}");
                 let missing = || {
-                    Failure::new(Exit::Usage, format!("{shown} is no socket of this process"))
-                        .hint("the process that starts this one passes it without close-on-exec")
+                    Failure::new(
+                        Exit::Usage,
+                        format!("{display_name} is no socket of this process"),
+                    )
+                    .hint("the process that starts this one passes it without close-on-exec")
                 };
-                (socket.ok_or_else(missing)?, shown)
+                (socket.ok_or_else(missing)?, display_name)
             }
             Err(_) => match pick(given, Some(word))? {
                 Some((name, socket)) => {
@@ -129,16 +132,16 @@ pub fn take_listeners<'a>(
         };
         if socket_type(&socket) != Ok(SocketType::STREAM) || socket_acceptconn(&socket) != Ok(true)
         {
-            let text = format!("{shown} is no stream socket that listens");
+            let text = format!("{display_name} is no stream socket that listens");
             return Err(Failure::new(Exit::Usage, text));
         }
         let is_unix = socket_domain(&socket) == Ok(AddressFamily::UNIX);
         let path = is_unix.then(|| bound_to(&socket)).flatten();
-        let shown = match &path {
+        let display_name = match &path {
             Some(path) => path.display().to_string(),
-            None => local_address(&socket).unwrap_or(shown),
+            None => local_address(&socket).unwrap_or(display_name),
         };
-        all.push(GivenListener { socket, path, shown });
+        all.push(GivenListener { socket, path, display_name });
     }
     Ok(all)
 }
@@ -189,9 +192,9 @@ fn no_socket(number: i32, has_manager: bool) -> Failure {
 /// What kind of socket it is.
 ///
 /// Errors: none of ours.
-fn look(socket: OwnedFd, shown: String) -> Result<Inherited, Failure> {
+fn look(socket: OwnedFd, display_name: String) -> Result<Inherited, Failure> {
     let refuse = |why: &str| {
-        Failure::new(Exit::Usage, format!("{shown} {why}"))
+        Failure::new(Exit::Usage, format!("{display_name} {why}"))
             .hint("a Unix stream socket that listens or is connected is needed")
     };
     if socket_domain(&socket) != Ok(AddressFamily::UNIX)
@@ -204,7 +207,7 @@ fn look(socket: OwnedFd, shown: String) -> Result<Inherited, Failure> {
         return Err(refuse("neither listens nor is connected"));
     }
     let path = listens.then(|| bound_to(&socket)).flatten();
-    Ok(Inherited { socket, listens, path, shown })
+    Ok(Inherited { socket, listens, path, display_name })
 }
 
 /// The address of TCP that a socket is bound to: `127.0.0.1:10809`.

@@ -4,16 +4,16 @@
 //! a socket that was made here is removed at the end, if its name still leads to it. Control path.
 
 mod address;
+mod bind;
 mod inherited;
-mod made;
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 pub use address::Address;
+pub use bind::{MadeSocket, group};
 pub use inherited::{GivenListener, Inherited, take, take_listeners};
-pub use made::{MadeSocket, group};
 use ringdisk_vhost::Listen;
 
 use crate::control::registry::{PATH_BYTES_MAX, real_path};
@@ -110,15 +110,15 @@ fn place(options: &SocketOptions, inherited: Option<Inherited>) -> Result<Place,
             .hint("--vhost-user-blk /run/vm1.sock, or --nbd unix:/run/disk.sock"));
     };
     check_path(path)?;
-    let group = options.group.as_deref().map(made::group).transpose()?;
+    let group = options.group.as_deref().map(bind::group).transpose()?;
     let mode = options.mode.unwrap_or(if group.is_some() { 0o660 } else { 0o600 });
-    made::check(path)?;
+    bind::check(path)?;
     Ok(Place::Make { path: path.clone(), mode, group })
 }
 
 /// Errors: the path is longer than the system takes, or its directory is missing.
 fn check_path(path: &Path) -> Result<(), Failure> {
-    let shown = path.display();
+    let display_name = path.display();
     let len = path.as_os_str().len();
     if len == 0 {
         return Err(Failure::new(Exit::Usage, "the path of a socket is empty"));
@@ -127,7 +127,7 @@ fn check_path(path: &Path) -> Result<(), Failure> {
         return Err(Failure::new(
             Exit::Mountpoint,
             format!(
-                "the path of the socket '{shown}' has {len} bytes; the system takes \
+                "the path of the socket '{display_name}' has {len} bytes; the system takes \
                 {PATH_BYTES_MAX}"
             ),
         )
@@ -142,18 +142,21 @@ fn check_path(path: &Path) -> Result<(), Failure> {
         Ok(_) => Err(Failure::new(
             Exit::Mountpoint,
             format!(
-                "the socket '{shown}' cannot be made: '{}' is no directory",
+                "the socket '{display_name}' cannot be made: '{}' is no directory",
                 directory.display()
             ),
         )
         .hint("give another name")),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            let shown = directory.display().to_string();
-            Err(Failure::new(Exit::Mountpoint, format!("the directory '{shown}' does not exist"))
-                .hint(format!("mkdir -p {}", shell_word(&shown))))
+            let display_name = directory.display().to_string();
+            Err(Failure::new(
+                Exit::Mountpoint,
+                format!("the directory '{display_name}' does not exist"),
+            )
+            .hint(format!("mkdir -p {}", shell_word(&display_name))))
         }
         Err(error) => {
-            let doing = format!("cannot use the directory of the socket '{shown}'");
+            let doing = format!("cannot use the directory of the socket '{display_name}'");
             Err(Failure::system(doing, &error, Exit::Mountpoint))
         }
     }
@@ -187,8 +190,8 @@ impl Place {
         }
     }
 
-    /// As the user knows it, in "is served ...".
-    pub fn shown(&self) -> String {
+    /// The place as messages name it, after "is served".
+    pub fn display_name(&self) -> String {
         match self {
             Place::Make { path, .. } => format!("at {}", path.display()),
             Place::Connect(path) => format!("to the process that listens at {}", path.display()),
@@ -196,7 +199,7 @@ impl Place {
             Place::Inherited(Inherited { path: Some(path), .. }) => {
                 format!("at {}", path.display())
             }
-            Place::Inherited(Inherited { shown, .. }) => format!("over {shown}"),
+            Place::Inherited(Inherited { display_name, .. }) => format!("over {display_name}"),
         }
     }
 }

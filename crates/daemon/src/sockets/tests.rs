@@ -2,7 +2,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 
-use super::made::{check, group_in, open_to};
+use super::bind::{check, group_in, open_to};
 use super::*;
 
 fn scratch() -> tempfile::TempDir {

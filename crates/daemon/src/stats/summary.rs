@@ -12,7 +12,7 @@ use super::{ratio, whole};
 use crate::job_text;
 use crate::size::{human_size, human_time};
 use crate::terminal::visible;
-use crate::when::long_time;
+use crate::timestamp::long_time;
 
 /// The counters of a disk at one moment.
 #[derive(Clone, Copy, Debug)]

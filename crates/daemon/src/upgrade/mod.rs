@@ -12,12 +12,11 @@
 //! The messages: the successor connects and sends [`ASK`] and what it would show to clients
 //! ([`ClientView`]). The predecessor refuses if that differs from what it shows itself, or else
 //! stands still and sends the state. The successor prepares everything and sends [`READY`]; the
-//! predecessor sends [`GO`]; the successor serves. (Where a holder would start another server in
-//! place of a predecessor that is killed, the successor claims the right to go on first:
-//! [`crate::keep::succession`].) The predecessor sends [`STOP`] if a stop was
-//! asked for meanwhile, and [`FORCE`] too if that was to be the end at once. Then it removes its
-//! names and closes the socket: at once where it serves other disks, else by its end, so that its
-//! pid file is free, too.
+//! predecessor sends [`GO`]; the successor serves. (Where a helper process would start another
+//! server in place of a predecessor that is killed, the successor claims the right to go on first:
+//! [`crate::keep::succession`].) The predecessor sends [`STOP`] if a stop was asked for meanwhile,
+//! and [`FORCE`] too if that was to be the end at once. Then it removes its names and closes the
+//! socket: at once where it serves other disks, else by its end, so that its pid file is free, too.
 
 mod client_view;
 pub mod link;

@@ -22,7 +22,7 @@ use ringdisk_disk::Disk;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt::socket_peercred;
 
-/// After a connection that could not be accepted.
+/// Pause after a connection that could not be accepted.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
 /// The socket for the successor of one export; dropping it removes its name.
@@ -30,7 +30,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 pub struct SuccessorSocket {
     listening: Listening,
     was_given: Arc<AtomicBool>,
-    /// Gives the stream to the successor.
+    /// Returns the stream to the successor.
     thread: Option<JoinHandle<Option<UnixStream>>>,
 }
 
@@ -40,8 +40,8 @@ impl SuccessorSocket {
     /// * `name`: of the socket, as [`registry::name_for_successor`] and
     ///   [`registry::name_for_successor_of_mount`] give it.
     /// * `disks`: those of the export, in their order.
-    /// * `right`: to go on with the export, where a holder starts another server when this one is
-    ///   killed.
+    /// * `right`: to go on with the export, where a helper process starts another server when this
+    ///   one is killed.
     ///
     /// Errors: no socket, no thread.
     pub fn start(
@@ -72,8 +72,8 @@ impl SuccessorSocket {
         Arc::clone(&self.was_given)
     }
 
-    /// Ends: no successor finds this disk here any more. Gives the stream to the successor, which
-    /// is told by its end that no name of the disk is in use here any longer; `None`: there is no
+    /// Ends the waiting for a successor. Returns the stream to the successor, whose end tells the
+    /// successor that this process uses no name of the disk any longer; `None`: there is no
     /// successor.
     pub fn end(mut self) -> Option<UnixStream> {
         self.join()
@@ -93,8 +93,8 @@ impl SuccessorSocket {
     fn join(&mut self) -> Option<UnixStream> {
         // Ends the thread's waiting.
         let _ = rustix::net::shutdown(&self.listening.listener, rustix::net::Shutdown::Both);
-        // The end of the process must not come before the word that the other one waits for: nobody
-        // would have the disk.
+        // This process must not end before it has sent the word that the successor waits for:
+        // neither of them would have the disk.
         let thread = self.thread.take().filter(|_| self.was_given.load(Ordering::Acquire))?;
         thread.join().ok().flatten()
     }
@@ -106,11 +106,11 @@ impl Drop for SuccessorSocket {
     }
 }
 
-/// A disk that a successor gets.
+/// A disk that goes to a successor.
 #[derive(Debug)]
 pub struct DiskToHandOver {
     view: ClientView,
-    /// Weak: its image is let go of as soon as it is served no longer.
+    /// Weak: the export closes the image as soon as it serves the disk no longer.
     disk: Weak<Disk>,
     jobs: Arc<Jobs>,
 }
@@ -123,7 +123,7 @@ impl DiskToHandOver {
     }
 }
 
-/// What there is to give.
+/// The disks of an export that goes to a successor.
 struct Ours {
     export: Box<dyn HandsOver>,
     disks: Vec<DiskToHandOver>,
@@ -164,14 +164,14 @@ fn wait(listener: &UnixListener, ours: &Ours, given: &AtomicBool) -> Option<Unix
     None
 }
 
-/// The next process that asks; `None`: the waiting was ended.
+/// The next process that connects; `None`: the waiting was ended.
 fn next(listener: &UnixListener) -> Option<UnixStream> {
     loop {
         match listener.accept() {
             Ok((stream, _)) => return Some(stream),
-            // What shutdown(2) makes of it.
+            // accept(2) fails so after shutdown(2) of the socket.
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => return None,
-            // It went again, or there is no descriptor left at the moment.
+            // The process has closed its end, or no descriptor is left at the moment.
             Err(error) => {
                 tracing::debug!("a process that asks for the export cannot be heard: {error}");
                 std::thread::sleep(ACCEPT_PAUSE);
@@ -180,7 +180,7 @@ fn next(listener: &UnixListener) -> Option<UnixStream> {
     }
 }
 
-/// Gives the disk to a process. Returns whether it has it.
+/// Hands the disks over to a process. Returns whether it has them.
 fn give(mut stream: &UnixStream, ours: &Ours, given: &AtomicBool) -> io::Result<bool> {
     stream.set_read_timeout(Some(STEP))?;
     stream.set_write_timeout(Some(STEP))?;
@@ -197,7 +197,7 @@ fn give(mut stream: &UnixStream, ours: &Ours, given: &AtomicBool) -> io::Result<
         link::send_refusal(stream, &Refusal::Unlike(why))?;
         return Ok(false);
     }
-    // They go on here when this is dropped.
+    // Dropping this lets the exports go on here.
     let moving: Result<Vec<Moving<'_>>, _> =
         ours.disks.iter().map(|given| given.jobs.begin_move()).collect();
     let moving = match moving {
@@ -248,8 +248,8 @@ fn give(mut stream: &UnixStream, ours: &Ours, given: &AtomicBool) -> io::Result<
     if link::receive_word(stream)? != Some(READY) {
         return Err(io::ErrorKind::InvalidData.into());
     }
-    // One that has given up waiting (this process may have been stopped for a while) serves
-    // nothing.
+    // A successor that has given up waiting serves nothing: this process may have been stopped for
+    // a while.
     if has_left(stream) {
         return Err(io::ErrorKind::BrokenPipe.into());
     }

@@ -198,7 +198,7 @@ impl Offer {
     /// An old process that is killed instead of answering goes on as little as one that has
     /// answered: everything that it had is here, as it was when it stood still.
     ///
-    /// Errors: the old process goes on, or another one that its holder has started.
+    /// Errors: the old process goes on, or another one that its helper process has started.
     pub fn take(mut self) -> Result<Predecessor, Failure> {
         let mut take = || -> io::Result<()> {
             self.stream.write_all(&[READY])?;

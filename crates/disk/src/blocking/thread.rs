@@ -43,7 +43,7 @@ impl RingThread {
                 }
             };
             let _ = ready.send(Ok(runtime.ring().remote()));
-            // Polled again after each job of another thread.
+            // Polled again after each closure of another thread.
             runtime.block_on(poll_fn(|_| match ends.load(Ordering::Acquire) {
                 true => Poll::Ready(()),
                 false => Poll::Pending,
@@ -82,7 +82,7 @@ impl RingThread {
             match receiver.recv_timeout(CHECK_INTERVAL) {
                 Ok(result) => return result,
                 Err(RecvTimeoutError::Disconnected) => return Err(ended()),
-                // A job that was sent after the end is never run, and keeps its sender.
+                // A closure that was sent after the end is never run, and keeps its sender.
                 Err(RecvTimeoutError::Timeout) => {
                     if self.thread.as_ref().is_none_or(JoinHandle::is_finished) {
                         return Err(ended());

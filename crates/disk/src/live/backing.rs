@@ -202,7 +202,7 @@ pub(super) fn stop_recording(drained: &mut Drained<'_>) {
 impl Disk {
     /// Errors: `Invalid` where one of the layers is the disk itself.
     pub(super) fn check_others(&self, layers: &[Arc<Layer>]) -> Result<(), Error> {
-        let own = self.shown_on.load(Ordering::Acquire);
+        let own = self.mounted_on.load(Ordering::Acquire);
         let lies_on = |storage: &Storage| match storage.kind() {
             _ if storage.nbd_address().is_some() => false,
             Kind::BlockDevice => behind_loop_device(storage) == Some(own),

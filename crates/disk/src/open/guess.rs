@@ -25,20 +25,20 @@ impl Opening<'_> {
     pub(super) fn guess(
         &self,
         fd: &OwnedFd,
-        shown: &str,
+        image: &str,
         read_only: bool,
     ) -> Result<Format, Error> {
-        let probed = probe(&first_sector(fd, shown)?);
+        let probed = probe(&first_sector(fd, image)?);
         let is_noted = format_note::is_raw(fd);
         if probed == Probed::Raw && self.options.ask_for_raw && !read_only && !is_noted {
-            return Err(raw_is_asked(shown));
+            return Err(raw_is_asked(image));
         }
-        guessed(shown, probed, is_noted, format_note::is_device(fd))
+        guessed(image, probed, is_noted, format_note::is_device(fd))
     }
 
     /// Whether the first sector of the top image, which is written, is protected in case it is raw.
     /// Stores the format that the user stated in the note.
-    pub(super) fn is_guarded(&self, fd: &OwnedFd, shown: &str) -> Result<bool, Error> {
+    pub(super) fn is_guarded(&self, fd: &OwnedFd, image: &str) -> Result<bool, Error> {
         match self.options.format {
             // Other programs probe too, and do not know the note.
             None => Ok(true),
@@ -46,7 +46,7 @@ impl Opening<'_> {
             Some(Format::Raw) if self.options.raw_is_noted => Ok(false),
             Some(Format::Raw) => Ok(format_note::set_raw(fd).is_err()),
             Some(Format::Qcow2) => {
-                if format_note::is_raw(fd) && probe(&first_sector(fd, shown)?) == Probed::Qcow2 {
+                if format_note::is_raw(fd) && probe(&first_sector(fd, image)?) == Probed::Qcow2 {
                     format_note::remove(fd);
                 }
                 Ok(false)
@@ -70,29 +70,29 @@ pub fn guess(storage: &Storage, head: &[u8]) -> Result<Format, Error> {
 }
 
 pub(super) fn guessed(
-    shown: &str,
+    image: &str,
     probed: Probed,
     is_noted: bool,
     is_device: bool,
 ) -> Result<Format, Error> {
     match probed {
         Probed::Raw => Ok(Format::Raw),
-        looks_like if is_noted || is_device => Err(is_unclear(shown, looks_like, is_noted)),
-        looks_like => choose(shown, looks_like),
+        looks_like if is_noted || is_device => Err(is_unclear(image, looks_like, is_noted)),
+        looks_like => choose(image, looks_like),
     }
 }
 
 /// The error for a raw image that a guest will write, without a stated format.
-pub(super) fn raw_is_asked(shown: &str) -> Error {
+pub(super) fn raw_is_asked(image: &str) -> Error {
     let text = format!(
-        "'{shown}' is not a qcow2 image, and nobody said that it is raw: its guest may write \
+        "'{image}' is not a qcow2 image, and nobody said that it is raw: its guest may write \
          anything into a raw disk, so that is not guessed; say `--format raw`"
     );
     Error::new(ErrorKind::UnknownFormat, text)
 }
 
 /// The error for an image whose first bytes its guest may have written.
-fn is_unclear(shown: &str, looks_like: Probed, is_noted: bool) -> Error {
+fn is_unclear(image: &str, looks_like: Probed, is_noted: bool) -> Error {
     let looks = match looks_like {
         Probed::Raw => "raw",
         Probed::Qcow2 => "qcow2",
@@ -104,7 +104,7 @@ fn is_unclear(shown: &str, looks_like: Probed, is_noted: bool) -> Error {
         "a device or an export keeps no note of its format"
     };
     let text = format!(
-        "'{shown}' begins like an image of the format {looks}, but {why}, so its guest may have \
+        "'{image}' begins like an image of the format {looks}, but {why}, so its guest may have \
          written that; say `--format raw` for its bytes as they are, or `--format qcow2` if it was \
          made as such an image"
     );

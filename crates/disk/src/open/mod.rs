@@ -12,7 +12,7 @@ mod guess;
 mod layer;
 pub(crate) mod locks;
 mod named;
-mod noting;
+mod note_names;
 mod overlay;
 #[cfg(test)]
 pub(crate) mod simulated;
@@ -42,7 +42,7 @@ pub(crate) use layer::{
     lock_of, of_qcow2, of_storage, open_qcow2, open_snapshot, qcow2_layer, raw_layer,
     storage_options,
 };
-pub use noting::note_file;
+pub use note_names::note_file;
 pub(crate) use overlay::{create_file, over, remove, sync_directory};
 pub use storages::StoredImage;
 

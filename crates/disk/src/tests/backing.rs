@@ -13,8 +13,8 @@ use tempfile::TempDir;
 
 use super::{assert_same, directory, open, qemu_img, qemu_io, read_steps, run};
 use crate::disk::Parts;
-use crate::jobs::{Rebase, rebase};
 use crate::open::qcow2_layer;
+use crate::operations::{Rebase, rebase};
 use crate::{
     Backing, CommitOptions, Disk, Error, ErrorKind, Format, ImageOptions, OverlayOptions, Progress,
     SnapshotChange,

@@ -14,7 +14,7 @@ use tempfile::TempDir;
 use super::{buffer, directory, open, run};
 use crate::{
     Backing, Cache, CommitOptions, Disk, Error, ErrorKind, Format, ImageOptions, OverlayOptions,
-    Progress, jobs,
+    Progress, operations,
 };
 
 const SECTOR: usize = 512;
@@ -196,8 +196,8 @@ fn a_commit_of_an_image_that_nobody_serves_is_refused_unless_the_user_says_raw()
         let commit = async |trust_base_format, base_format| {
             let options = ImageOptions { trust_base_format, ..ImageOptions::default() };
             let disk = open(&ring, &overlay, &options).await.expect("open");
-            let job = jobs::Commit { base_format, ..jobs::Commit::default() };
-            jobs::commit(&ring, &disk, &job, &Arc::new(Progress::new())).await
+            let job = operations::Commit { base_format, ..operations::Commit::default() };
+            operations::commit(&ring, &disk, &job, &Arc::new(Progress::new())).await
         };
         let error = commit(false, None).await.expect_err("the base would be qcow2");
         assert_eq!(error.kind(), ErrorKind::PermissionDenied);

@@ -2,9 +2,9 @@
 //! check` finds nothing, and QEMU reads the same.
 
 mod backups;
-mod beside;
 mod bitmap_mirrors;
 mod commits;
+mod concurrent;
 mod copy_on_read;
 mod mirror_targets;
 mod mirroring;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use ringdisk_testkit::limits::needs;
 
 use super::{directory, open, qemu_img, run};
-use crate::jobs::{self, Rebase};
+use crate::operations::{self, Rebase};
 use crate::{Backing, Disk, ErrorKind, Format, ImageOptions, OverlayOptions, Progress};
 
 /// As a server that is confined opens an image.
@@ -159,7 +159,7 @@ fn changes_by_commands_go_into_the_note() {
             ..Rebase::default()
         };
         let options = ImageOptions::default();
-        jobs::rebase(&ring, top.clone(), &options, &rebase, &progress).await.expect("rebase");
+        operations::rebase(&ring, top.clone(), &options, &rebase, &progress).await.expect("rebase");
         assert_eq!(layers(&ring, &top).await, 2);
     });
 }
@@ -184,7 +184,8 @@ fn a_header_is_not_changed_where_the_note_cannot_be() {
         };
         let (options, progress) = (ImageOptions::default(), Arc::new(Progress::new()));
         let other = format!("./{name}");
-        let rebased = jobs::rebase(&ring, image("top"), &options, &rebase(&other), &progress).await;
+        let rebased =
+            operations::rebase(&ring, image("top"), &options, &rebase(&other), &progress).await;
         if !needs("a file system that keeps few attributes", rebased.is_err()) {
             return;
         }
@@ -192,7 +193,7 @@ fn a_header_is_not_changed_where_the_note_cannot_be() {
         assert!(error.message().contains("cannot note"), "{error}");
         assert_eq!(std::fs::read(image("top")).expect("read"), before);
         assert_eq!(layers(&ring, &image("top")).await, 2);
-        jobs::rebase(&ring, image("top"), &options, &rebase("mine.img"), &progress)
+        operations::rebase(&ring, image("top"), &options, &rebase("mine.img"), &progress)
             .await
             .expect("a short one");
     });

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use ringdisk_ring::{Errno, IoBuf, Parker, SharedMemory};
 
 use super::fetch::Fetch;
-use super::place::{MESSAGE_LOOK_AGAIN, MESSAGE_UPDATE, Place};
+use super::fetching_queues::{MESSAGE_LOOK_AGAIN, MESSAGE_UPDATE, Place};
 use crate::queue::{Buffers, PollsFor, Queue};
 
 /// How often a queue that is being drained looks whether it is.

@@ -142,8 +142,8 @@ impl Export {
     /// Calls `tell`, with the number of open files, when the mount is to stop and is in use, before
     /// its name goes, and again for each further [`StopHandle::stop`]. Called by a thread that
     /// serves no request; the stop waits for it. The first one stays.
-    pub fn watch_users(&self, tell: impl Fn(u64) + Send + Sync + 'static) {
-        self.in_use.set(Box::new(tell));
+    pub fn watch_users(&self, report: impl Fn(u64) + Send + Sync + 'static) {
+        self.in_use.set(Box::new(report));
     }
 
     /// What was asked for and could not be had, each with what would enable it.

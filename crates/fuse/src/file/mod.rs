@@ -35,7 +35,7 @@ use crate::abi::{OpenIn, OpenOut, StatfsOut, WriteIn};
 use crate::negotiate::Profile;
 use crate::reply::ReplyBuf;
 use crate::request::{Operation, Request};
-use record::{FileRecord, FileState, since_shown};
+use record::{FileRecord, FileState, representable_since};
 
 mod allocate;
 mod attributes;
@@ -97,7 +97,7 @@ impl FileServer {
         self.uid = AtomicU32::new(state.uid);
         self.gid = AtomicU32::new(state.gid);
         self.open_files = AtomicU64::new(state.open_files);
-        self.started = SystemTime::UNIX_EPOCH + since_shown(state.since);
+        self.started = SystemTime::UNIX_EPOCH + representable_since(state.since);
         self
     }
 

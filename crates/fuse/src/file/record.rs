@@ -149,14 +149,14 @@ impl FileRecord {
     }
 }
 
-/// A time after 1970; one that the clock cannot show is 1970.
+/// A time after 1970, from seconds and nanoseconds; 1970 where `SystemTime` cannot represent it.
 fn since_of(seconds: u64, nanoseconds: u64) -> Duration {
     let since = Duration::from_secs(seconds).checked_add(Duration::from_nanos(nanoseconds));
-    since_shown(since.unwrap_or_default())
+    representable_since(since.unwrap_or_default())
 }
 
-/// A time after 1970; one that the clock cannot show is 1970.
-pub(super) fn since_shown(since: Duration) -> Duration {
+/// A time after 1970 as `SystemTime` can represent it; one that it cannot represent becomes 1970.
+pub(super) fn representable_since(since: Duration) -> Duration {
     match SystemTime::UNIX_EPOCH.checked_add(since) {
         Some(_) => since,
         None => Duration::ZERO,

@@ -327,7 +327,7 @@ fn has_ended(device: &OwnedFd, place: Option<(u32, &Path)>) -> bool {
         Err(Errno::NOENT) => true,
         Err(_) => {
             read_closed(device) == Errno::NODEV
-                && !place.is_some_and(|(number, path)| is_shown_at(number, path))
+                && !place.is_some_and(|(number, path)| is_in_table_at(number, path))
         }
     }
 }
@@ -348,8 +348,8 @@ fn read_closed(device: &OwnedFd) -> Errno {
     rustix::io::read(device, &mut buffer[..]).err().unwrap_or(Errno::AGAIN)
 }
 
-/// Whether the mount table has this connection at exactly this place.
-fn is_shown_at(connection: u32, mountpoint: &Path) -> bool {
+/// Whether the mount table has this connection at exactly this path.
+fn is_in_table_at(connection: u32, mountpoint: &Path) -> bool {
     let entry = table::of_connection_at(connection, mountpoint).ok().flatten();
     entry.is_some_and(|entry| entry.mountpoint == mountpoint)
 }
@@ -406,7 +406,7 @@ pub fn unmount(path: &Path, how: Unmount) -> Result<(), Error> {
 /// Errors: [`ErrorKind::Busy`] with [`Unmount::Normal`], [`ErrorKind::PermissionDenied`],
 /// [`ErrorKind::System`].
 pub fn remove(mountpoint: &Path, connection: u32, how: Unmount) -> Result<(), Error> {
-    match shown_at(connection, mountpoint)? {
+    match own_entry_at(connection, mountpoint)? {
         Some(entry) => detach(&entry, how),
         None => Ok(()),
     }
@@ -431,11 +431,12 @@ pub fn knows_its_connection(device: &OwnedFd) -> bool {
 /// * `mountpoint`: as for [`remove`].
 #[must_use]
 pub fn abort_of(mountpoint: &Path, connection: u32) -> Option<Abort> {
-    shown_at(connection, mountpoint).ok().flatten().and_then(|_| Abort::of(connection))
+    own_entry_at(connection, mountpoint).ok().flatten().and_then(|_| Abort::of(connection))
 }
 
-/// A mount of ours with this number at exactly this place.
-fn shown_at(connection: u32, mountpoint: &Path) -> Result<Option<MountEntry>, Error> {
+/// The entry of the mount table for a mount of ringdisk with this connection number at exactly this
+/// path.
+fn own_entry_at(connection: u32, mountpoint: &Path) -> Result<Option<MountEntry>, Error> {
     let entry = table::of_connection_at(connection, mountpoint)?;
     Ok(entry.filter(|entry| entry.is_ours() && entry.mountpoint == mountpoint))
 }

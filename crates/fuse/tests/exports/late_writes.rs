@@ -44,8 +44,8 @@ fn role() {
         let buf = IoBuf::new(len, BLOCK);
         buf.fill(1);
         storage.write(&ring, at, &buf).await.expect("write");
-        // Data in the page cache lands when it is written back, whoever does that: such a disk
-        // needs its flush.
+        // Data in the page cache lands when a process or the kernel writes it back: such a
+        // disk needs its flush.
         storage.flush(&ring).await.expect("flush");
     });
 }

@@ -190,7 +190,7 @@ fn an_aborted_mount_that_somebody_removed_leaves_the_next_one_with_its_number_al
     });
 }
 
-/// Somebody who helps holds it before it is needed.
+/// The helper process has the abort file open before it is needed.
 #[test]
 fn what_aborts_a_mount_does_nothing_to_the_next_one_with_its_number() {
     if !can_mount() {

@@ -131,7 +131,7 @@ fn clients_of_every_depth_and_size_meet_while_entries_move() {
 }
 
 /// By that the rule knows requests that wait for storage. The time of a request that is served in
-/// one go is that of a CPU, which may be slow, or with somebody else meanwhile: a disk in memory
+/// one go is that of a CPU, which may be slow, or with another process meanwhile: a disk in memory
 /// would look like storage there.
 #[test]
 fn only_requests_that_wait_for_something_count_as_waiting() {
@@ -156,12 +156,12 @@ fn only_requests_that_wait_for_something_count_as_waiting() {
     }
 }
 
-/// How long anybody may be left waiting by an export that ends badly.
+/// How long a client may be left waiting by an export that ends badly.
 const SOON: Duration = Duration::from_secs(10);
 
 /// Reads with many requests in flight from a process of its own, which a test can lose.
 fn readers(place: &Place) -> Process {
-    // Below the mount is an empty file: whoever opens that has seen the mount end.
+    // Below the mount is an empty file: a reader that opens it has seen the mount end.
     let each =
         "while [ $(dd if=\"$0\" bs=64k count=16 iflag=direct | wc -c) -gt 0 ]; do :; done & ";
     let script = format!("{}wait", each.repeat(8));

@@ -50,9 +50,9 @@ pub(super) struct SplitDriver {
     /// Descriptors of the chain that begins here; 0: none is in flight.
     count: Vec<u16>,
     in_flight: u16,
-    /// Entries written to the avail ring, and shown.
+    /// Entries written to the avail ring, and entries that its index has published.
     avail: u16,
-    shown: u16,
+    published: u16,
     used: u16,
 }
 
@@ -67,7 +67,7 @@ impl SplitDriver {
             count: vec![0; usize::from(size)],
             in_flight: 0,
             avail: 0,
-            shown: 0,
+            published: 0,
             used: 0,
         }
     }
@@ -126,7 +126,7 @@ impl SplitDriver {
     }
 
     pub(super) fn publish(&mut self, areas: &Areas) -> bool {
-        let old = std::mem::replace(&mut self.shown, self.avail);
+        let old = std::mem::replace(&mut self.published, self.avail);
         if old == self.avail {
             return false;
         }
@@ -167,7 +167,7 @@ impl SplitDriver {
     }
 
     pub(super) fn base(&self, avail: bool) -> u32 {
-        u32::from(if avail { self.shown } else { self.used })
+        u32::from(if avail { self.published } else { self.used })
     }
 
     pub(super) fn enable_calls(&mut self, areas: &Areas) {

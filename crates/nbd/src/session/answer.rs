@@ -11,8 +11,8 @@ use ringdisk_nbd_protocol::reply::{
 use ringdisk_nbd_protocol::request::{Request, Style};
 use ringdisk_ring::IoBuf;
 
-use super::judge::Refusal;
 use super::slot::{Run, Slot};
+use super::validate::Refusal;
 use super::{HEAD_BYTES, Session};
 
 /// Bytes of a hole that a chunk for it and the head of the next data fit into.

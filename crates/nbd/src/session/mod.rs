@@ -7,12 +7,12 @@
 //! that takes no replies fills its own slots and is not read any more.
 
 mod answer;
-mod judge;
 mod receive;
 mod send;
 mod serve;
 mod slot;
 mod status;
+mod validate;
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -21,10 +21,10 @@ use std::sync::Arc;
 use ringdisk_nbd_protocol::request::Style;
 use ringdisk_ring::{Errno, IoBuf, Parker, Ring};
 
-use crate::agreed::Agreed;
-use crate::end::End;
-use crate::exported::Exported;
-use crate::input::{INPUT_BYTES, Input};
+use crate::end_reason::End;
+use crate::exported_disk::Exported;
+use crate::input_buffer::{INPUT_BYTES, Input};
+use crate::negotiated::Agreed;
 use crate::queue::Queue;
 use crate::transport::Transport;
 

@@ -11,11 +11,11 @@ use ringdisk_nbd_protocol::numbers::{command, errno};
 use ringdisk_nbd_protocol::request::{EXTENDED_BYTES, Request, WrongMagic};
 use ringdisk_ring::{Errno, IoBuf};
 
-use super::judge::{self, Refusal, Rules};
 use super::slot::Slot;
+use super::validate::{self, Refusal, Rules};
 use super::{SMALL_BYTES, Session};
-use crate::end::End;
-use crate::input::Input;
+use crate::end_reason::End;
+use crate::input_buffer::Input;
 
 /// A payload of which so much is missing is read straight into the memory of its slot; a smaller
 /// rest comes with the next requests, in one read.
@@ -69,9 +69,9 @@ async fn take(
     head: &[u8],
 ) -> Result<bool, End> {
     let head_bytes = head.len();
-    let payload = judge::payload_bytes(&request, session.style);
+    let payload = validate::payload_bytes(&request, session.style);
     let judged = judge(session, &request);
-    if judge::ends_the_connection(payload) {
+    if validate::ends_the_connection(payload) {
         let refusal = judged.err().unwrap_or_else(|| Refusal::new(errno::EINVAL, "payload"));
         refuse(session, &request, refusal).await;
         return Err(End::Protocol("a payload of more than 32 MiB"));
@@ -131,7 +131,7 @@ fn judge(session: &Session, request: &Request) -> Result<(), Refusal> {
         is_read_only: export.is_read_only,
         has_contexts: !session.contexts.is_empty(),
     };
-    judge::judge(request, &rules)
+    validate::judge(request, &rules)
 }
 
 /// Memory for data that a request takes, bytes.

@@ -13,8 +13,8 @@ use ringdisk_ring::Errno;
 use ringdisk_throttle::Kind;
 
 use super::answer::HOLE_ROOM_BYTES;
-use super::judge::{Refusal, failed};
 use super::slot::{RUNS_MAX, Run, Slot};
+use super::validate::{Refusal, failed};
 use super::{SMALL_BYTES, Session, status};
 
 /// Reads of so many bytes are looked at for holes: below that, sending zeroes costs less than the
@@ -37,7 +37,7 @@ pub(super) async fn serve(session: Rc<Session>, slot: Rc<Slot>) {
         if let Err(refusal) = carry_out(&session, &slot, &request).await {
             if let Some(errno) = refusal.cause {
                 let &Request { offset, len, command, .. } = &request;
-                session.export.errors.record(shown(command), offset, Bytes(len), errno);
+                session.export.errors.record(command_name(command), offset, Bytes(len), errno);
             }
             session.refuse(&slot, &request, &refusal);
         }
@@ -83,7 +83,7 @@ async fn carry_out(session: &Session, slot: &Slot, request: &Request) -> Result<
 }
 
 /// A command in the words of the log.
-fn shown(command: u16) -> &'static str {
+fn command_name(command: u16) -> &'static str {
     match command {
         command::READ => "a read",
         command::WRITE => "a write",

@@ -13,10 +13,10 @@ use ringdisk_nbd_protocol::request::{Request, Style};
 use ringdisk_nbd_protocol::status::{EXTENDED_EXTENT_BYTES, Extent, StatusFilter, push_extents};
 use ringdisk_ring::Errno;
 
-use super::judge::{self, BAD_FILTER, Refusal, failed};
 use super::slot::Slot;
+use super::validate::{self, BAD_FILTER, Refusal, failed};
 use super::{SMALL_BYTES, Session};
-use crate::exported::Context;
+use crate::exported_disk::Context;
 use crate::options::DirtyBitmap;
 
 /// Look-ups of one answer for one context at most. Those whose tables are in memory take about
@@ -83,7 +83,7 @@ fn what_is_asked(
         return Err(bad());
     }
     let size = session.export.disk.size();
-    judge::check_range(request, request.offset, filter.len, size.0)?;
+    validate::check_range(request, request.offset, filter.len, size.0)?;
     if filter.len == 0 {
         return Err(Refusal::new(errno::EINVAL, "need non-zero length"));
     }

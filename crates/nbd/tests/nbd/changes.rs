@@ -11,9 +11,9 @@
 //! A seeded part runs each time. With `RINGDISK_FULL=1` all cells of the first disk of each change
 //! do, and a larger part of those of the other ones.
 
+mod apply;
 mod clients;
 mod judge;
-mod making;
 mod world;
 
 use ringdisk_testkit::limits::full;

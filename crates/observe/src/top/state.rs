@@ -54,11 +54,11 @@ impl State {
         if self.is_held {
             return;
         }
-        self.show(rates::rates(before, now, seconds), job_text::of_samples(now));
+        self.set_disks(rates::rates(before, now, seconds), job_text::of_samples(now));
     }
 
-    /// Shows these disks.
-    pub(super) fn show(&mut self, all: Vec<Rates>, jobs: Vec<String>) {
+    /// Replaces the disks and jobs on the screen.
+    pub(super) fn set_disks(&mut self, all: Vec<Rates>, jobs: Vec<String>) {
         (self.all, self.all_jobs, self.has_rates) = (all, jobs, true);
         self.arrange();
     }
@@ -149,7 +149,8 @@ mod tests {
             ..Rates::default()
         };
         let rows = vec![row("/a", 1.0, 9.0), row("/b", 3.0, 1.0), row("/qx", 2.0, 2.0)];
-        state.show(rows, vec![String::from("job running /a"), String::from("other paused /b")]);
+        state
+            .set_disks(rows, vec![String::from("job running /a"), String::from("other paused /b")]);
         state
     }
 
@@ -199,7 +200,7 @@ mod tests {
         assert_eq!((state.selected(), state.rows[2].target.as_str()), (2, "/qx"));
         press(&mut state, "jjjj");
         assert_eq!(state.selected(), 2);
-        state.show(Vec::new(), Vec::new());
+        state.set_disks(Vec::new(), Vec::new());
         press(&mut state, "jk/x\ns");
         assert_eq!((state.selected(), state.rows.len()), (0, 0));
     }

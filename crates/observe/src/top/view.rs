@@ -181,7 +181,7 @@ mod tests {
             ..Rates::default()
         };
         let jobs = vec![String::from("nightly running [####----]  50 % of 1 GiB /srv/disks/000")];
-        state.show((0..disks).map(row).collect(), jobs);
+        state.set_disks((0..disks).map(row).collect(), jobs);
         state
     }
 

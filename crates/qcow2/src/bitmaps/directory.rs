@@ -86,7 +86,7 @@ impl Entry {
     }
 
     /// The name, for messages.
-    pub(crate) fn shown(&self) -> String {
+    pub(crate) fn display_name(&self) -> String {
         String::from_utf8_lossy(&self.name).into_owned()
     }
 

@@ -49,7 +49,7 @@ pub(crate) fn entry_bytes(name_len: usize) -> Bytes {
 /// What a list says about one bitmap.
 pub(crate) fn listed(entry: &directory::Entry) -> Bitmap {
     Bitmap {
-        name: entry.shown(),
+        name: entry.display_name(),
         // At most 63: checked when the directory was read.
         granularity_bytes: Bytes(1 << entry.granularity_bits),
         // A bitmap that cannot be used counts as one that was not saved.

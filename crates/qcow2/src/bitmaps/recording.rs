@@ -128,7 +128,7 @@ impl Recording {
             match loaded {
                 Ok(bits) => recording.recorded.push(Recorded { flags_at, name, flags, bits }),
                 Err(reason) => {
-                    let (image, shown) = (file.name(), entry.shown());
+                    let (image, shown) = (file.name(), entry.display_name());
                     tracing::warn!(
                         image,
                         name = shown,

@@ -5,8 +5,8 @@
 //! locks from [`sync`](crate::sync) alone. So the model test (`model/`) builds the very same source
 //! files on simulated primitives and tries the orders in which their steps can run.
 
-pub(crate) mod flight;
 pub(crate) mod grace;
+pub(crate) mod loads_in_flight;
 pub(crate) mod region;
 pub(crate) mod registry;
 pub(crate) mod slices;

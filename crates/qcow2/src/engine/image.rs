@@ -7,7 +7,7 @@ use ringdisk_storage::Storage;
 
 use super::Engine;
 use crate::compressed::Decompressor;
-use crate::concurrent::flight::Flights;
+use crate::concurrent::loads_in_flight::Flights;
 use crate::concurrent::slices::{SliceCache, SliceIndex};
 use crate::entry::{Lengths, Rules};
 use crate::error::{Error, ErrorKind};

@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use ringdisk_ring::{IoBuf, Ring};
 
 use super::Qcow2;
-use crate::concurrent::flight::Join;
+use crate::concurrent::loads_in_flight::Join;
 use crate::concurrent::slices::{Slice, SliceIndex};
 use crate::entry::Lengths;
 use crate::limits::SLICE_BYTES_MAX;

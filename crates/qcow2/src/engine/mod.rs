@@ -13,7 +13,6 @@
 //! `docs/qcow2.md` describes the order of all steps.
 
 pub(crate) mod action;
-mod ahead;
 pub(crate) mod below;
 mod checkpoint;
 mod copy;
@@ -22,6 +21,7 @@ mod decompress;
 mod fault;
 mod fill;
 mod group;
+mod grow_ahead;
 mod guard;
 mod image;
 mod map;
@@ -51,9 +51,9 @@ use crate::refcounts::{Marks, Refcounts};
 use crate::sync::{Arc, AtomicBool, AtomicU64, Mutex};
 use crate::units::HostCluster;
 
-use ahead::Ahead;
 use checkpoint::Checkpoints;
 use fault::Fault;
+use grow_ahead::Ahead;
 use metadata::Orphans;
 use pack::Packer;
 

@@ -1,13 +1,13 @@
-//! Model of the parts that threads share: the very source files `slices.rs`, `flight.rs`,
-//! `registry.rs`, `grace.rs`, `unlinked.rs`, `region.rs`, `marks.rs` and `named.rs`, built on
-//! simulated atomics and locks, under every order of steps that the checker finds.
+//! Model of the parts that threads share: the very source files `slices.rs`, `loads_in_flight.rs`,
+//! `registry.rs`, `grace.rs`, `unlinked.rs`, `region.rs`, `marks.rs` and `named_clusters.rs`, built
+//! on simulated atomics and locks, under every order of steps that the checker finds.
 
 mod freeing;
 mod guard;
 mod sync;
 mod writing;
 
-#[path = "../concurrent/flight.rs"]
+#[path = "../concurrent/loads_in_flight.rs"]
 mod flight;
 #[allow(dead_code, unreachable_pub)]
 #[path = "../concurrent/grace.rs"]
@@ -16,7 +16,7 @@ mod grace;
 #[path = "../refcounts/marks.rs"]
 mod marks;
 #[allow(dead_code)]
-#[path = "../refcounts/named.rs"]
+#[path = "../refcounts/named_clusters.rs"]
 mod named;
 #[allow(dead_code)]
 #[path = "../concurrent/region.rs"]

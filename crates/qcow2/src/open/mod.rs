@@ -11,7 +11,7 @@ use ringdisk_storage::Storage;
 use crate::bitmaps;
 use crate::check;
 use crate::compressed::Decompressor;
-use crate::concurrent::flight::Flights;
+use crate::concurrent::loads_in_flight::Flights;
 use crate::concurrent::region::Region;
 use crate::concurrent::slices::SliceCache;
 use crate::engine::{OpenOptions, Qcow2};

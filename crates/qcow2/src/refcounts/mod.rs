@@ -22,7 +22,7 @@ mod grow;
 mod marks;
 #[cfg(test)]
 mod model;
-mod named;
+mod named_clusters;
 mod space;
 #[cfg(test)]
 mod tests;
@@ -40,7 +40,7 @@ pub(crate) use blocks::{DirtyRefcounts, DirtyTable};
 pub(crate) use marks::Marks;
 
 use blocks::Block;
-pub(crate) use named::Named;
+pub(crate) use named_clusters::Named;
 use space::RunSet;
 use width::Width;
 

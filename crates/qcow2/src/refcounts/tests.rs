@@ -1,7 +1,7 @@
 //! Reference counts and free space: cases by hand. The random ones are in `model.rs`.
 
 use super::marks::{BITS_MAX, BITS_MIN, Marks};
-use super::named::{CHUNK_CLUSTERS, CHUNKS_MAX, Named};
+use super::named_clusters::{CHUNK_CLUSTERS, CHUNKS_MAX, Named};
 use super::width::Width;
 use super::{Blocked, DirtyTable, RefcountParts, Refcounts, Run};
 use crate::units::{Bytes, HostCluster, HostOffset};
@@ -328,7 +328,7 @@ fn a_cluster_for_metadata_is_marked_when_it_is_taken() {
     let other = refcounts.allocate_metadata(1, None, false).expect("room");
     assert_eq!(other.start, run.start + 1);
     assert!(!refcounts.is_metadata(run.start) && !refcounts.marks().may_be(run.start));
-    // nor inside it, where somebody's bytes are.
+    // nor inside it, where data is.
     let mut refcounts = image(5);
     let taken = refcounts.allocate(1, None, false).expect("room");
     refcounts.give_back(taken.start, 1, false);

@@ -4,7 +4,7 @@ use std::task::{Context, Poll, Waker};
 
 use rustix::io::Errno;
 
-use crate::concurrent::flight::{Flights, Join, Leader};
+use crate::concurrent::loads_in_flight::{Flights, Join, Leader};
 
 fn lead(flights: &Flights<u32, u32>) -> Leader<'_, u32, u32> {
     match flights.join(1, || None) {

@@ -116,7 +116,7 @@ impl World {
         }
     }
 
-    /// Errors of storage are part of the game: whoever gets one is told, no more.
+    /// Errors of storage are part of the game: a client gets one, no more.
     #[allow(dead_code, reason = "not every test program has faults")]
     pub(crate) fn tolerate_faults(&mut self) {
         let oracle = self.shore.oracle.borrow().clone();

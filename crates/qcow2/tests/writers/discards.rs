@@ -22,7 +22,7 @@ fn device(content: &[u8], seed: u64) -> SimStorage {
 }
 
 /// Until the tables are on stable storage the old entries may come back; what a device leaves of a
-/// discard may be anybody's bytes.
+/// discard may be any bytes.
 #[test]
 fn a_power_cut_after_a_discard_leaves_the_old_bytes_or_zeroes() {
     for (in_data_file, discard_no_unref) in [(false, true), (true, false), (true, true)] {

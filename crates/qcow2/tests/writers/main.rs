@@ -239,8 +239,8 @@ fn the_place_of_a_write_that_was_dropped_in_the_middle_is_not_used_again() {
     on_stage(async |stage| assert!(!is_reused(&stage, true).await));
 }
 
-/// A new cluster is not linked yet, so nothing but the request knew of it: it is nobody's until the
-/// image is opened by somebody whom the write cannot reach.
+/// A new cluster is not linked yet, so nothing but the request knew of it: no one else uses it
+/// until the image is opened by a process that the write cannot reach.
 #[test]
 fn a_new_cluster_whose_write_was_dropped_is_given_to_nobody() {
     on_stage(|stage| async move {

@@ -1,4 +1,4 @@
-//! Cross-thread messages to a ring thread: wake-ups and jobs.
+//! Cross-thread messages to a ring thread: wake-ups and closures.
 //!
 //! Promises: a message from another thread costs a lock and an eventfd (control path only); a ring
 //! thread that wakes its own tasks through a `Waker` takes neither.
@@ -13,14 +13,14 @@ use crate::mailbox::Mailbox;
 use crate::{Errno, Ring};
 
 /// Work for a ring thread.
-pub(crate) type Job = Box<dyn FnOnce(&Ring) + Send>;
+pub(crate) type Closure = Box<dyn FnOnce(&Ring) + Send>;
 
 /// Tasks that a thread may wake itself in one turn before the list grows.
 const WOKEN_ROOM: usize = 1024;
 
 enum Message {
     Wake(u32),
-    Run(Job),
+    Run(Closure),
 }
 
 thread_local! {
@@ -86,7 +86,7 @@ impl Shared {
         for message in self.messages.take() {
             match message {
                 Message::Wake(task) => wake(task),
-                Message::Run(job) => job(ring),
+                Message::Run(closure) => closure(ring),
             }
         }
     }
@@ -105,7 +105,7 @@ impl Shared {
     }
 }
 
-/// Sends jobs to a ring thread from any thread.
+/// Sends closures to a ring thread from any thread.
 #[derive(Clone)]
 pub struct Remote(pub(crate) Arc<Shared>);
 
@@ -116,9 +116,9 @@ impl std::fmt::Debug for Remote {
 }
 
 impl Remote {
-    /// Runs `job` on the ring's thread, soon; never when that thread ended before. Any thread,
-    /// also the ring's own. The job may spawn tasks and must not block.
-    pub fn run(&self, job: impl FnOnce(&Ring) + Send + 'static) {
-        self.0.send(Message::Run(Box::new(job)));
+    /// Runs `closure` on the ring's thread, soon; never when that thread ended before. Any thread,
+    /// also the ring's own. The closure may spawn tasks and must not block.
+    pub fn run(&self, closure: impl FnOnce(&Ring) + Send + 'static) {
+        self.0.send(Message::Run(Box::new(closure)));
     }
 }

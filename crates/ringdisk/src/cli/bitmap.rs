@@ -10,7 +10,7 @@ use ringdisk_disk::Format;
 use ringdisk_images::bitmap::Work;
 
 use crate::cli::format_parser;
-use crate::cli::look::{NameArgs, PoolArgs};
+use crate::cli::inspect::{NameArgs, PoolArgs};
 use crate::cli::names::{parse_bitmap, parse_existing};
 
 /// Change the bitmaps inside an image

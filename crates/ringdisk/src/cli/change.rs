@@ -9,7 +9,7 @@ use ringdisk_images::snapshot::Work;
 use ringdisk_qcow2::Preallocation;
 use ringdisk_qcow2::Repair;
 
-use crate::cli::look::{NameArgs, OutputArgs, PoolArgs};
+use crate::cli::inspect::{NameArgs, OutputArgs, PoolArgs};
 use crate::cli::names::{parse_existing, parse_file, parse_snapshot};
 use crate::cli::words::{PREALLOCATION, Words, one_of};
 use crate::cli::{ProgressArgs, cache_parser, format_parser};
@@ -158,7 +158,7 @@ pub(crate) struct CheckArgs {
     pub(crate) output: OutputArgs,
 
     #[command(flatten)]
-    pub(crate) show: ProgressArgs,
+    pub(crate) progress: ProgressArgs,
 
     #[command(flatten)]
     pub(crate) image: FileArgs,
@@ -251,7 +251,7 @@ pub(crate) struct CommitArgs {
     pub(crate) drop: bool,
 
     #[command(flatten)]
-    pub(crate) show: ProgressArgs,
+    pub(crate) progress: ProgressArgs,
 
     #[command(flatten)]
     pub(crate) image: FileArgs,
@@ -301,7 +301,7 @@ pub(crate) struct RebaseArgs {
     pub(crate) force_share: bool,
 
     #[command(flatten)]
-    pub(crate) show: ProgressArgs,
+    pub(crate) progress: ProgressArgs,
 
     #[command(flatten)]
     pub(crate) image: FileArgs,

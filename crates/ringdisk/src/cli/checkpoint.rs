@@ -164,7 +164,7 @@ pub(crate) struct BackupArgs {
     pub(crate) pool: PoolArgs,
 
     #[command(flatten)]
-    pub(crate) show: ProgressArgs,
+    pub(crate) progress: ProgressArgs,
 }
 
 const RESTORE_EXAMPLES: &str = "\
@@ -204,5 +204,5 @@ pub(crate) struct RestoreArgs {
     pub(crate) pool: PoolArgs,
 
     #[command(flatten)]
-    pub(crate) show: ProgressArgs,
+    pub(crate) progress: ProgressArgs,
 }

@@ -6,13 +6,13 @@ use clap::{Args, ValueHint};
 use ringdisk_daemon::size::parse_size;
 use ringdisk_disk::{Cache, Format, SnapshotChoice};
 
-use crate::cli::look::{NameArgs, OutputArgs, PoolArgs};
+use crate::cli::inspect::{NameArgs, OutputArgs, PoolArgs};
 use crate::cli::names::{parse_choice, parse_file};
 use crate::cli::{ProgressArgs, cache_parser, format_parser};
 
 /// Requests at once at most; qemu-img's.
 #[allow(clippy::cast_possible_wrap)] // A small constant.
-const PARALLEL_MAX: i64 = ringdisk_disk::jobs::TASKS_MAX as i64;
+const PARALLEL_MAX: i64 = ringdisk_disk::operations::TASKS_MAX as i64;
 
 const CONVERT_EXAMPLES: &str = "\
 Examples:
@@ -122,7 +122,7 @@ pub(crate) struct ConvertArgs {
     pub(crate) copy_range_offloading: bool,
 
     #[command(flatten)]
-    pub(crate) show: ProgressArgs,
+    pub(crate) progress: ProgressArgs,
 
     /// The source, or several, which are put together; and last the target
     #[arg(value_name = "FILE", value_hint = ValueHint::FilePath, num_args = 0..)]
@@ -165,7 +165,7 @@ pub(crate) struct CompareArgs {
     pub(crate) force_share: bool,
 
     #[command(flatten)]
-    pub(crate) show: ProgressArgs,
+    pub(crate) progress: ProgressArgs,
 
     /// One image
     #[arg(value_name = "FILE1", value_hint = ValueHint::FilePath)]

@@ -120,7 +120,7 @@ pub(crate) enum CtlCommand {
         #[command(flatten)]
         job: JobRunArgs,
         #[command(flatten)]
-        show: ProgressArgs,
+        progress: ProgressArgs,
     },
     /// Fill the top image from the images below it, which it then no longer needs
     ///
@@ -136,7 +136,7 @@ pub(crate) enum CtlCommand {
         #[command(flatten)]
         job: JobRunArgs,
         #[command(flatten)]
-        show: ProgressArgs,
+        progress: ProgressArgs,
     },
     /// Copy the disk to TARGET while clients work, and then switch over to it
     ///
@@ -177,7 +177,7 @@ pub(crate) enum CtlCommand {
         #[arg(short = 'F', long, value_name = "FORMAT", value_parser = format_parser())]
         format: Option<Format>,
         #[command(flatten)]
-        show: ProgressArgs,
+        progress: ProgressArgs,
     },
     /// Let the host kernel move the data of a virtual machine's disk, or take that back (`ringdisk
     /// serve --accel`)
@@ -260,7 +260,7 @@ pub(crate) struct MirrorArgs {
     #[command(flatten)]
     pub(crate) job: JobRunArgs,
     #[command(flatten)]
-    pub(crate) show: ProgressArgs,
+    pub(crate) progress: ProgressArgs,
 }
 
 /// Where a disk is backed up to, and how.
@@ -288,7 +288,7 @@ pub(crate) struct BackupJobArgs {
     #[command(flatten)]
     pub(crate) job: JobRunArgs,
     #[command(flatten)]
-    pub(crate) show: ProgressArgs,
+    pub(crate) progress: ProgressArgs,
 }
 
 /// Where the state of the disk is kept.

@@ -25,8 +25,8 @@ pub(crate) fn run(args: &BackupArgs) -> Result<(), Failure> {
         fleece: (&args.fleece).into(),
         pool: (&args.pool).into(),
     };
-    let all = back_up(&request, args.show.into())?;
-    if args.show.quiet {
+    let all = back_up(&request, args.progress.into())?;
+    if args.progress.quiet {
         return Ok(());
     }
     for made in all {

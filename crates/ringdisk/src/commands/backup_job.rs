@@ -33,7 +33,7 @@ pub(crate) fn run(
         bitmap: wanted.bitmap.clone(),
         fleece: (&wanted.fleece).into(),
     };
-    let operation = Operation::start("backup", wanted.show)?;
+    let operation = Operation::start("backup", wanted.progress)?;
     let progress = Arc::clone(operation.progress());
     let fresh = NewFiles::default();
     let result = backup(client, limit, &request, &fresh, &progress);
@@ -44,8 +44,8 @@ pub(crate) fn run(
                 whole";
     let value = operation.end(result, left)?;
     match wanted.job.background {
-        true => job_texts::begun(&value, wanted.show.quiet),
-        false if !wanted.show.quiet => job_texts::ended("Disk backed up.", &value),
+        true => job_texts::begun(&value, wanted.progress.quiet),
+        false if !wanted.progress.quiet => job_texts::ended("Disk backed up.", &value),
         false => {}
     }
     Ok(())

@@ -20,5 +20,5 @@ pub(crate) fn run(args: &CheckArgs) -> Result<u8, Failure> {
         json: args.output.is_json(),
         pool: (&args.image.pool).into(),
     };
-    check(&request, args.show.into())
+    check(&request, args.progress.into())
 }

@@ -53,7 +53,7 @@ pub(crate) fn run(path: &Path, limit: Duration, args: &CheckpointArgs) -> Result
     if args.json {
         let disks = checkpoint.disks.iter().map(|disk| {
             json!({
-                "target": disk.client.shown(),
+                "target": disk.client.target_name(),
                 "export": disk.begin.export,
                 "uri": disk.begin.uri,
                 "size": disk.size,
@@ -66,7 +66,7 @@ pub(crate) fn run(path: &Path, limit: Duration, args: &CheckpointArgs) -> Result
         terminal::say(json_text(&json!({ "name": name, "disks": disks })));
     } else {
         for disk in &checkpoint.disks {
-            terminal::say(format_args!("{}: {}", disk.client.shown(), disk.begin.uri));
+            terminal::say(format_args!("{}: {}", disk.client.target_name(), disk.begin.uri));
         }
         if terminal::is_interactive() {
             let shown = shell_word(&path.display().to_string());

@@ -19,5 +19,5 @@ pub(crate) fn run(args: &CommitArgs) -> Result<(), Failure> {
         keep: args.drop,
         pool: (&args.image.pool).into(),
     };
-    commit(&request, args.show.into())
+    commit(&request, args.progress.into())
 }

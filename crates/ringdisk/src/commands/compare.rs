@@ -20,5 +20,5 @@ pub(crate) fn run(args: &CompareArgs) -> Result<u8, Failure> {
         force_share: args.force_share,
         pool: (&args.pool).into(),
     };
-    compare(&request, args.show.into())
+    compare(&request, args.progress.into())
 }

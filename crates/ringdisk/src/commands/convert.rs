@@ -34,5 +34,5 @@ pub(crate) fn run(args: &ConvertArgs) -> Result<(), Failure> {
         copy_range_offloading: args.copy_range_offloading,
         pool: (&args.pool).into(),
     };
-    convert(&request, args.show.into())
+    convert(&request, args.progress.into())
 }

@@ -15,7 +15,7 @@ use ringdisk_daemon::new_file::check_new_name;
 use ringdisk_daemon::size::{SizeChange, human_size_exact};
 use ringdisk_daemon::terminal::{self, shell_word, visible, visible_lines};
 use ringdisk_disk::Progress;
-use ringdisk_images::look;
+use ringdisk_images::inspect;
 use ringdisk_observe::watch;
 use serde_json::Value;
 
@@ -53,12 +53,12 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
     if let CtlCommand::Backing { file, .. } = &args.command
         && !file.as_os_str().is_empty()
     {
-        look::note_names(file);
+        inspect::note_names(file);
     }
-    let show = match &args.command {
-        CtlCommand::Commit { show, .. }
-        | CtlCommand::Stream { show, .. }
-        | CtlCommand::Backing { show, .. } => *show,
+    let progress = match &args.command {
+        CtlCommand::Commit { progress, .. }
+        | CtlCommand::Stream { progress, .. }
+        | CtlCommand::Backing { progress, .. } => *progress,
         _ => ProgressArgs { progress: false, quiet: true },
     };
     let what = match args.command {
@@ -66,7 +66,7 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
         CtlCommand::Stream { .. } => "stream",
         _ => "commit",
     };
-    let operation = Operation::start(what, show)?;
+    let operation = Operation::start(what, progress)?;
     let progress = Arc::clone(operation.progress());
     let (result, left) = match &args.command {
         CtlCommand::Stop { .. } => (
@@ -95,12 +95,12 @@ pub(crate) fn run(args: &CtlArgs) -> Result<(), Failure> {
         _ => failure,
     });
     let value = operation.end(result, left)?;
-    tell(&args.command, &client, &value);
+    print_result(&args.command, &client, &value);
     Ok(())
 }
 
 /// Says what was done, or what the server says.
-fn tell(command: &CtlCommand, client: &Client, value: &Value) {
+fn print_result(command: &CtlCommand, client: &Client, value: &Value) {
     match command {
         CtlCommand::Stats { json: true, .. } => {
             terminal::say(json_text(&without_text(value.clone())));
@@ -121,18 +121,20 @@ fn tell(command: &CtlCommand, client: &Client, value: &Value) {
             let text = value.get("text").and_then(Value::as_str).unwrap_or("Done.");
             terminal::say(visible_lines(text));
         }
-        CtlCommand::Commit { job, show, .. } | CtlCommand::Stream { job, show, .. }
+        CtlCommand::Commit { job, progress, .. } | CtlCommand::Stream { job, progress, .. }
             if job.background =>
         {
-            job_texts::begun(value, show.quiet);
+            job_texts::begun(value, progress.quiet);
         }
-        CtlCommand::Commit { show, .. } if !show.quiet => {
+        CtlCommand::Commit { progress, .. } if !progress.quiet => {
             job_texts::ended("Image committed.", value);
         }
-        CtlCommand::Stream { show, .. } if !show.quiet => {
+        CtlCommand::Stream { progress, .. } if !progress.quiet => {
             job_texts::ended("Image streamed.", value);
         }
-        CtlCommand::Backing { show, .. } if !show.quiet => terminal::say("Backing file changed."),
+        CtlCommand::Backing { progress, .. } if !progress.quiet => {
+            terminal::say("Backing file changed.");
+        }
         CtlCommand::Commit { .. } | CtlCommand::Stream { .. } | CtlCommand::Backing { .. } => {}
         CtlCommand::Accel { on: true } => {
             let serves = value.get("kernel-serves").and_then(Value::as_bool);

@@ -39,11 +39,11 @@ pub(crate) fn run(args: &JobArgs) -> Result<(), Failure> {
         Some(target) => Client::connect(Path::new(target), ANSWER)?,
         None => find(job.id())?,
     };
-    let (timeout, show) = match &command {
+    let (timeout, progress) = match &command {
         JobCommand::Wait(_) => (Timeout::Work(ANSWER), ProgressArgs::default()),
         _ => (Timeout::Answer(ANSWER), QUIET),
     };
-    let operation = Operation::start(job.id(), show)?;
+    let operation = Operation::start(job.id(), progress)?;
     let progress = Arc::clone(operation.progress());
     let told = client.call(&Command::Job(command), &progress, timeout);
     let told = operation.end(told, "the job goes on")?;

@@ -37,7 +37,7 @@ pub(crate) fn run(
         write_blocking: wanted.write_blocking,
         complete: wanted.complete,
     };
-    let operation = Operation::start("mirror", wanted.show)?;
+    let operation = Operation::start("mirror", wanted.progress)?;
     let progress = Arc::clone(operation.progress());
     let fresh = NewFiles::default();
     let begun = mirror(client, limit, &request, &fresh, &progress);
@@ -57,14 +57,14 @@ pub(crate) fn run(
     let value = operation.end(result, left)?;
     let target = args.target.display().to_string();
     match &id {
-        Some(_) if wanted.job.background => job_texts::begun(&value, wanted.show.quiet),
+        Some(_) if wanted.job.background => job_texts::begun(&value, wanted.progress.quiet),
         Some(id) => {
             terminal::say(visible(id));
-            if !wanted.show.quiet {
+            if !wanted.progress.quiet {
                 job_texts::ready(&value, Some(&target));
             }
         }
-        None if !wanted.show.quiet => job_texts::ended("The disk has switched over.", &value),
+        None if !wanted.progress.quiet => job_texts::ended("The disk has switched over.", &value),
         None => {}
     }
     Ok(())

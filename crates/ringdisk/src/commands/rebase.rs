@@ -22,5 +22,5 @@ pub(crate) fn run(args: &RebaseArgs) -> Result<(), Failure> {
         force_share: args.force_share,
         pool: (&args.image.pool).into(),
     };
-    rebase(&request, args.show.into())
+    rebase(&request, args.progress.into())
 }

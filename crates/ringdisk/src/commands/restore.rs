@@ -19,8 +19,8 @@ pub(crate) fn run(args: &RestoreArgs) -> Result<(), Failure> {
         force: args.force,
         pool: (&args.pool).into(),
     };
-    let (backup, size) = restore(&request, args.show.into())?;
-    if !args.show.quiet {
+    let (backup, size) = restore(&request, args.progress.into())?;
+    if !args.progress.quiet {
         terminal::say(format_args!(
             "{}: a disk of {} from {}",
             args.image.display(),

@@ -5,7 +5,7 @@ use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::helper;
 use ringdisk_daemon::run_as::Wanted;
 use ringdisk_daemon::sockets;
-use ringdisk_server::vm::beside_start::Wanted as WantedBeside;
+use ringdisk_server::vm::nbd_start::Wanted as WantedBeside;
 use ringdisk_server::{nbd, vm};
 
 use crate::cli::{ServeArgs, ServedDisk};

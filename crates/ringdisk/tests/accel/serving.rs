@@ -441,7 +441,7 @@ fn a_write_cache_that_the_kernel_cannot_turn_off_brings_virtqueues_back() {
     let before = by_threads(&stats(&place.socket));
     assert_eq!(vm.status(1, Request::write(4096, vec![8; 4096])), 0);
     assert!(by_threads(&stats(&place.socket)) > before);
-    // Somebody has mended it.
+    // The administrator has mended it.
     ctl(&place.socket, &["accel", "on"]).ok();
     becomes(place, true);
     assert_eq!(vm.run(0, Request::read(4096, 4096)).data, vec![8; 4096]);

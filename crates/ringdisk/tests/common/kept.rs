@@ -86,7 +86,7 @@ impl Kept {
             let table = mounts();
             let ours = table.iter().filter(|mount| mount.path.starts_with(directory));
             left.extend(ours.map(|mount| format!("mount {}", mount.path.display())));
-            // Somebody else may have the number now.
+            // Another mount may have the number now.
             let is_ours = |number: &&u32| table.iter().all(|mount| mount.minor != **number);
             let numbers: Vec<&u32> = self.connections.iter().filter(is_ours).collect();
             let numbers_left = numbers.iter().filter(|number| waiting(***number).is_ok());

@@ -54,8 +54,8 @@ pub(crate) fn guest_on(cpus: &[usize], place: &Place) -> Vm {
     let start = || {
         pin_to_cpus(&cpus).expect("CPUs of this machine");
         let mut vm = place.vm(false);
-        // Memory comes from the node of whoever touches it first. The virtqueues of the next start
-        // are behind all that was taken.
+        // Memory comes from the node of the thread that touches it first. The virtqueues of the
+        // next start are behind all that was taken.
         let taken = usize::try_from(vm.ram.taken()).expect("64 bits");
         vm.ram.memory().write_bytes(taken, &vec![0; 4 << 20]);
         vm.reset().expect("a reset");

@@ -121,14 +121,14 @@ fn jobs_of_a_kept_disk_begin_again_when_its_server_was_killed() {
     let place = Place::new("qcow2");
     let daemon = place.start(&["--keep"]);
     let (mut vm, mut load) = (place.vm(false), load(15));
-    let holder = daemon.process.pid();
+    let helper = daemon.process.pid();
     meanwhile(&mut vm, &mut load, || {
         jobs_go_on(&place, || {
             // A new process is allowed 5 times in 10 s.
             std::thread::sleep(Duration::from_millis(2100));
-            let server = child_of(holder).expect("a process serves");
+            let server = child_of(helper).expect("a process serves");
             kill(server);
-            let next = || child_of(holder).filter(|new| *new != server);
+            let next = || child_of(helper).filter(|new| *new != server);
             until(LIMIT, next).unwrap_or_else(|| panic!("{}", daemon.process.output()));
         });
     });

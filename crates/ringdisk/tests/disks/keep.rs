@@ -39,7 +39,7 @@ pub(crate) struct Server {
     pub(crate) socket: PathBuf,
     format: String,
     /// The one that keeps it.
-    pub(crate) holder: Process,
+    pub(crate) helper: Process,
 }
 
 impl Server {
@@ -52,9 +52,9 @@ impl Server {
         }
         let socket = directory.path().join("socket");
         let words = [&["--keep"], args].concat();
-        let holder = Server::process(&image, format, &socket, &words);
+        let helper = Server::process(&image, format, &socket, &words);
         let format = format.to_owned();
-        Server { directory, image, socket, format, holder }
+        Server { directory, image, socket, format, helper }
     }
 
     fn process(image: &Path, format: &str, socket: &Path, args: &[&str]) -> Process {
@@ -77,13 +77,13 @@ impl Server {
     /// Waits until it answers commands.
     pub(crate) fn ready(&self) {
         let answers = || (self.ctl(&["stats"]).code() == Some(0)).then_some(());
-        assert!(until(LIMIT, answers).is_some(), "{}", self.holder.output());
+        assert!(until(LIMIT, answers).is_some(), "{}", self.helper.output());
     }
 
     /// The process that serves.
     pub(crate) fn server(&self) -> u32 {
-        let server = until(LIMIT, || child_of(self.holder.pid()));
-        server.unwrap_or_else(|| panic!("nobody serves: {}", self.holder.output()))
+        let server = until(LIMIT, || child_of(self.helper.pid()));
+        server.unwrap_or_else(|| panic!("nobody serves: {}", self.helper.output()))
     }
 
     /// Kills it.
@@ -97,9 +97,9 @@ impl Server {
 
     /// Ends it with a signal; nothing is left.
     pub(crate) fn stop(mut self) -> (TempDir, PathBuf) {
-        self.holder.signal(Signal::TERM);
-        let ended = self.holder.wait(LIMIT).expect("it was asked to end");
-        assert!(ended.success(), "{}", self.holder.output());
+        self.helper.signal(Signal::TERM);
+        let ended = self.helper.wait(LIMIT).expect("it was asked to end");
+        assert!(ended.success(), "{}", self.helper.output());
         assert!(!self.socket.exists(), "its socket is left");
         (self.directory, self.image)
     }
@@ -202,7 +202,7 @@ fn limits_and_copy_on_read_that_a_command_has_set_outlive_the_server() {
         let old = server.server();
         server.kill();
         let is_next = until(LIMIT, || (server.server() != old).then_some(()));
-        assert!(is_next.is_some(), "{}", server.holder.output());
+        assert!(is_next.is_some(), "{}", server.helper.output());
         assert_eq!(limits().trim(), wanted);
         let stats = server.ctl(&["stats"]).stdout;
         assert_eq!(stats.contains("copy-on-read"), copy_on_read == "on", "{stats}");
@@ -233,15 +233,15 @@ fn a_kept_raw_disk_on_packed_rings_goes_on() {
 /// Two disks of one pair of processes, with their directory and sockets.
 pub(crate) struct Two {
     directory: TempDir,
-    pub(crate) holder: Process,
+    pub(crate) helper: Process,
 }
 
 impl Two {
     pub(crate) fn start() -> Two {
         let directory = scratch();
-        let mut two = Two { directory, holder: Process::spawn(&mut Command::new("true")) };
+        let mut two = Two { directory, helper: Process::spawn(&mut Command::new("true")) };
         (0..2).for_each(|number| images::qcow2(&two.image(number), "8M", "cluster_size=4k"));
-        two.holder = two.process(&["--keep"]);
+        two.helper = two.process(&["--keep"]);
         two
     }
 
@@ -271,12 +271,12 @@ impl Two {
     }
 
     fn kill(&self) {
-        kill(until(LIMIT, || child_of(self.holder.pid())).expect("a process serves"));
+        kill(until(LIMIT, || child_of(self.helper.pid())).expect("a process serves"));
     }
 
     fn end(&mut self) -> Option<i32> {
-        self.holder.signal(Signal::TERM);
-        self.holder.wait(LIMIT).expect("it ends").code()
+        self.helper.signal(Signal::TERM);
+        self.helper.wait(LIMIT).expect("it ends").code()
     }
 }
 
@@ -299,11 +299,11 @@ fn a_kept_disk_that_was_stopped_is_not_gone_on_with_and_the_others_are() {
         two.kill();
         let bytes = vec![round; 4096];
         let written = goes_on.status(0, Request::write(8, bytes));
-        assert_eq!(written, 0, "{}", two.holder.output());
+        assert_eq!(written, 0, "{}", two.helper.output());
         assert_eq!(there.status(0, Request::flush()), 0);
     }
     drop((goes_on, there));
-    assert_eq!(two.end(), Some(0), "{}", two.holder.output());
+    assert_eq!(two.end(), Some(0), "{}", two.helper.output());
     assert!(second.exists(), "the socket of the other process is gone");
     other.signal(Signal::TERM);
     assert!(other.wait(LIMIT).expect("it ends").success(), "{}", other.output());
@@ -316,12 +316,12 @@ fn a_kept_disk_that_cannot_be_opened_again_ends_alone() {
     assert_eq!(ends.status(0, Request::flush()), 0);
     std::fs::remove_file(two.image(1)).expect("it was there");
     two.kill();
-    assert_eq!(goes_on.status(0, Request::flush()), 0, "{}", two.holder.output());
+    assert_eq!(goes_on.status(0, Request::flush()), 0, "{}", two.helper.output());
     ends.front.expect_end();
     assert!(!two.socket(1).exists(), "its socket is left");
     drop((goes_on, ends));
-    assert!(two.end().is_some_and(|code| code != 0), "{}", two.holder.output());
-    assert!(two.holder.output().contains("disk1"), "{}", two.holder.output());
+    assert!(two.end().is_some_and(|code| code != 0), "{}", two.helper.output());
+    assert!(two.helper.output().contains("disk1"), "{}", two.helper.output());
 }
 
 #[test]
@@ -341,13 +341,13 @@ fn several_kept_disks_go_on_together_and_what_was_put_on_top_stays_there() {
                 vm.status(0, Request::write(8, bytes.clone())),
                 0,
                 "{}",
-                two.holder.output()
+                two.helper.output()
             );
             assert_eq!(vm.run(0, Request::read(8, 4096)).data, bytes);
         }
     }
     drop(vms);
-    assert_eq!(two.end(), Some(0), "{}", two.holder.output());
+    assert_eq!(two.end(), Some(0), "{}", two.helper.output());
     let below = images::reference(&two.image(1), "qcow2");
     let below = std::fs::read(below).expect("the image");
     assert!(below[4096..8192].iter().all(|byte| *byte == 0), "written below the overlay");
@@ -359,13 +359,13 @@ fn without_the_process_that_keeps_it_a_disk_goes_on_and_ends_cleanly_at_a_stop()
     let mut vm = Vm::started(FrontEnd::connect(&server.socket), options(false, false, 9));
     assert_eq!(vm.status(0, Request::write(0, vec![7; 4096])), 0);
     let serving = server.server();
-    server.holder.signal(Signal::KILL);
-    server.holder.wait(LIMIT).expect("it was killed");
-    assert_eq!(vm.status(0, Request::write(8, vec![8; 4096])), 0, "{}", server.holder.output());
+    server.helper.signal(Signal::KILL);
+    server.helper.wait(LIMIT).expect("it was killed");
+    assert_eq!(vm.status(0, Request::write(8, vec![8; 4096])), 0, "{}", server.helper.output());
     // What the next front end lends is kept by nobody.
     drop(vm);
     let mut vm = Vm::started(FrontEnd::connect(&server.socket), options(false, false, 9));
-    assert_eq!(vm.status(0, Request::write(16, vec![9; 4096])), 0, "{}", server.holder.output());
+    assert_eq!(vm.status(0, Request::write(16, vec![9; 4096])), 0, "{}", server.helper.output());
     let serving = i32::try_from(serving).ok().and_then(Pid::from_raw).expect("a pid");
     kill_process(serving, Signal::TERM).expect("it goes on");
     vm.front.expect_end();
@@ -374,9 +374,9 @@ fn without_the_process_that_keeps_it_a_disk_goes_on_and_ends_cleanly_at_a_stop()
     let image = std::fs::read(&server.image).expect("the image");
     assert_eq!([image[0], image[4096], image[8192]], [7, 8, 9]);
     // Its socket, which nobody could remove, is in nobody's way.
-    server.holder = Server::process(&server.image, "raw", &server.socket, &[]);
+    server.helper = Server::process(&server.image, "raw", &server.socket, &[]);
     let mut vm = Vm::started(FrontEnd::connect(&server.socket), options(false, false, 9));
-    assert_eq!(vm.status(0, Request::flush()), 0, "{}", server.holder.output());
+    assert_eq!(vm.status(0, Request::flush()), 0, "{}", server.helper.output());
     drop(vm);
     server.stop();
 }
@@ -387,13 +387,13 @@ fn a_process_that_dies_again_and_again_is_given_up() {
     let mut vm = Vm::started(FrontEnd::connect(&server.socket), options(false, true, 9));
     for _ in 0..RESTARTS {
         server.kill();
-        assert_eq!(vm.status(0, Request::flush()), 0, "{}", server.holder.output());
+        assert_eq!(vm.status(0, Request::flush()), 0, "{}", server.helper.output());
     }
     server.kill();
     vm.front.expect_end();
-    let ended = server.holder.wait(LIMIT).expect("it gives up");
-    assert_eq!(ended.code(), Some(7), "{}", server.holder.output());
-    assert!(server.holder.output().contains("the disk is given up"), "{}", server.holder.output());
+    let ended = server.helper.wait(LIMIT).expect("it gives up");
+    assert_eq!(ended.code(), Some(7), "{}", server.helper.output());
+    assert!(server.helper.output().contains("the disk is given up"), "{}", server.helper.output());
 }
 
 #[test]
@@ -403,11 +403,11 @@ fn a_kept_disk_is_stopped_and_asked_as_any_other() {
     server.kill();
     assert_eq!(vm.status(0, Request::flush()), 0);
     let stats = until(LIMIT, || Some(server.ctl(&["stats"])).filter(|done| done.code() == Some(0)));
-    assert!(stats.is_some(), "{}", server.holder.output());
+    assert!(stats.is_some(), "{}", server.helper.output());
     let mut server = server;
     assert_eq!(server.ctl(&["stop"]).code(), Some(0));
     vm.front.expect_end();
-    assert!(server.holder.wait(LIMIT).expect("it ends").success(), "{}", server.holder.output());
+    assert!(server.helper.wait(LIMIT).expect("it ends").success(), "{}", server.helper.output());
 }
 
 #[test]

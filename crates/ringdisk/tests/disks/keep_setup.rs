@@ -40,9 +40,9 @@ fn is_traced(tid: u32) -> bool {
 
 /// Sees to it that the process that serves is killed when its control thread begins its `call`th
 /// system call from now on. Gives the process, and the one that sees to it.
-fn kill_at(holder: u32, call: u64) -> Option<(u32, Process)> {
+fn kill_at(helper: u32, call: u64) -> Option<(u32, Process)> {
     let (pid, tid) = until(LIMIT, || {
-        let pid = child_of(holder)?;
+        let pid = child_of(helper)?;
         Some((pid, control_thread(pid)?))
     })?;
     let inject = format!("inject=all:signal=KILL:when={call}");
@@ -96,7 +96,7 @@ fn survive(packed: bool, seed: u64) {
     let mut killed = 0;
     for round in 0..rounds {
         let server = Server::start("raw", &[]);
-        let holder = server.holder.pid();
+        let helper = server.helper.pid();
         let over = AtomicBool::new(false);
         // A connection that the kernel has just given to the process ends with it: it is no other
         // process's yet.
@@ -110,7 +110,7 @@ fn survive(packed: bool, seed: u64) {
                         true => 1 + (round * KILLS + killed) % CALLS,
                         false => 1 + prng.below(CALLS / KILLS),
                     };
-                    let Some((pid, mut tracer)) = kill_at(holder, call) else { break };
+                    let Some((pid, mut tracer)) = kill_at(helper, call) else { break };
                     while lives(pid) && !over.load(Ordering::Acquire) {
                         std::thread::sleep(Duration::from_millis(1));
                     }
@@ -125,7 +125,7 @@ fn survive(packed: bool, seed: u64) {
             killed += killer.join().expect("the killer");
             result
         });
-        assert!(result.is_ok(), "round {round}: {result:?}: {}", server.holder.output());
+        assert!(result.is_ok(), "round {round}: {result:?}: {}", server.helper.output());
         server.stop();
     }
     println!("packed {packed}: {killed} kills");

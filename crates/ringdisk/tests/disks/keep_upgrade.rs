@@ -1,7 +1,7 @@
 //! `serve --keep` and `serve --upgrade` together: a disk goes to a successor whose parent keeps it,
-//! or to one that nobody keeps, and back. Whoever is killed meanwhile, one process goes on, and the
-//! front end, which never connects again, sees each request answered once. `RINGDISK_KILLS=N` or
-//! `RINGDISK_FULL=1` for more kills.
+//! or to one that nobody keeps, and back. Whichever process is killed meanwhile, one goes on, and
+//! the front end, which never connects again, sees each request answered once. `RINGDISK_KILLS=N`
+//! or `RINGDISK_FULL=1` for more kills.
 
 use std::time::{Duration, Instant};
 
@@ -36,9 +36,9 @@ fn ends(process: &mut Process, vm: &mut Vm, load: &mut Load) -> Option<i32> {
 /// The next process takes the disk over; the processes before it end without a complaint.
 fn upgrade(server: &mut Server, words: &[&str], vm: &mut Vm, load: &mut Load) {
     let new = server.successor(&[&["--upgrade"], words].concat());
-    let mut old = std::mem::replace(&mut server.holder, new);
+    let mut old = std::mem::replace(&mut server.helper, new);
     let code = ends(&mut old, vm, load);
-    let (old, new) = (old.output(), server.holder.output());
+    let (old, new) = (old.output(), server.helper.output());
     assert_eq!(code, Some(0), "the old: {old}\nthe new: {new}");
     assert!(old.contains("handed over to another process"), "{old}");
     assert!(!complains(&old) && !complains(&new), "the old: {old}\nthe new: {new}");
@@ -77,20 +77,20 @@ fn travels(format: &str, packed: bool, inflight: bool, seed: u64) {
         if words.contains(&"--daemonize") {
             // Its parent ends when the disk is served.
             let daemon = server.successor(&[&["--upgrade"], &words[..]].concat());
-            let mut old = std::mem::replace(&mut server.holder, daemon);
+            let mut old = std::mem::replace(&mut server.helper, daemon);
             assert_eq!(ends(&mut old, &mut vm, &mut load), Some(0), "{}", old.output());
-            assert_eq!(ends(&mut server.holder, &mut vm, &mut load), Some(0));
+            assert_eq!(ends(&mut server.helper, &mut vm, &mut load), Some(0));
             let stopped = server.ctl(&["stop"]);
             assert_eq!(stopped.code(), Some(0), "{}", stopped.output());
             break;
         }
         upgrade(&mut server, &words, &mut vm, &mut load);
         // The file names the process that was started, however often another one serves.
-        let is_named = || (pid(&server) == Some(server.holder.pid())).then_some(());
+        let is_named = || (pid(&server) == Some(server.helper.pid())).then_some(());
         assert!(until(LIMIT, is_named).is_some(), "{:?}", pid(&server));
         if words.contains(&"--keep") {
             (0..2).for_each(|_| kill_server(&server, &mut vm, &mut load));
-            assert_eq!(pid(&server), Some(server.holder.pid()));
+            assert_eq!(pid(&server), Some(server.helper.pid()));
         }
     }
     vm.front.expect_end();
@@ -165,29 +165,29 @@ fn survives(format: &str, packed: bool, seed: u64) {
         while begun.elapsed() < moment {
             load.run(&mut vm, 2);
         }
-        let holder = if kills_old { server.holder.pid() } else { new.pid() };
+        let helper = if kills_old { server.helper.pid() } else { new.pid() };
         // It may not have started one yet, or have ended.
-        child_of(holder).into_iter().for_each(kill);
+        child_of(helper).into_iter().for_each(kill);
         // One of the two pairs ends; the other one serves.
         let begun = Instant::now();
         let new_serves = loop {
             load.run(&mut vm, 8);
-            if server.holder.ended().is_some() {
+            if server.helper.ended().is_some() {
                 break true;
             }
             if new.ended().is_some() {
                 break false;
             }
-            let said = || format!("the old: {}\nthe new: {}", server.holder.output(), new.output());
+            let said = || format!("the old: {}\nthe new: {}", server.helper.output(), new.output());
             assert!(begun.elapsed() < LIMIT, "kill {number}: both go on: {}", said());
         };
         counts[usize::from(kills_old)][usize::from(new_serves)] += 1;
-        let other = if new_serves { std::mem::replace(&mut server.holder, new) } else { new };
-        for said in [other.output(), server.holder.output()] {
+        let other = if new_serves { std::mem::replace(&mut server.helper, new) } else { new };
+        for said in [other.output(), server.helper.output()] {
             assert!(!said.contains("panicked"), "kill {number}: {said}");
         }
         load.drain(&mut vm);
-        assert_eq!(vm.status(0, Request::flush()), 0, "{}", server.holder.output());
+        assert_eq!(vm.status(0, Request::flush()), 0, "{}", server.helper.output());
         // An undisturbed one tells how long they take, and that what kills have left can be handed
         // over.
         if number % 4 == 1 {
@@ -217,7 +217,7 @@ fn a_qcow2_disk_goes_on_whoever_is_killed_in_a_hand_over() {
 }
 
 /// Two disks of one process, which go one after the other: each goes on in the process that has it,
-/// whoever is killed in between.
+/// whichever process is killed in between.
 #[test]
 fn two_disks_go_on_whoever_is_killed_in_their_hand_over() {
     let (mut prng, mut split) = (Prng::new(8), 0);
@@ -228,24 +228,24 @@ fn two_disks_go_on_whoever_is_killed_in_their_hand_over() {
             let socket = two.socket(disk);
             let words = [&*program(), "ctl", text(&socket), "stats"];
             let answers = || (run(command(&words)).code() == Some(0)).then_some(());
-            assert!(until(LIMIT, answers).is_some(), "{}", two.holder.output());
+            assert!(until(LIMIT, answers).is_some(), "{}", two.helper.output());
         }
         let mut new = two.process(&["--keep", "--upgrade"]);
         std::thread::sleep(Duration::from_micros(prng.below(150_000)));
-        let holder = if prng.coin() { two.holder.pid() } else { new.pid() };
-        child_of(holder).into_iter().for_each(kill);
+        let helper = if prng.coin() { two.helper.pid() } else { new.pid() };
+        child_of(helper).into_iter().for_each(kill);
         for _ in 0..3 {
             for machine in &mut machines {
-                let said = || format!("{}\nthe new: {}", two.holder.output(), new.output());
+                let said = || format!("{}\nthe new: {}", two.helper.output(), new.output());
                 assert_eq!(machine.status(0, Request::flush()), 0, "kill {number}: {}", said());
             }
             std::thread::sleep(Duration::from_millis(20));
         }
-        split += u64::from(two.holder.ended().is_none() && new.ended().is_none());
+        split += u64::from(two.helper.ended().is_none() && new.ended().is_none());
         for machine in machines {
             drop(machine);
         }
-        for process in [&mut two.holder, &mut new] {
+        for process in [&mut two.helper, &mut new] {
             process.signal(rustix::process::Signal::TERM);
             let output = process.output();
             assert!(process.wait(LIMIT).is_some(), "kill {number}: {output}");

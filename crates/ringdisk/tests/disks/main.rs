@@ -1,7 +1,6 @@
 //! `ringdisk serve`: disks of virtual machines, their upgrades, kills and migrations; disks of NBD
 //! clients.
 
-mod beside;
 mod checkpoint;
 mod checkpoint_fleece;
 mod checkpoint_hangs;
@@ -21,6 +20,7 @@ mod nbd_flush;
 mod nbd_moves;
 mod nbd_silent;
 mod nbd_tls;
+mod nbd_with_vhost;
 mod other_host;
 mod qemu_nbd;
 mod qemu_nbd_options;

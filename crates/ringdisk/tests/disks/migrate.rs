@@ -114,8 +114,8 @@ fn a_destination_that_was_upgraded_takes_the_disk_too() {
     let mut both = both("qcow2", false);
     let incoming = both.place.path("incoming");
     let there = [&both.place.words()[..], &["--incoming"]].concat();
-    // Whoever takes it over is told nothing of a migration: that the disk is not ours yet comes
-    // with it.
+    // The command line of a successor says nothing of a migration: the state that it gets says
+    // that the disk is not owned yet.
     for words in [&there[..there.len() - 1], &there[..there.len() - 1]] {
         let new = Daemon::start(&incoming, &[words, &["--upgrade"]].concat());
         std::mem::replace(&mut both.destination, new).ends(0);
@@ -149,10 +149,10 @@ fn a_kept_source_that_gave_the_disk_away_is_killed_and_does_not_take_it_back() {
         both.stop();
         let mut old = both.move_over();
         both.exercise();
-        let holder = both.source.process.pid();
-        let server = child_of(holder).expect("a process serves");
+        let helper = both.source.process.pid();
+        let server = child_of(helper).expect("a process serves");
         kill(server);
-        let next = process::until(process::LIMIT, || child_of(holder).filter(|new| *new != server));
+        let next = process::until(process::LIMIT, || child_of(helper).filter(|new| *new != server));
         assert!(next.is_some(), "{}", both.source.process.output());
         old.get(ask::GET_FEATURES).expect("the connection goes on");
         both.exercise();
@@ -285,7 +285,7 @@ fn a_migration_that_fails_leaves_the_disk_at_its_source() {
 }
 
 /// The destination has opened the image that was on top then. It lies below an overlay now, which
-/// whoever writes to it would damage.
+/// a write to it would damage.
 #[test]
 fn a_disk_that_got_an_overlay_since_does_not_move_without_it() {
     let mut both = quiet("qcow2", false);

@@ -200,30 +200,30 @@ fn an_upgrade_of_nothing_says_so_and_what_cannot_be_is_refused() {
 
 /// Processes that keep and serve a disk.
 struct Kept {
-    holder: Process,
+    helper: Process,
 }
 
 impl Kept {
     fn start(command: &mut Command) -> Kept {
-        let holder = Process::spawn(command);
-        let says = || holder.output().contains("is served over NBD").then_some(());
-        assert!(until(LIMIT, says).is_some(), "{}", holder.output());
-        Kept { holder }
+        let helper = Process::spawn(command);
+        let says = || helper.output().contains("is served over NBD").then_some(());
+        assert!(until(LIMIT, says).is_some(), "{}", helper.output());
+        Kept { helper }
     }
 
     /// Kills the process that serves, and waits for the next one.
     fn kill(&self) {
-        let server = until(LIMIT, || child_of(self.holder.pid())).expect("a server");
+        let server = until(LIMIT, || child_of(self.helper.pid())).expect("a server");
         let pid = i32::try_from(server).ok().and_then(Pid::from_raw).expect("a pid");
         kill_process(pid, Signal::KILL).expect("it lives");
-        let next = until(LIMIT, || child_of(self.holder.pid()).filter(|pid| *pid != server));
-        assert!(next.is_some(), "no next one: {}", self.holder.output());
+        let next = until(LIMIT, || child_of(self.helper.pid()).filter(|pid| *pid != server));
+        assert!(next.is_some(), "no next one: {}", self.helper.output());
     }
 
     fn stop(mut self, socket: &Path) {
-        self.holder.signal(Signal::TERM);
-        let ended = self.holder.wait(LIMIT).expect("it was asked to end");
-        assert!(ended.success(), "{}", self.holder.output());
+        self.helper.signal(Signal::TERM);
+        let ended = self.helper.wait(LIMIT).expect("it was asked to end");
+        assert!(ended.success(), "{}", self.helper.output());
         assert!(!socket.exists(), "its socket is left");
     }
 }
@@ -285,7 +285,7 @@ fn kept_disks_go_to_a_successor_with_their_connections() {
         assert!(rounds(client) > 3);
     }
     // The last one is kept, and its server killed: all of it is there.
-    let kept = Kept { holder: process };
+    let kept = Kept { helper: process };
     kept.kill();
     for name in ["a", "b"] {
         assert_eq!(ok_words(&["nbdinfo", "--size", &uri(name)]).trim(), "8388608");

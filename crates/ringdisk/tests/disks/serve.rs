@@ -406,7 +406,7 @@ fn a_disk_that_can_only_be_read_stays_as_it_is() {
     let done = vm.run(0, Request::read(8, 4096));
     assert_eq!(done.data, images::pattern(3, 4096, 4096));
     assert_eq!(vm.status(0, Request::write(8, vec![0; 4096])), 1);
-    // Somebody else may read it too.
+    // Another process may read it, too.
     let words = ["qemu-img", "compare", "-f", "raw", "-F", "raw"];
     ok_words(&[&words[..], &[text(&place.image), text(&place.image)]].concat());
     ctl(&place.socket, &["stop"]).ok();

@@ -276,7 +276,7 @@ fn in_the_background_the_pid_file_goes_to_the_new_process() {
     let words = [&place.words()[..], &words].concat();
     let background = Background(&pidfile);
     let pid = || background.pid().expect("a pid");
-    // One that has ended may not have been waited for by whoever adopted it.
+    // The process that adopted one that has ended may not have waited for it yet.
     let lives = |pid: Pid| {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
         stat.is_ok_and(|stat| !stat.contains(") Z "))

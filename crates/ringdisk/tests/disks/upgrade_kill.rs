@@ -40,7 +40,7 @@ struct Scene {
 }
 
 impl Scene {
-    /// Keeps the machine busy, whoever serves it or not.
+    /// Keeps the machine busy, whether a process serves it or not.
     fn step(&mut self) {
         self.load.reap(&mut self.vm);
         (0..2).for_each(|queue| {

@@ -171,8 +171,8 @@ impl Walk {
 
     /// The process that serves, of a kept disk.
     fn serving(&self) -> u32 {
-        let holder = self.server.as_ref().expect("it is served");
-        until(LIMIT, || child_of(holder.pid())).expect("somebody serves")
+        let helper = self.server.as_ref().expect("it is served");
+        until(LIMIT, || child_of(helper.pid())).expect("somebody serves")
     }
 
     /// Ends everything; the images are what the client knows.

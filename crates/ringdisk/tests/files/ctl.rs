@@ -289,7 +289,7 @@ fn several_clients_are_served_and_too_many_are_told() {
     }
     let (disk, _directory) = qcow2(&[]);
     let path = socket(&disk);
-    // A mount that another test starts looks whether somebody listens here: a client for a moment.
+    // A mount that another test starts looks whether a server listens here: a client for a moment.
     let connect = |_| until(LIMIT, || Raw::try_connect(&path).ok()).expect("a place");
     let mut clients: Vec<Raw> = (0..32).map(connect).collect();
     for client in &mut clients {

@@ -181,8 +181,8 @@ fn read_errors_of_the_device_are_eio_there_and_nowhere_else() {
     assert_eq!(disk.stop().code(), Some(0));
 }
 
-/// Whoever looks for the reason of an error finds it in the log: where it was, and which operation
-/// on which file.
+/// A user who looks for the reason of an error finds it in the log: where it was, and which
+/// operation on which file.
 #[test]
 fn errors_of_clients_are_in_the_log_the_first_of_a_kind_with_its_cause_and_the_others_counted() {
     if !needs_root() {

@@ -114,7 +114,7 @@ fn a_file_system_in_a_partition_lives_on_a_device() {
     let queues = fs::read_dir("/sys/block/nbd0/mq").expect("queues").count();
     let cpus = std::thread::available_parallelism().expect("CPUs").get();
     assert_eq!(queues, cpus.min(4), "a connection for each CPU");
-    // Somebody else does not get it, and loses nothing of his own.
+    // Another server does not get the device, and loses nothing of its own.
     let other = directory.path().join("b.qcow2");
     qcow2(&other, "1M", "");
     let second = run(qemu_nbd(&["-f", "qcow2", "-c", device.text(), text(&other)]));

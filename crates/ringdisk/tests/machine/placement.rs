@@ -154,7 +154,7 @@ fn threads_leave_their_cpu_for_a_deep_client_and_come_back_for_one_that_waits() 
     let fio = |cpus: &str, engine: &str, depth: &str| {
         let words =
             ["--direct=1", "--size=1g", "--rw=randread", "--bs=4k", "--time_based", "--thread"];
-        // Longer than anybody here waits.
+        // Longer than any test here waits.
         let mut fio = command(&["taskset", "-c", cpus, "fio", "--name=t", &file, "--runtime=3600"]);
         Process::spawn(fio.args(words).args([engine, depth]))
     };

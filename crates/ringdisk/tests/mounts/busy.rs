@@ -364,8 +364,8 @@ fn the_next_mount_of_an_image_that_is_still_in_use_says_so() {
     assert_eq!(finished.code(), Some(0), "{}", finished.output());
 }
 
-/// Its place is another mount's by then: whoever waits for that one's end does not wait for the
-/// first.
+/// Its place is another mount's by then: a command that waits for the end of
+/// that one does not wait for the first.
 #[test]
 fn a_mount_in_the_place_of_one_that_is_in_use_still_ends_by_itself() {
     on_each(|transport| {
@@ -384,7 +384,7 @@ fn a_mount_in_the_place_of_one_that_is_in_use_still_ends_by_itself() {
         assert_eq!(stop.ended(), None, "{}", stop.output());
         drop(file);
         assert_eq!(stop.wait(STOP).and_then(|status| status.code()), Some(0), "{}", stop.output());
-        // Whoever has waited may use the image.
+        // The process that has waited may use the image.
         let again = serve(&disk.image, &["--format", "raw", "--transport", transport]);
         assert_eq!(again.stop().code(), Some(0));
         assert_eq!(disk.mounted.finish().code(), Some(0));
@@ -553,7 +553,7 @@ fn child_of(pid: u32) -> Option<u32> {
     children.split_whitespace().next()?.parse().ok()
 }
 
-/// A clean end, if it comes at all, in any case without anybody's help.
+/// A clean end, if it comes at all, in any case without help.
 #[test]
 fn nothing_is_waited_for_where_nobody_uses_the_mount() {
     on_each(|transport| {

@@ -127,7 +127,7 @@ fn an_offline_commit_empties_all_that_was_committed() {
     let d = directory.path();
     let [_, middle, top] = chain(d);
     ringdisk(d, &["commit", "-b", "base.qcow2", "top.qcow2"]).ok();
-    // Somebody writes to the base: who opens the others sees it.
+    // Another process writes to the base: readers of the others see it.
     images::qemu_io(&d.join("base.qcow2"), "qcow2", &["write -P 7 0 1M"]);
     for image in [&middle, &top] {
         assert_clean(image);

@@ -2,16 +2,16 @@
 //! use, parts of disks, passthrough, zero-copy and io_uring.
 
 mod busy;
+mod cancelled_changes;
 mod client_memory;
 mod commit;
 #[path = "../common/mod.rs"]
 mod common;
-mod given_up;
 mod keep;
 mod nbd_silent;
 mod passthrough;
 mod refused;
-mod rounds;
+mod snapshot_rounds;
 mod stopped_server;
 mod upgrade;
 mod uring;

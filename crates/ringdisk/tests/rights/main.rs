@@ -1,5 +1,5 @@
 //! What a serving process may still do, and as whom: in its sandbox, with `--user`, and after
-//! somebody has taken it over.
+//! an attacker has taken it over.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -202,7 +202,7 @@ fn an_overlay_belongs_to_whom_it_would_without_a_sandbox() {
         let new = directory.path().join("new.qcow2");
         ctl(&disk, &["snapshot", text(&new)]).ok();
         let meta = fs::symlink_metadata(&new).expect("it is there");
-        // Somebody else who would write it is kept out.
+        // Another process that would write it is kept out.
         ringdisk(Path::new("/"), &["resize", text(&new), "+1M"]).ends(5);
         assert_eq!(disk.stop().code(), Some(0));
         ringdisk(Path::new("/"), &["resize", text(&new), "+1M"]).ok();

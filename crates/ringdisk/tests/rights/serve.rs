@@ -184,7 +184,7 @@ fn it_connects_again_though_it_can_make_no_socket() {
         let mut vm = Vm::started(FrontEnd::on(stream), options(round == 1));
         load.run(&mut vm, 100);
         load.drain(&mut vm);
-        // Whoever takes it over is confined, and connects again as well.
+        // The successor is confined, and connects again as well.
         if round == 1 {
             daemon = meanwhile(&mut vm, &mut load, || {
                 let new = Daemon::of(&mut serve_command(&[&connect[..], &["--upgrade"]].concat()));
@@ -332,8 +332,8 @@ fn memory_that_another_process_serves_is_refused() {
     let (mut vm, mut load) = (other.vm(false), load(7));
     load.run(&mut vm, 100);
     load.drain(&mut vm);
-    // The end of a process that has held such a file waits for its server, whoever it is:
-    // fuse_flush() of the kernel.
+    // The end of a process that has held such a file waits for its server, whichever process that
+    // is: fuse_flush() of the kernel.
     drop(stopped);
     daemon.stop(&[&place.socket, &other.socket]);
     drop(file);

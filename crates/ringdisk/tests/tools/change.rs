@@ -477,7 +477,7 @@ fn a_broken_snapshot_table_is_repaired_as_by_qemu_img() {
         let before = ringdisk(directory.path(), &["check", "disk"]);
         assert_ne!(before.code, 0, "{}", before.err);
         let repair = ringdisk(directory.path(), &["check", "-r", "all", "disk"]);
-        // What a snapshot had that is not found any more is kept until somebody has looked.
+        // What a snapshot had that is not found any more is kept until the user has looked.
         repair.ends(3).says(words).says("kept").says("--repair leaks");
         let theirs = qemu_img(directory.path(), &["check", "-f", "qcow2", "disk"]);
         assert_eq!(theirs.code, 3, "leaks alone: {}", theirs.out);

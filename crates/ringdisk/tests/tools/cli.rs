@@ -292,7 +292,7 @@ fn an_unreadable_image_is_a_matter_of_permission() {
     if !is_root() {
         return refused(directory.path(), &words, 6, &said);
     }
-    // Root reads everything, so this is somebody else, who may start the program and look into the
+    // Root reads everything, so this is another user, who may start the program and look into the
     // directory.
     let (_place, program) = for_user(PROGRAM, NOBODY);
     fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).expect("chmod");

@@ -3,7 +3,6 @@
 
 mod backup;
 mod backup_rounds;
-mod bars;
 mod chain;
 mod change;
 mod cli;
@@ -12,7 +11,7 @@ mod common;
 mod config;
 mod copy;
 mod create;
-mod kind_words;
+mod error_hints;
 mod mount;
 mod names;
 mod nbd;
@@ -20,6 +19,7 @@ mod nbd_bitmap;
 mod nbd_tls;
 mod nbdkit;
 mod package;
+mod progress_bars;
 mod promtool;
 mod ps;
 mod qemu_img;

@@ -120,7 +120,7 @@ fn a_discard_gives_space_back_or_does_nothing() {
         let file = crate::common::open(disk.path());
         let before = allocated(&image);
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        // A hole that somebody punches reads as zeroes in any mode.
+        // A hole that a process punches reads as zeroes in any mode.
         fallocate(&file, flags, 0, 8 * MIB).expect("punch");
         assert!(piece(disk.path(), 4 * MIB, 4096) == [0; 4096], "{args:?}");
         drop(file);

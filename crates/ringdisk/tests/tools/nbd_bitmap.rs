@@ -41,7 +41,7 @@ fn ranges(map: &Ran) -> Value {
     map
 }
 
-/// Maps, copies and refusals, whoever serves.
+/// Maps, copies and refusals, whichever server serves.
 fn judge(d: &Path, socket: &Path) {
     let name = options(socket, BITMAP);
     let json = format!(

@@ -121,8 +121,8 @@ pub(super) const ALLOWED: &[Need] = list![
     SYS_epoll_create1: "the control thread of a disk for a machine",
     SYS_epoll_ctl: "the same",
     SYS_epoll_pwait: "the same",
-    SYS_pipe2: "copies between pages of clients and files; the parent that keeps a mount answers \
-        through one",
+    SYS_pipe2: "copies between pages of clients and files; the helper process that keeps a mount \
+        answers through one",
     SYS_eventfd2: "waking between threads",
     // Bytes of files, pipes and sockets.
     SYS_read: "control threads",

@@ -1,4 +1,4 @@
-//! The one place that talks to the serving side.
+//! The one place of this crate that uses the FUSE export.
 //!
 //! Promises: what is known about the transport here is [`Export`] and its errors; commands see a
 //! mount that answers, a handle for other threads, and an end.
@@ -29,7 +29,7 @@ use serde_json::Value;
 
 use super::request::{Placement, Request};
 
-/// What to serve, and how.
+/// The disk to serve, and how.
 #[derive(Debug)]
 pub(super) struct Options {
     pub(super) mountpoint: PathBuf,
@@ -46,11 +46,11 @@ pub(super) struct Options {
     pub(super) io_timeout: Option<Duration>,
     /// How long a stop waits for users; `None`: as long as they take.
     pub(super) stop_timeout: Option<Duration>,
-    /// Rings do nothing but what they are for.
+    /// Rings are restricted to the operations that serving needs.
     pub(super) restricted: bool,
     /// The mount outlives this process.
     pub(super) keep: Option<Keep>,
-    /// Shown as the source of the mount and in statistics.
+    /// The source in the mount table, and the name in statistics.
     pub(super) name: String,
 }
 
@@ -81,15 +81,15 @@ fn check(
     Err(refused)
 }
 
-/// What a mount with these options would get.
+/// The transport and placement that a mount with these options would get.
 ///
-/// Errors: CPUs that the machine does not have or that cannot be used; rings that were asked for
-/// and that there are none of.
+/// Errors: CPUs that the machine does not have or that cannot be used; the options ask for
+/// rings, and there are none.
 pub fn foresee(request: &Placement, machine: &Topology) -> Result<MountTopology, Failure> {
     Ok(preview(machine, &request.threads, request.transport, request.queue_depth)?)
 }
 
-/// What hidden options force, to compare.
+/// Choices that hidden options force, for measurements.
 fn forced(options: &Options) -> Forced {
     let ring_mode_max = if options.no_pools { RingMode::Entries } else { RingMode::ZeroCopy };
     Forced { ring_mode_max, stay: options.stay, ..Forced::default() }
@@ -161,7 +161,7 @@ impl Served {
         Ok(Export::take_over(disk, export_options(options), mount)?)
     }
 
-    /// Goes on with it.
+    /// Goes on with the mount of the predecessor.
     pub(super) fn go(prepared: Prepared, name: String) -> Served {
         Served::of(prepared.go(), name)
     }
@@ -190,17 +190,17 @@ impl Served {
         self.export.remove_through(remover);
     }
 
-    /// Calls `tell`, with the number of open files, when the mount is to stop and is in use.
-    pub(super) fn watch_users(&self, tell: impl Fn(u64) + Send + Sync + 'static) {
-        self.export.watch_users(tell);
+    /// Calls `report`, with the number of open files, when a stop finds the mount in use.
+    pub(super) fn watch_users(&self, report: impl Fn(u64) + Send + Sync + 'static) {
+        self.export.watch_users(report);
     }
 
-    /// What another process has to keep of a mount that outlives this one; once.
+    /// The descriptors that the helper process or the manager has to keep; returned once.
     pub(super) fn take_parked(&mut self) -> Option<Parked> {
         self.export.take_parked()
     }
 
-    /// What was asked for and could not be had, each with what would enable it.
+    /// Requested features that are missing, each with what would enable it.
     pub(super) fn notes(&self) -> &[String] {
         self.export.notes()
     }

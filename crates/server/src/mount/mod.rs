@@ -8,15 +8,15 @@
 //! [`serving::Serving`] gives the mount to the process that keeps it, makes the control socket,
 //! confines the process, says that it is ready, and waits for the end.
 
-mod ended;
+mod cleanup;
+mod created_files;
 mod export;
-mod made;
 mod plan;
 pub mod request;
 mod serving;
 mod signals;
 mod start;
-mod take;
+mod take_over;
 mod users;
 
 use std::path::Path;
@@ -34,7 +34,7 @@ use crate::metrics::MetricsSockets;
 pub use export::foresee;
 use request::{Paths, Request};
 use start::{Opened, Start};
-use take::Taken;
+use take_over::Taken;
 
 /// Starts the background process. If it was killed before it was ready, nobody else removes what it
 /// had made so far.
@@ -74,7 +74,7 @@ pub fn run(request: &Request, paths: Paths) -> Result<u8, Failure> {
         Some(keep::Role::Holds) => {
             let held = &mut HeldMount::at(&paths.mountpoint);
             let pidfile = request.pidfile.as_deref();
-            return keep::holder::run(pidfile, held, background, request.upgrade);
+            return keep::supervisor::run(pidfile, held, background, request.upgrade);
         }
         Some(keep::Role::Serves(kept)) => Some(kept),
     };
@@ -141,7 +141,8 @@ fn upgrade(
     kept: Option<Kept>,
     user: Wanted,
 ) -> Result<u8, Failure> {
-    let Taken { mut serving, user, predecessor } = take::take_over(request, paths, kept, user)?;
+    let Taken { mut serving, user, predecessor } =
+        take_over::take_over(request, paths, kept, user)?;
     // Names, the pid file and the control socket are free when the process before lets go of them.
     serving.succeed(predecessor);
     let metrics = MetricsSockets::make_for(&request.metrics, true)?;

@@ -1,7 +1,7 @@
-//! What `ringdisk mount` was asked for: names and options.
+//! The names and options of a `ringdisk mount`.
 //!
 //! Promises: names hold also after the process has left its directory; the image of a process that
-//! was killed is opened only when that one has let go of it.
+//! was killed is opened only when its locks are free.
 
 use std::fs;
 use std::io;
@@ -34,21 +34,21 @@ use crate::reopen::{AllowedImages, when_free};
 /// which systemd kills.
 const STOP_MANAGED: Duration = Duration::from_secs(60);
 
-/// What was asked for, with absolute names where they are used after the start.
+/// The request, with absolute names where they are used after the start.
 pub(super) struct Plan<'a> {
     request: &'a Request,
     pub(super) image: ImagePlan,
     /// As the user wrote it, for messages.
-    pub(super) mountpoint_shown: String,
+    pub(super) mountpoint_name: String,
     pub(super) mountpoint: PathBuf,
     pub(super) pidfile: Option<PathBuf>,
-    /// Of a mount that is there: what the process before has left.
+    /// State that the process before has left of a kept mount.
     kept: Option<State>,
-    /// And what it was made with.
+    /// State that was sealed when that mount was made.
     first: Option<State>,
-    /// What new overlays are marked with; empty: nothing.
+    /// Mark of new overlays ([`ringdisk_daemon::helper::mark`]); empty: none.
     pub(super) mark: String,
-    /// The mount was another process's, which hands it over.
+    /// The mount comes from a predecessor (`--upgrade`).
     pub(super) is_taken: bool,
 }
 
@@ -58,7 +58,7 @@ fn absolute_pidfile(request: &Request) -> Result<Option<PathBuf>, Failure> {
     pidfile.map_err(|error| Failure::system("the name of the pid file", &error, Exit::General))
 }
 
-/// What new overlays are marked with.
+/// Makes the mark of new overlays.
 ///
 /// Errors: the system has no random bytes.
 fn new_mark(request: &Request) -> Result<String, Failure> {
@@ -75,7 +75,7 @@ fn image_plan(request: &Request, image: Option<PathBuf>) -> ImagePlan {
         outlives_process: request.keep_mount,
         leaves_directory: request.daemonize || request.keep_mount,
         growable: request.growable || request.resizable,
-        // The kernel lets go of the image of a dead mount a moment after that was removed.
+        // The kernel closes the image of a dead mount a moment after the mount was removed.
         wait_for_locks: request.passthrough.then_some(LOCK_WAIT),
         note_names: confine::is_wanted(request.sandbox),
         ..ImagePlan::new(&request.disk, image)
@@ -87,7 +87,7 @@ impl<'a> Plan<'a> {
     pub(super) fn new(request: &'a Request, paths: Paths) -> Result<Plan<'a>, Failure> {
         let mut mountpoint = mountpoint::place(&paths.mountpoint)
             .map_err(|error| no_directory(&paths.mountpoint).unwrap_or_else(|| error.into()))?;
-        // What is mounted there is not looked at: its server may stand still.
+        // A mount that is there is not accessed: its server may hang.
         let is_new = table::at(&mountpoint)?.is_none()
             && fs::symlink_metadata(&mountpoint)
                 .is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
@@ -110,7 +110,7 @@ impl<'a> Plan<'a> {
         is_taken: bool,
     ) -> Result<Plan<'a>, Failure> {
         Ok(Plan {
-            mountpoint_shown: paths.mountpoint.display().to_string(),
+            mountpoint_name: paths.mountpoint.display().to_string(),
             pidfile: absolute_pidfile(request)?,
             image: image_plan(request, paths.image),
             mark: new_mark(request)?,
@@ -198,7 +198,7 @@ impl<'a> Plan<'a> {
                 protect_raw: state.protect_raw,
                 ..image_plan(request, paths.image)
             },
-            mountpoint_shown: paths.mountpoint.display().to_string(),
+            mountpoint_name: paths.mountpoint.display().to_string(),
             mountpoint: kept,
             pidfile,
             kept: Some(state.clone()),
@@ -253,7 +253,7 @@ impl<'a> Plan<'a> {
             if failure.exit != Exit::Locked || !is_free || !registry::is_served(&self.mountpoint) {
                 return failure;
             }
-            let shown = shell_word(&self.mountpoint_shown);
+            let shown = shell_word(&self.mountpoint_name);
             failure.hint(format!(
                 "the mount that was here was stopped and goes on until its last user has closed \
                  it: \
@@ -356,7 +356,7 @@ impl<'a> Plan<'a> {
     /// What is served where, in one line.
     pub(super) fn ready_line(&self, disk: &Disk) -> String {
         let what = self.image.describe(disk);
-        format!("{what} is served as {}", self.mountpoint_shown)
+        format!("{what} is served as {}", self.mountpoint_name)
     }
 }
 

@@ -1,4 +1,4 @@
-//! A mount that answers: what is told of it, what is taken from the process, and its end.
+//! A mount that is served: announcement, confinement of the process, and end.
 //!
 //! Promises: a failure of a step ends the mount, with errors to clients that are there already, and
 //! removes what was made. At the end names and locks go in the order in which others rely on them.
@@ -33,13 +33,13 @@ use ringdisk_daemon::watchdog::Watchdog;
 use ringdisk_disk::{Disk, Format};
 use ringdisk_sandbox::{Calls, CapabilitySet, Keep};
 
+use super::created_files::Made;
 use super::export::{Handle, Served};
-use super::made::Made;
 use super::plan::Plan;
 use super::request::Request;
 use super::{signals, users};
 use crate::hand_over::{complain_of, handed_over};
-use crate::keeping::keep_changes;
+use crate::keep::keep_changes;
 use crate::metrics::MetricsSockets;
 
 /// A mount that ends when this is dropped, also while clients use it.
@@ -53,7 +53,7 @@ impl Answering {
         Answering { served: Some(served), disk }
     }
 
-    /// What is served; an error once it has ended.
+    /// The export; an error once it has ended.
     fn served(&mut self) -> Result<&mut Served, Failure> {
         self.served.as_mut().ok_or_else(|| Failure::new(Exit::Halted, "the mount has ended"))
     }
@@ -80,17 +80,18 @@ impl Drop for Answering {
     }
 }
 
-/// What others control the mount by. Dropping it sends clients away.
+/// The control socket and the other ways in which users and programs control the mount. Dropping it
+/// disconnects them.
 pub(super) struct Control {
     commands: Arc<DiskControl>,
     server: Option<Server>,
-    /// Its names, which go at the end.
+    /// Names of the control socket, which are removed at the end.
     names: Vec<helper::Named>,
-    /// For the process that takes the mount over.
+    /// Waits for a successor.
     successor: Option<SuccessorSocket>,
-    /// Answers for Prometheus.
+    /// Answers requests of Prometheus.
     metrics: Option<MetricsServer>,
-    /// Says to the service manager that the queue threads answer.
+    /// Reports to the service manager that the queue threads answer.
     watchdog: Option<Watchdog>,
 }
 
@@ -161,8 +162,8 @@ impl<'a> Serving<'a> {
         Serving { metrics, ..self }
     }
 
-    /// Gives the mount to the process that keeps it, unless it comes from there. When this returns,
-    /// this process may be killed.
+    /// Gives the descriptors of a new mount to the process that keeps it. When this returns, this
+    /// process may be killed.
     ///
     /// Errors: it is not taken; the mount has ended then.
     pub(super) fn park(&mut self) -> Result<(), Failure> {
@@ -218,7 +219,7 @@ impl<'a> Serving<'a> {
         users::watch(served, &self.plan, limit, &self.stopping, &self.notify, lock);
         let connection = served.connection();
         if let Some(number) = connection {
-            self.disk.set_shown_on(rustix::fs::makedev(0, number));
+            self.disk.set_mounted_on(rustix::fs::makedev(0, number));
         }
         let (handle, notify) = (self.handle.clone(), Arc::clone(&self.notify));
         let stop = move |at_once: bool| {
@@ -303,9 +304,9 @@ impl<'a> Serving<'a> {
         Ok((server, named))
     }
 
-    /// Takes everything away that serving does not need, and root's powers.
+    /// Confines the process to what serving needs, and gives up root's capabilities.
     ///
-    /// * `user`: whom the process becomes.
+    /// * `user`: the user that the process becomes.
     ///
     /// Errors: those of [`Decision::enter`].
     pub(super) fn confine(&mut self, user: Decision, control: &Control) -> Result<(), Failure> {
@@ -324,8 +325,8 @@ impl<'a> Serving<'a> {
         Ok(())
     }
 
-    /// Gets a helper process for what a confined process may not do. Gives what is to be taken
-    /// away: less, where there is none.
+    /// Gets a helper process for what a confined process may not do. Returns the plan of the
+    /// sandbox, which is wider where there is no helper process.
     ///
     /// * `control_names`: of the control socket.
     ///
@@ -352,7 +353,7 @@ impl<'a> Serving<'a> {
             images: self.plan.images(&self.disk),
             ..Tasks::default()
         };
-        match helper::ours::start(&tasks) {
+        match helper::current::start(&tasks) {
             Ok(remover) => {
                 served.remove_through(remover);
                 self.notify.leave_to_helper(helper::say);
@@ -369,8 +370,7 @@ impl<'a> Serving<'a> {
         }
     }
 
-    /// Users of a mount that was taken over have this process only: a failure is complained of, and
-    /// nothing more.
+    /// Of a mount that was taken over a failure is only logged: its users have no other server.
     ///
     /// Errors: that failure, of another mount.
     fn complain_if_taken(&self, result: Result<(), Failure>) -> Result<(), Failure> {
@@ -400,7 +400,7 @@ impl<'a> Serving<'a> {
         } else if background.is_some() || self.request.daemonize {
             terminal::say(format_args!("{}: {ready}", terminal::NAME));
         } else if !terminal::is_interactive() {
-            let file = shell_word(&self.plan.mountpoint_shown);
+            let file = shell_word(&self.plan.mountpoint_name);
             terminal::say(format_args!(
                 "{}: {ready}; Ctrl-C here, or `ringdisk umount {file}`, ends it",
                 terminal::NAME
@@ -410,12 +410,12 @@ impl<'a> Serving<'a> {
         }
         match background {
             Some(background) => background.ready(),
-            // The parent that keeps the mount is in the background; so is this process.
+            // The helper process that keeps the mount is in the background; so is this process.
             None if self.kept.is_some() && self.request.daemonize => background::let_go(),
             None => log_target::begin(),
         }
         if let Some(kept) = &self.kept {
-            let shown = shell_word(&self.plan.mountpoint_shown);
+            let shown = shell_word(&self.plan.mountpoint_name);
             kept.watch(move || {
                 tracing::error!(
                     "the process that keeps the mount is gone: this one goes on, and nothing would \
@@ -485,9 +485,9 @@ impl<'a> Serving<'a> {
         }
     }
 
-    /// Leaves everything to the process that serves the mount now.
+    /// Leaves the mount to the successor, which serves it now.
     fn leave(self, server: Option<Server>, successor: SuccessorSocket) {
-        // Signals and commands that came in the middle of it did nothing here.
+        // Signals and commands that came during the hand-over had no effect here.
         let signal = self.watcher.stopped_by().map(|_| Stop::Clean);
         let stop = self.handle.asked().max(signal);
         let Serving { plan, answering, disk, made, pidfile, .. } = self;
@@ -503,7 +503,7 @@ impl<'a> Serving<'a> {
             pidfile.leave();
         }
         helper::leave();
-        // It gets the pid file, too, which is free when this process has ended.
+        // The successor gets the pid file, too, which is free when this process has ended.
         let stream = match stop {
             Some(stop) => successor.end_with_stop(stop),
             None => successor.end(),
@@ -511,7 +511,7 @@ impl<'a> Serving<'a> {
         std::mem::forget(stream);
     }
 
-    /// Lets go of everything, in the order in which others rely on it.
+    /// Closes and removes everything, in the order in which others rely on it.
     fn let_go(self, server: Option<Server>) {
         let Serving { answering, disk, made, pidfile, kept, lock, .. } = self;
         // Clients of the control socket are sent away before anything that they may use goes.
@@ -533,7 +533,7 @@ impl<'a> Serving<'a> {
 
 /// On a terminal: what is ready, what to try, how to stop.
 fn greet(plan: &Plan<'_>, ready: &str) {
-    let file = shell_word(&plan.mountpoint_shown);
+    let file = shell_word(&plan.mountpoint_name);
     let (program, what) = match plan.image.image {
         Some(_) => (format!("fdisk -l {file}"), "see its partitions"),
         None => (format!("dd if={file} of=/dev/null bs=1M count=1000 iflag=direct"), "measure it"),

@@ -14,8 +14,8 @@ use ringdisk_daemon::stopping::{Asked, Insist};
 use ringdisk_daemon::terminal;
 use ringdisk_disk::Disk;
 
+use super::created_files::Made;
 use super::export::Handle;
-use super::made::Made;
 
 /// Takes signals while nothing is mounted: a stop removes what was made and ends the process.
 ///

@@ -18,14 +18,14 @@ use ringdisk_fuse::kept::{Parked, is_over};
 use ringdisk_images::new_image::NewImage;
 use ringdisk_ring::Topology;
 
-use super::ended::ended_meanwhile;
+use super::cleanup::ended_meanwhile;
+use super::created_files::Made;
 use super::export::{self, Served};
-use super::made::Made;
 use super::plan::Plan;
 use super::request::{Paths, Request};
 use super::serving::{Answering, Serving};
 use super::signals::{watch_resumed, watch_start};
-use crate::keeping::follow_changes;
+use crate::keep::follow_changes;
 use crate::open::ImagePlan;
 use crate::reopen::{FREE, FREE_STOPPED};
 

@@ -1,4 +1,4 @@
-//! Says who uses a mount when its end has to wait for them.
+//! Reports the users of a mount for which its end has to wait.
 //!
 //! Promises: called by the export, once, when a stop finds open files; nothing here waits for the
 //! mount itself.
@@ -16,11 +16,11 @@ use ringdisk_daemon::{helper, mount_lock};
 use super::export::Served;
 use super::plan::Plan;
 
-/// Says who uses the mount when a stop has to wait for them.
+/// Reports the users of the mount for which a stop has to wait.
 ///
 /// * `limit`: how long it waits at most.
-/// * `lock`: the lock of the file below the mount. Who waits for it there waits for the next mount
-///   from then on.
+/// * `lock`: the lock of the file below the mount. A command that waits for the lock waits for the
+///   next mount from then on.
 pub(super) fn watch(
     served: &Served,
     plan: &Plan<'_>,

@@ -27,8 +27,8 @@ const PORTS_AGAIN: usize = 8;
 pub(crate) struct Listening {
     pub(crate) listeners: Vec<OwnedFd>,
     pub(crate) made: Vec<MadeSocket>,
-    /// As users know them.
-    pub(crate) shown: Vec<String>,
+    /// The addresses, as messages name them.
+    pub(crate) display_names: Vec<String>,
     /// The path of the first socket that has one: `ringdisk ctl` finds the disk by it.
     pub(crate) path: Option<PathBuf>,
     /// The name of the first address of TCP ([`address::name_of`]).
@@ -78,12 +78,12 @@ pub(crate) fn listen(places: Vec<Where>, is_encrypted: bool) -> Result<Listening
     for place in places {
         match place {
             Where::Unix(place) => {
-                let shown = place.shown();
+                let display_name = place.display_name();
                 let Opened { listen, path, made } = place.open()?;
                 if let Listen::Listener(listener) = listen {
                     listening.listeners.push(listener);
                 }
-                listening.shown.push(shown);
+                listening.display_names.push(display_name);
                 listening.made.extend(made);
                 listening.path = listening.path.or(path);
             }
@@ -93,13 +93,13 @@ pub(crate) fn listen(places: Vec<Where>, is_encrypted: bool) -> Result<Listening
                 listening.listeners.extend(listeners);
                 let name = || address::name_of(Path::new(&at.to_string()));
                 listening.address = listening.address.or_else(name);
-                listening.shown.push(format!("at {at}"));
+                listening.display_names.push(format!("at {at}"));
             }
-            Where::Given(GivenListener { socket, path, shown }) => {
+            Where::Given(GivenListener { socket, path, display_name }) => {
                 listening.listeners.push(socket);
-                let name = || address::name_of(Path::new(&shown));
+                let name = || address::name_of(Path::new(&display_name));
                 listening.address = listening.address.or_else(name);
-                listening.shown.push(format!("at {shown}"));
+                listening.display_names.push(format!("at {display_name}"));
                 listening.path = listening.path.or(path);
             }
         }
@@ -126,7 +126,7 @@ pub(super) fn taken(addresses: &[Address], listeners: Vec<OwnedFd>) -> Result<Li
         let mut here = vec![first];
         match address {
             Address::Unix(path) if port.is_none() => {
-                listening.shown.push(format!("at {}", path.display()));
+                listening.display_names.push(format!("at {}", path.display()));
                 listening.path = listening.path.or_else(|| real_path(path).ok());
             }
             Address::Tcp { host, port: wanted } if port.is_some() => {
@@ -148,7 +148,7 @@ pub(super) fn taken(addresses: &[Address], listeners: Vec<OwnedFd>) -> Result<Li
                 let at = with_port(address.clone(), &here);
                 let name = || address::name_of(Path::new(&at.to_string()));
                 listening.address = listening.address.or_else(name);
-                listening.shown.push(format!("at {at}"));
+                listening.display_names.push(format!("at {at}"));
             }
             _ => return Err(misfit()),
         }
@@ -360,7 +360,7 @@ mod tests {
         let addresses = [at("127.0.0.1"), at("127.0.0.2")];
         let sockets = || [&first, &second].map(|it| OwnedFd::from(it.try_clone().unwrap()));
         let taken_here = taken(&addresses, sockets().into()).unwrap();
-        assert_eq!((taken_here.listeners.len(), taken_here.shown.len()), (2, 2));
+        assert_eq!((taken_here.listeners.len(), taken_here.display_names.len()), (2, 2));
         assert!(taken(&addresses[..1], sockets().into()).is_err());
         let [socket, _] = sockets();
         let connection = std::net::TcpStream::connect(first.local_addr().unwrap()).unwrap();

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use ringdisk_daemon::failure::{Cause, Exit, Failure};
 use ringdisk_daemon::terminal;
 use ringdisk_disk::Disk;
-use ringdisk_images::look;
+use ringdisk_images::inspect;
 use ringdisk_nbd::{DirtyBitmap, NamedDisk};
 use ringdisk_ring::Ring;
 
@@ -37,7 +37,7 @@ pub(crate) fn named(request: &DiskRequest, opened: Arc<Disk>) -> Result<NamedDis
         return Err(Failure::new(Exit::Usage, text));
     }
     if !request.bitmaps.is_empty() {
-        let mut runtime = look::runtime()?;
+        let mut runtime = inspect::runtime()?;
         let ring = runtime.ring().clone();
         for name in &request.bitmaps {
             let bitmap = bitmap(&ring, &opened, name, request.shows_recording);

@@ -6,11 +6,11 @@
 
 pub(crate) mod access;
 pub mod addresses;
-mod begin;
 mod export;
 pub(crate) mod exports;
 pub mod request;
 mod serving;
+mod start;
 
 use std::path::Path;
 
@@ -23,17 +23,17 @@ use ringdisk_daemon::signals::Watcher;
 use ringdisk_daemon::terminal;
 use ringdisk_nbd::{CommonOptions, NbdOptions};
 
-use crate::keeping::{self, Kept};
+use crate::keep::{self, Kept};
 use crate::open::{ImagePlan, LOCK_WAIT};
 use crate::start::pidfile_of;
 
 use access::{Access, access};
 use addresses::{Where, places};
-use begin::{Begun, Wanted};
 pub use export::{Handle, Served};
 use exports::check_names;
 use request::{DiskRequest, Request};
 use serving::Serving;
+use start::{Begun, Wanted};
 
 /// Serves until the end. Gives the exit code.
 ///
@@ -50,10 +50,9 @@ pub fn serve(
     let mut background = background;
     let pidfile: Option<&Path> = request.pidfile.as_deref();
     let mut kept =
-        match keeping::begin(request.keep, pidfile, disks.len(), &mut background, request.upgrade)?
-        {
-            keeping::Begun::Serves(kept) => kept,
-            keeping::Begun::Held(code) => return Ok(code),
+        match keep::begin(request.keep, pidfile, disks.len(), &mut background, request.upgrade)? {
+            keep::Begun::Serves(kept) => kept,
+            keep::Begun::Held(code) => return Ok(code),
         };
     let is_resumed = kept.as_ref().is_some_and(Kept::resumes);
     // Before any descriptor is opened here that could have the number of one that is inherited.
@@ -61,7 +60,7 @@ pub fn serve(
     check_names(disks)?;
     let access = access(&request.access)?;
     let fresh = NewFiles::default();
-    let watcher = keeping::watch(&fresh, kept.as_ref(), is_resumed)?;
+    let watcher = keep::watch(&fresh, kept.as_ref(), is_resumed)?;
     // Where another process holds the disks, that one has the pid file.
     let pidfile = pidfile_of(pidfile, request.upgrade).filter(|_| kept.is_none()).transpose()?;
     let wanted = wanted(request, disks, access);

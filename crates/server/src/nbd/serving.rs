@@ -1,5 +1,4 @@
-//! Disks that answer NBD clients: what is told of them, what is taken from the process, and their
-//! end.
+//! Disks that are served to NBD clients: announcement, confinement of the process, and end.
 //!
 //! Promises: no word of a client is read before the process is confined. The image of a disk is
 //! free before clients of its control socket hear of the end. Main thread.
@@ -34,12 +33,12 @@ use ringdisk_disk::Disk;
 use ringdisk_nbd::NamedDisk;
 
 use super::addresses::Listening;
-use super::begin::{Begun, KeptDisk};
 use super::export::{Handle, Served};
 use super::exports::as_name;
 use super::request::Request;
+use super::start::{Begun, KeptDisk};
 use crate::hand_over::{complain_of, handed_over};
-use crate::keeping::Kept;
+use crate::keep::Kept;
 use crate::metrics::MetricsSockets;
 use crate::open::ImagePlan;
 use crate::privileges::{self, Inside};
@@ -57,7 +56,7 @@ struct Running {
     control: Option<(Server, helper::Named)>,
 }
 
-/// Disks that answer. The fields go in the order in which others rely on them.
+/// Disks that are served. The fields are dropped in the order in which others rely on them.
 pub(super) struct Serving<'a> {
     request: &'a Request,
     /// Answers for Prometheus.
@@ -128,9 +127,9 @@ impl<'a> Serving<'a> {
         })
     }
 
-    /// Takes everything away that serving does not need; then clients are listened to.
+    /// Confines the process to what serving needs; then listens to clients.
     ///
-    /// * `user`: whom the process becomes.
+    /// * `user`: the user that the process becomes.
     ///
     /// Errors: as [`privileges::give_up`].
     pub(super) fn confine(&mut self, user: Wanted) -> Result<(), Failure> {
@@ -145,7 +144,8 @@ impl<'a> Serving<'a> {
         let mark = self.kept.as_ref().map(|kept| kept.mark.clone()).unwrap_or_default();
         let pidfile = self.pidfile.as_ref();
         privileges::give_up(word, user, &inside, pidfile, &self.notify, upgrade, mark)?;
-        // What clients say is read inside; those that were taken over are served already.
+        // Messages of clients are read inside the sandbox only; those that were taken over are
+        // served already.
         self.served.release();
         Ok(())
     }
@@ -219,8 +219,8 @@ impl<'a> Serving<'a> {
                 true => successor.end_with_stop(Stop::Clean),
                 false => successor.end(),
             });
-            // It gets the pid file, too, which is free when this process has ended, and the parent
-            // that has held the disks.
+            // It gets the pid file, too, which is free when this process has ended, and the helper
+            // process that has kept the disks.
             std::mem::forget(successor);
             if self.kept.is_some() {
                 notify.say(Word::HandedOver, "another process serves the disks");
@@ -258,7 +258,7 @@ fn attend_all(request: &Request, mut begun: Begun, handle: &Handle) -> Attended 
             let mut keeper = kept.next();
             let jobs = (jobs, keeper.as_mut().and_then(|keeper| keeper.jobs.take()));
             keepers.extend(keeper);
-            attend(plan, named, handle, (path, restricted), &listening.shown, jobs)
+            attend(plan, named, handle, (path, restricted), &listening.display_names, jobs)
         })
         .collect();
     Attended { running, keepers, listening, served, right }
@@ -307,12 +307,12 @@ fn attend(
     named: NamedDisk,
     handle: &Handle,
     (path, restricted): (Option<PathBuf>, bool),
-    shown: &[String],
+    addresses: &[String],
     (jobs, keeper): (Vec<HandedJob>, Option<KeptJobs>),
 ) -> Running {
     let stop = handle.clone();
     let commands = DiskControl::new(Arc::clone(&named.disk), handle.clone(), move |_| stop.stop());
-    let place = NbdPlace { addresses: shown.to_vec(), export: named.name.clone() };
+    let place = NbdPlace { addresses: addresses.to_vec(), export: named.name.clone() };
     let commands = commands.served_as(ServedAs::Nbd { target: path.clone(), place });
     let mut commands = commands.confined_later(restricted).takes_up(jobs);
     if let Some(keeper) = keeper {
@@ -323,7 +323,7 @@ fn attend(
     let described = plan.describe(&named.disk);
     Running {
         name: plan.name(),
-        ready: format!("{described} is served over NBD{name} {}", shown.join(", ")),
+        ready: format!("{described} is served over NBD{name} {}", addresses.join(", ")),
         allowed: plan.request.allow_path.clone(),
         reach: plan.reach(),
         control: control(path.as_ref(), &commands, restricted),
@@ -369,11 +369,11 @@ fn announce(running: &[Running], listening: &Listening, is_background: bool) {
     terminal::say("  stop: Ctrl-C here");
 }
 
-/// What signals do.
+/// The actions of signals.
 fn actions(running: &[Running], handle: &Handle, notify: &Arc<Notify>) -> Actions {
     let commands: Vec<Arc<DiskControl>> =
         running.iter().map(|disk| Arc::clone(&disk.commands)).collect();
-    // Weak: an image is let go of as soon as its disk has ended.
+    // Weak: an image is closed as soon as its disk has ended.
     let shown: Vec<_> = running.iter().map(|disk| Arc::downgrade(&disk.disk)).collect();
     let (told, stop, read) = (Arc::clone(notify), handle.clone(), handle.clone());
     Actions {

@@ -19,11 +19,11 @@ use ringdisk_disk::Disk;
 use ringdisk_vhost::export::Packed;
 use ringdisk_vhost::{ExportOptions, Listen};
 
-use super::beside::Beside;
+use super::nbd_export::Beside;
 use super::request::{DiskRequest, Request, options};
 use super::{Plan, Running};
 use crate::client_view::ClientViewWords;
-use crate::keeping::{Kept, KeptImage};
+use crate::keep::{Kept, KeptImage};
 use crate::open::{ImagePlan, LOCK_WAIT};
 use crate::start::control;
 use crate::vhost::Served;
@@ -32,8 +32,8 @@ use crate::vhost::Served;
 pub(super) fn plan(all: &Request, request: DiskRequest, place: Place) -> Result<Plan, Failure> {
     let source = &request.source;
     let image = ImagePlan {
-        // The guest lives on when this process is killed, and was told that its writes are there. A
-        // temporary overlay is gone anyway.
+        // The guest outlives this process, and its writes were answered. A temporary overlay is
+        // lost with the process anyway.
         outlives_process: !source.snapshot,
         leaves_directory: all.daemonize || all.keep,
         inactive: request.incoming,
@@ -53,7 +53,7 @@ pub(super) fn plan(all: &Request, request: DiskRequest, place: Place) -> Result<
     })
 }
 
-/// What the guest is shown, as the request says it now.
+/// What clients see of the disk, according to the request.
 fn client_view(request: &DiskRequest) -> ClientView {
     let packed = match request.packed {
         Packed::Auto => "auto",
@@ -72,8 +72,8 @@ fn client_view(request: &DiskRequest) -> ClientView {
 
 /// Serves one disk.
 ///
-/// * `number`: which one it is.
-/// * `beside`: NBD clients have the disks, too.
+/// * `number`: of the disk in the command line.
+/// * `beside`: the NBD export of the same disks.
 ///
 /// Errors: the socket cannot be made, or the export not be started; nothing stays then.
 pub(super) fn start(
@@ -109,12 +109,12 @@ pub(super) fn start(
 }
 
 impl Plan {
-    /// What is known of the disk once its images are open, but for its sockets.
+    /// The disk once its images are open, before it has sockets.
     pub(super) fn placed(&self, disk: &Disk) -> Placed {
         let source = &self.image.request;
         let first = source.overlay.clone().or(self.image.image.clone());
         Placed {
-            ready: format!("{} is served {}", self.image.describe(disk), self.place.shown()),
+            ready: format!("{} is served {}", self.image.describe(disk), self.place.display_name()),
             name: self.image.name(),
             path: None,
             front: None,
@@ -141,7 +141,7 @@ pub(super) fn front(listen: &Listen) -> Option<PathBuf> {
     }
 }
 
-/// What is known of a disk before it is served.
+/// A disk before it is served.
 pub(super) struct Placed {
     pub(super) ready: String,
     pub(super) name: String,
@@ -158,7 +158,7 @@ pub(super) struct Placed {
     pub(super) client_view: ClientView,
     /// Jobs that the process before this one has begun.
     pub(super) jobs: Vec<HandedJob>,
-    /// What keeps its jobs for the next process.
+    /// Keeps its jobs for the next server.
     pub(super) kept_jobs: Option<KeptJobs>,
 }
 

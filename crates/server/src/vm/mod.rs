@@ -5,15 +5,15 @@
 //! start fails; at a clean end everything but the images is. One disk that breaks down ends alone.
 //! Signals are honoured from the first moment.
 
-pub mod beside;
-pub mod beside_start;
 mod disk;
-mod end;
-mod greet;
-mod kept;
+mod kept_disks;
+pub mod nbd_export;
+pub mod nbd_start;
+mod ready_text;
 pub mod request;
 mod serving;
-mod take;
+mod shutdown;
+mod take_over;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -34,14 +34,14 @@ use ringdisk_daemon::upgrade::{ClientView, SuccessorSocket};
 use ringdisk_disk::Disk;
 use ringdisk_images::new_image::NewImage;
 
-use crate::keeping::{self, Begun, Kept};
+use crate::keep::{self, Begun, Kept};
 use crate::open::ImagePlan;
 use crate::privileges::Inside;
 use crate::start::pidfile_of;
 use crate::vhost::Served;
 
-use beside::{Beside, OpenDisk};
 use disk::{Placed, front, plan, start};
+use nbd_export::{Beside, OpenDisk};
 use request::{DiskRequest, Request};
 use serving::Serving;
 
@@ -104,22 +104,21 @@ pub fn serve(
     request: &Request,
     disks: Vec<DiskRequest>,
     inherited: Vec<Option<Inherited>>,
-    beside: Option<beside::Start<'_>>,
+    beside: Option<nbd_export::Start<'_>>,
     background: Option<Background>,
     user: Wanted,
 ) -> Result<u8, Failure> {
     let mut background = background;
     let pidfile = request.pidfile.as_deref();
     let mut kept =
-        match keeping::begin(request.keep, pidfile, disks.len(), &mut background, request.upgrade)?
-        {
+        match keep::begin(request.keep, pidfile, disks.len(), &mut background, request.upgrade)? {
             Begun::Serves(kept) => kept,
             Begun::Held(code) => return Ok(code),
         };
     let is_resumed = kept.as_ref().is_some_and(Kept::resumes);
     let plans = plans(request, disks, inherited, kept.as_ref())?;
     let fresh = NewFiles::default();
-    let watcher = keeping::watch(&fresh, kept.as_ref(), is_resumed)?;
+    let watcher = keep::watch(&fresh, kept.as_ref(), is_resumed)?;
     // Where another process holds the disks, that one has the pid file.
     let pidfile = pidfile_of(pidfile, request.upgrade).filter(|_| kept.is_none()).transpose()?;
     let (running, beside) = match &mut kept {
@@ -130,7 +129,7 @@ pub fn serve(
         },
         kept if request.upgrade => {
             confine::check(request.sandbox)?;
-            (take::take_over(plans, &watcher, kept.as_ref())?, None)
+            (take_over::take_over(plans, &watcher, kept.as_ref())?, None)
         }
         _ => match begin(plans, &fresh, &watcher, kept.as_ref(), beside)? {
             Some(started) => started,
@@ -155,7 +154,7 @@ fn plans(
 ) -> Result<Vec<Plan>, Failure> {
     let options: Vec<SocketOptions> = disks.iter().map(|disk| disk.socket.clone()).collect();
     let places = match request.upgrade {
-        _ if kept.is_some_and(Kept::resumes) => options.iter().map(kept::place).collect(),
+        _ if kept.is_some_and(Kept::resumes) => options.iter().map(kept_disks::place).collect(),
         true => sockets::taken_places(&options, inherited)?,
         false => sockets::places(&options, inherited)?,
     };
@@ -173,7 +172,7 @@ fn begin(
     fresh: &NewFiles,
     watcher: &Watcher,
     kept: Option<&Kept>,
-    beside: Option<beside::Start<'_>>,
+    beside: Option<nbd_export::Start<'_>>,
 ) -> Result<Option<Started>, Failure> {
     let opened: Result<Vec<Arc<Disk>>, Failure> =
         plans.iter().map(|plan| plan.image.open(fresh, plan.new.as_ref())).collect();

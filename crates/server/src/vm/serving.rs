@@ -1,4 +1,4 @@
-//! Disks that answer: what is told of them, what is taken from the process, and their end.
+//! Disks of virtual machines that are served: announcement, confinement of the process, and end.
 //!
 //! Promises: what front ends say is read inside the sandbox only. A disk that was taken over has
 //! guests that depend on it already, so what fails here is complained of and does not end it. Main
@@ -20,23 +20,23 @@ use ringdisk_daemon::terminal;
 use ringdisk_daemon::upgrade::SuccessorSocket;
 use ringdisk_daemon::watchdog::Watchdog;
 
-use super::beside::{Attended, Beside};
-use super::end::{actions, wait};
-use super::greet;
+use super::nbd_export::{Attended, Beside};
+use super::ready_text;
 use super::request::Request;
+use super::shutdown::{actions, wait};
 use super::{Running, Started};
-use crate::keeping::Kept;
+use crate::keep::Kept;
 use crate::metrics::MetricsSockets;
 use crate::privileges;
 use crate::start::say_why;
 use crate::vhost::Handle;
 
-/// Disks that answer. The fields go in the order in which others rely on them.
+/// Disks that are served. The fields are dropped in the order in which others rely on them.
 pub(super) struct Serving<'a> {
     request: &'a Request,
-    /// Answers for Prometheus.
+    /// Answers requests of Prometheus.
     answering: Option<MetricsServer>,
-    /// Says to the service manager that the queue threads answer.
+    /// Reports to the service manager that the queue threads answer.
     watchdog: Option<Watchdog>,
     metrics: MetricsSockets,
     pidfile: Option<Pidfile>,
@@ -85,9 +85,9 @@ impl<'a> Serving<'a> {
         })
     }
 
-    /// Takes everything away that serving does not need; then front ends are listened to.
+    /// Confines the process to what serving needs; then listens to front ends.
     ///
-    /// * `user`: whom the process becomes.
+    /// * `user`: the user that the process becomes.
     ///
     /// Errors: as [`privileges::give_up`].
     pub(super) fn confine(&mut self, user: Wanted) -> Result<(), Failure> {
@@ -106,7 +106,8 @@ impl<'a> Serving<'a> {
             self.request.upgrade,
             mark,
         )?;
-        // What front ends say is read inside; those that were taken over have been served already.
+        // Messages of front ends are read inside the sandbox only; those that were taken over are
+        // served already.
         self.running.iter().for_each(|disk| disk.served.release());
         self.beside.iter_mut().for_each(Beside::release);
         Ok(())
@@ -127,7 +128,7 @@ impl<'a> Serving<'a> {
                 terminal::say(format_args!("{}: {}", terminal::NAME, disk.ready));
             }
         } else {
-            greet::greet(&self.running);
+            ready_text::greet(&self.running);
         }
         match background {
             Some(background) => background.ready(),
@@ -164,7 +165,7 @@ impl<'a> Serving<'a> {
         };
         if given.iter().all(is_given) {
             // The other process speaks to the service manager from now on, and has the pid file as
-            // soon as this one has ended, and the parent that has held the disks.
+            // soon as this one has ended, and the helper process that has kept the disks.
             if self.kept.is_some() {
                 notify.say(Word::HandedOver, "another process serves the disks");
             }

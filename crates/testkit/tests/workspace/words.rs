@@ -1,16 +1,19 @@
 //! The words of the project: those that docs/glossary.md says are not used.
 //!
-//! Promises: no name and no sentence of the repository has one of them, and comments of sources
-//! name the actor.
+//! Promises: no name and no sentence of the repository has one of them; no function, type or field
+//! has one of those that are no names; comments and pages name the actor.
+
+use std::path::Path;
 
 use crate::tree::{files, relative, root};
 
 /// The page that names them.
 const GLOSSARY: &str = "docs/glossary.md";
 
-/// The words of the left column under "Words that are not used": each one word or two.
-fn unused_words(page: &str) -> Vec<Vec<String>> {
-    let table = page.split("## Words that are not used").nth(1).expect("the list of words");
+/// The words of the left column of the table under a heading: each one word or two.
+fn left_column(page: &str, heading: &str) -> Vec<Vec<String>> {
+    let table = page.split(&format!("## {heading}\n")).nth(1).expect("the list of words");
+    let table = table.split("\n## ").next().unwrap_or_default();
     let rows = table.lines().filter(|line| line.starts_with("| ")).skip(1);
     let cells = rows.filter_map(|row| row.split('|').nth(1));
     cells.flat_map(|cell| cell.split(',')).map(words).collect()
@@ -52,7 +55,7 @@ fn names_are_taken_apart() {
 #[test]
 fn the_words_of_the_glossary_are_not_used() {
     let page = std::fs::read_to_string(root().join(GLOSSARY)).expect("the glossary");
-    let unused = unused_words(&page);
+    let unused = left_column(&page, "Words that are not used");
     assert!(unused.len() > 10, "{unused:?}");
     let mut wrong = Vec::new();
     for path in files(&root()) {
@@ -72,24 +75,127 @@ fn the_words_of_the_glossary_are_not_used() {
     assert!(wrong.is_empty(), "{GLOSSARY} has better words: {wrong:#?}");
 }
 
-/// Words of comments that leave the actor out.
-const NO_ACTORS: [&str; 3] = ["whoever", "somebody", "anybody"];
+/// Of the words that are no names, those with which no name begins or ends, either.
+const PARTICIPLES: [&str; 2] = ["told", "shown"];
+
+/// Whether a name is one of these words, or begins or ends with a participle among them.
+fn says_nothing(name: &str, no_names: &[Vec<String>]) -> bool {
+    let name = words(name);
+    let is_participle =
+        |word: Option<&String>| word.is_some_and(|word| PARTICIPLES.contains(&&**word));
+    no_names.contains(&name) || is_participle(name.first()) || is_participle(name.last())
+}
+
+/// The functions, types, fields and parameters that a line of a source declares or fills.
+fn declared(line: &str) -> Vec<&str> {
+    let line = line.trim_start();
+    let is_letter = |letter: char| letter.is_alphanumeric() || letter == '_';
+    let name = |text: &'_ str| text.len() - text.trim_start_matches(is_letter).len();
+    let mut out = Vec::new();
+    for keyword in ["fn ", "struct ", "enum ", "type ", "trait ", "union ", "mod "] {
+        let behind = |at: usize| &line[at + keyword.len()..];
+        let starts = line.match_indices(keyword).map(|(at, _)| at);
+        let starts = starts.filter(|at| !line[..*at].ends_with(is_letter));
+        out.extend(starts.map(behind).map(|rest| &rest[..name(rest)]));
+    }
+    let field = match line.strip_prefix("pub") {
+        Some(rest) if rest.starts_with('(') => rest.split_once(") ").map_or("", |(_, rest)| rest),
+        Some(rest) if rest.starts_with(' ') => rest.trim_start(),
+        _ => line,
+    };
+    if field[name(field)..].starts_with(": ") {
+        out.push(&field[..name(field)]);
+    }
+    out.retain(|name| !name.is_empty());
+    out
+}
+
+/// Whether a file is a source of the project outside of test code.
+fn is_source(name: &str) -> bool {
+    let is_test = name.contains("/tests/") || name.ends_with("/tests.rs");
+    let is_test = is_test || name.starts_with("crates/testkit/");
+    name.starts_with("crates/") && name.contains("/src/") && name.ends_with(".rs") && !is_test
+}
+
+/// The lines of a source in front of its tests.
+fn before_tests(content: &str) -> impl Iterator<Item = (usize, &str)> {
+    content.lines().enumerate().take_while(|(_, line)| *line != "mod tests {")
+}
 
 #[test]
-fn comments_of_sources_name_the_actor() {
+fn declarations_are_found() {
+    assert_eq!(declared("    pub(super) fn first<T>(self) -> T {"), ["first"]);
+    assert_eq!(declared("    pub(crate) told_at: Option<Instant>,"), ["told_at"]);
+    assert_eq!(declared("pub struct Shown<'a> {"), ["Shown"]);
+    assert_eq!(declared("    let shown = path.display();"), [""; 0]);
+    let no_names = [words("told"), words("show")];
+    let all = ["told", "told_at", "is_told", "Show", "show_log", "ToldAll", "quoted"];
+    let bad: Vec<_> = all.into_iter().filter(|name| says_nothing(name, &no_names)).collect();
+    assert_eq!(bad, ["told", "told_at", "is_told", "Show", "ToldAll"]);
+}
+
+#[test]
+fn functions_types_and_fields_say_what_they_do() {
+    let page = std::fs::read_to_string(root().join(GLOSSARY)).expect("the glossary");
+    let no_names = left_column(&page, "Words that are no names");
+    assert!(PARTICIPLES.iter().all(|word| no_names.contains(&words(word))), "{no_names:?}");
     let mut wrong = Vec::new();
     for path in files(&root()) {
-        let name = relative(&path);
-        let is_source = name.starts_with("crates/") && name.contains("/src/");
-        if !is_source || !name.ends_with(".rs") || name.contains("/tests") {
+        let file = relative(&path);
+        if !is_source(&file) {
             continue;
         }
         let content = std::fs::read_to_string(&path).expect("a source");
+        for (number, line) in before_tests(&content) {
+            if !line.trim_start().starts_with("//") {
+                let bad = declared(line).into_iter().filter(|name| says_nothing(name, &no_names));
+                wrong.extend(bad.map(|name| format!("{file}:{}: {name}", number + 1)));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{GLOSSARY} has better names: {wrong:#?}");
+}
+
+/// Words that leave the actor out.
+const NO_ACTORS: [&str; 3] = ["whoever", "somebody", "anybody"];
+
+/// The comment in a line of a source, a script or C; of a page the line without code.
+fn comment(file: &str, line: &str) -> String {
+    let text = line.trim_start();
+    let marks: &[&str] = match Path::new(file).extension().and_then(|end| end.to_str()) {
+        Some("md") => return line.split('`').step_by(2).collect::<Vec<_>>().join(" "),
+        Some("rs") => &["//"],
+        Some("c" | "h") => &["//", "/*", "* "],
+        _ => &["#", "\"\"\""],
+    };
+    let is_comment = marks.iter().any(|mark| text.starts_with(mark));
+    if is_comment { text.to_owned() } else { String::new() }
+}
+
+#[test]
+fn comments_are_found() {
+    assert_eq!(comment("a.rs", "    /// Whoever reads."), "/// Whoever reads.");
+    assert_eq!(comment("a.rs", "    expect(\"somebody serves\");"), "");
+    assert_eq!(comment("a.c", " * Whoever reads."), "* Whoever reads.");
+    assert_eq!(comment("a.md", "a test (`x::of_somebody`) of it"), "a test ( ) of it");
+}
+
+#[test]
+fn comments_and_pages_name_the_actor() {
+    let mut wrong = Vec::new();
+    for path in files(&root()) {
+        let name = relative(&path);
+        let is_foreign = name.contains("/vhost-blk/vhost/") || file!().ends_with(&name);
+        let is_page = name.starts_with("docs/") && name.ends_with(".md");
+        let is_read = ["crates/", "tests/", "kernel/"].iter().any(|place| name.starts_with(place));
+        if is_foreign || !is_page && !is_read {
+            continue;
+        }
+        let Ok(content) = std::fs::read_to_string(&path) else { continue };
         for (number, line) in content.lines().enumerate() {
-            let comment = line.trim_start();
-            let words = words(comment);
-            if comment.starts_with("//") && words.iter().any(|word| NO_ACTORS.contains(&&**word)) {
-                wrong.push(format!("{name}:{}: {comment}", number + 1));
+            let words = words(&comment(&name, line));
+            if words.iter().any(|word| NO_ACTORS.contains(&&**word)) {
+                wrong.push(format!("{name}:{}: {line}", number + 1));
             }
         }
     }

@@ -8,7 +8,7 @@ pub(crate) mod features;
 pub(crate) mod request;
 
 /// The unit of virtio-blk: sectors of requests and limits, whatever the block size. Bytes.
-pub(crate) const SECTOR_BYTES: u64 = ringdisk_disk::jobs::SECTOR_BYTES.0;
+pub(crate) const SECTOR_BYTES: u64 = ringdisk_disk::operations::SECTOR_BYTES.0;
 /// Length of the answer to GET_ID, bytes; shorter names are padded with zeroes.
 pub(crate) const SERIAL_BYTES: usize = 20;
 /// Data segments of a request, as drivers are told: with header and status they fit the smallest

@@ -14,8 +14,8 @@ use rustix::io::Errno;
 
 use super::{Connection, Ready, Received, ended_in_the_middle, wait};
 use crate::closing::Held;
+use crate::descriptor_check::vet;
 use crate::protocol::{FDS_MAX, HEADER_BYTES, PAYLOAD_BYTES_MAX};
-use crate::vet::vet;
 use crate::{Error, ErrorKind};
 
 /// The socket reports a message that is half here all the time: it is looked at so often.

@@ -98,8 +98,8 @@ struct Trouble {
     /// When to try again.
     again: Instant,
     pause: Duration,
-    /// When the log was told.
-    told: Instant,
+    /// When it was last logged.
+    logged_at: Instant,
 }
 
 impl Listener {
@@ -127,8 +127,8 @@ impl Listener {
     }
 
     fn is_in_trouble(&mut self, now: Instant, why: &dyn std::fmt::Display) {
-        let (trouble, is_told) = Trouble::after(self.trouble.take(), now);
-        if is_told {
+        let (trouble, is_logged) = Trouble::after(self.trouble.take(), now);
+        if is_logged {
             tracing::warn!(
                 "a front end waits and cannot be accepted: {why}; this is tried again every {:?}",
                 TRY_LAST
@@ -139,15 +139,15 @@ impl Listener {
 }
 
 impl Trouble {
-    /// One more failure. Gives whether the log should be told, too.
+    /// One more failure. Returns whether to log it, too.
     fn after(before: Option<Trouble>, now: Instant) -> (Trouble, bool) {
         let Some(before) = before else {
-            return (Trouble { again: now + TRY_FIRST, pause: TRY_FIRST, told: now }, true);
+            return (Trouble { again: now + TRY_FIRST, pause: TRY_FIRST, logged_at: now }, true);
         };
         let pause = (before.pause * 2).min(TRY_LAST);
-        let is_told = now.saturating_duration_since(before.told) >= TELL;
-        let told = if is_told { now } else { before.told };
-        (Trouble { again: now + pause, pause, told }, is_told)
+        let is_logged = now.saturating_duration_since(before.logged_at) >= TELL;
+        let logged_at = if is_logged { now } else { before.logged_at };
+        (Trouble { again: now + pause, pause, logged_at }, is_logged)
     }
 }
 
@@ -158,17 +158,17 @@ mod tests {
     #[test]
     fn trouble_is_tried_again_ever_more_rarely_and_told_once_a_minute() {
         let mut now = Instant::now();
-        let (mut trouble, mut tries, mut told) = (None, 0, 0);
+        let (mut trouble, mut tries, mut logged) = (None, 0, 0);
         let end = now + TELL * 10 - TRY_LAST;
         while now < end {
-            let (next, is_told) = Trouble::after(trouble.take(), now);
+            let (next, is_logged) = Trouble::after(trouble.take(), now);
             assert!(next.again > now && next.again <= now + TRY_LAST);
             now = next.again;
             trouble = Some(next);
             tries += 1;
-            told += u32::from(is_told);
+            logged += u32::from(is_logged);
         }
-        assert_eq!(told, 10);
+        assert_eq!(logged, 10);
         assert!((600..610).contains(&tries), "{tries}");
     }
 

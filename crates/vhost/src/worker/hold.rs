@@ -11,7 +11,7 @@ use ringdisk_ring::Parker;
 
 use super::Worker;
 
-/// A hold, between the task that has it and who asked for it.
+/// A hold, shared by the task that has it and the thread that asked for it.
 #[derive(Default)]
 struct Hold {
     answer: RefCell<Option<Result<Plain, Error>>>,

@@ -100,12 +100,12 @@ impl Pins {
         for start in (0..shared.len()).step_by(1 << self.piece_shift) {
             let end = shared.len().min(start + (1 << self.piece_shift));
             let Some(slot) = self.free.pop() else {
-                self.tell(region, start, "the table of a ring has no slot for it left");
+                self.warn_unpinned(region, start, "the table of a ring has no slot for it left");
                 break;
             };
             if let Err(errno) = ring.update_buffer(slot, Some((shared, start..end))) {
                 self.free.push(slot);
-                self.tell(region, start, &reason(errno));
+                self.warn_unpinned(region, start, &reason(errno));
                 break;
             }
             slots.push(slot);
@@ -114,7 +114,7 @@ impl Pins {
     }
 
     /// Warns that a region is not pinned from a byte on.
-    fn tell(&self, region: &Region, from: usize, why: &str) {
+    fn warn_unpinned(&self, region: &Region, from: usize, why: &str) {
         let (start, size) = (region.guest_addr(), region.size());
         let mut reported = self.reported.lock().unwrap_or_else(PoisonError::into_inner);
         if reported.len() < REPORTED_MAX && reported.insert((start, size)) {

@@ -90,34 +90,34 @@ impl WorkerThread {
     /// Does something on the thread.
     pub(crate) fn ask<T: Send + 'static>(
         &self,
-        job: impl FnOnce(&Rc<Worker>) -> T + Send + 'static,
+        closure: impl FnOnce(&Rc<Worker>) -> T + Send + 'static,
     ) -> Pending<T> {
-        self.pending(self.thread.ask(job))
+        self.pending(self.thread.ask(closure))
     }
 
     /// Does something on the thread that waits for other tasks there.
     pub(crate) fn ask_task<T, F>(
         &self,
-        job: impl FnOnce(Rc<Worker>) -> F + Send + 'static,
+        closure: impl FnOnce(Rc<Worker>) -> F + Send + 'static,
     ) -> Pending<T>
     where
         T: Send + 'static,
         F: Future<Output = T> + 'static,
     {
-        self.pending(self.thread.ask_task(job))
+        self.pending(self.thread.ask_task(closure))
     }
 
     /// As [`QueueThread::ask_task_or`].
     pub(crate) fn ask_task_or<T, F>(
         &self,
-        job: impl FnOnce(Rc<Worker>) -> F + Send + 'static,
+        closure: impl FnOnce(Rc<Worker>) -> F + Send + 'static,
         undo: impl FnOnce(&Worker) + Send + 'static,
     ) -> Pending<T>
     where
         T: Send + 'static,
         F: Future<Output = T> + 'static,
     {
-        self.pending(self.thread.ask_task_or(job, undo))
+        self.pending(self.thread.ask_task_or(closure, undo))
     }
 
     fn pending<T>(&self, answer: ringdisk_export::Pending<T>) -> Pending<T> {

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use ringdisk_ring::{Errno, Interrupt};
 
-/// What a queue thread and those who wait for it know of its calls.
+/// State of the blocking calls of a queue thread, shared with threads that wait for its answer.
 #[derive(Debug)]
 pub(crate) struct Watch {
     is_calling: AtomicBool,

@@ -317,7 +317,7 @@ pub(crate) fn race(targets: &[RingMemory], switch: &Switch, seed: u64) {
             target.store_u8(place, before ^ prng.below(256).to_le_bytes()[0], Ordering::Relaxed);
             changed.push((number, place, before));
         }
-        // Now and then until somebody else has run, in case all of them share a CPU.
+        // Now and then until another thread has run, in case all of them share a CPU.
         match turn % 16 {
             0 => std::thread::sleep(std::time::Duration::from_micros(1)),
             _ => (0..prng.below(100)).for_each(|_| std::hint::spin_loop()),

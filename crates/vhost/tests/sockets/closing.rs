@@ -38,7 +38,7 @@ fn loaded(slow: TcpStream) -> OwnedFd {
     theirs.into()
 }
 
-/// Whether somebody is served within a time that is much shorter than what closing takes.
+/// Whether a new front end is served within a time that is much shorter than what closing takes.
 fn works(served: &Served) {
     let begun = Instant::now();
     let mut vm = Vm::started(served.front(), VmOptions::default());
@@ -152,8 +152,8 @@ fn what_waits_behind_another_front_end_is_closed_aside() {
     drop(first);
 }
 
-/// Descriptors for which there is no room are closed by whoever receives the message, before it
-/// sees them.
+/// Descriptors for which there is no room are closed by the kernel when a thread receives the
+/// message, which never sees them.
 #[test]
 fn more_descriptors_than_any_message_has_are_closed_aside() {
     leaves_it_well(|served, slow| {

@@ -1,5 +1,5 @@
-//! Descriptors of front ends whose users would wait for somebody: a pipe with a name on a FUSE
-//! server that never answers, and what else has no type of its own. The disk goes on.
+//! Descriptors of front ends whose users would wait for another process: a pipe with a name on a
+//! FUSE server that never answers, and what else has no type of its own. The disk goes on.
 
 use std::io::{BufRead, BufReader};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

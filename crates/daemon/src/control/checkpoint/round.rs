@@ -113,7 +113,7 @@ pub fn begin(parts: Vec<Part>, progress: &Progress) -> Result<Vec<Begun>, Failur
         let (steps, theirs) = pair(SocketType::SEQPACKET).map_err(|errno| system(&errno.into()))?;
         let mut given = vec![theirs.as_fd(), verdict.as_fd(), fleece.as_fd()];
         given.extend(listeners.iter().map(AsFd::as_fd));
-        let target = client.shown().to_owned();
+        let target = client.target_name().to_owned();
         client.ask(&Command::CheckpointBegin(Box::new(begin.clone())), &given)?;
         servers.push(Server { client, begin, steps, target, has_refused: false });
     }

@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime};
 
 use crate::failure::{Exit, Failure};
 use crate::terminal::shell_word;
-use crate::when::utc_time;
+use crate::timestamp::utc_time;
 
 /// The server of a mount that is there still was killed.
 ///

@@ -109,7 +109,7 @@ impl Client {
                 let text = format!(
                     "the job '{}' moved to the next process of '{}', which does not answer",
                     visible(id),
-                    self.shown
+                    self.target_name
                 );
                 return Err(
                     Failure::new(Exit::General, text).hint("`ringdisk job list` lists jobs")
@@ -120,7 +120,7 @@ impl Client {
         let told = self.call(&Command::Job(JobCommand::Wait(named())), progress, timeout);
         if told.is_err() && progress.is_cancelled() && !only_waits {
             // Its client has begun it, and it ends with that.
-            let mut again = Client::connect(Path::new(&self.shown), ANSWER)?;
+            let mut again = Client::connect(Path::new(&self.target_name), ANSWER)?;
             let cancel = Command::Job(JobCommand::Cancel(named()));
             again.call(&cancel, &Progress::new(), Timeout::Answer(ANSWER))?;
         }
@@ -130,7 +130,9 @@ impl Client {
 
     /// Connects anew. Returns whether the server has the job, and has it no less than others.
     fn is_where_it_goes_on(&mut self, id: &str, token: Option<&str>) -> bool {
-        let Ok(mut client) = Client::connect(Path::new(&self.shown), ANSWER) else { return false };
+        let Ok(mut client) = Client::connect(Path::new(&self.target_name), ANSWER) else {
+            return false;
+        };
         let list = Command::Job(JobCommand::List);
         let told = client.call(&list, &Progress::new(), Timeout::Answer(ANSWER));
         let is_there = told.is_ok_and(|told| jobs(&told).any(|job| is_it(job, id, token)));

@@ -11,7 +11,7 @@ fn of(stream: UnixStream, is_trusted: bool) -> Client {
         is_trusted,
         mountpoint: None,
         losses: 0,
-        shown: String::from("disk"),
+        target_name: String::from("disk"),
     }
 }
 

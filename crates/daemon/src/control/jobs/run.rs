@@ -147,17 +147,17 @@ async fn verdict(job: &Job, ring: &Ring) -> Verdict {
     }
 }
 
-/// Tells of a state.
+/// Logs the state of a job and emits it as an event.
 fn report_state(job: &Job, events: &Events, state: State) {
-    report_with(job, events, state, job.why());
+    report_state_because(job, events, state, job.why());
 }
 
 /// Tells that a job which waited for space goes on: who saw the warning sees the end of it, too.
 fn goes_on(job: &Job, events: &Events, state: State) {
-    report_with(job, events, state, Some(String::from("the target has space again")));
+    report_state_because(job, events, state, Some(String::from("the target has space again")));
 }
 
-fn report_with(job: &Job, events: &Events, state: State, why: Option<String>) {
+fn report_state_because(job: &Job, events: &Events, state: State, why: Option<String>) {
     let (id, kind, state) = (job.id(), job.kind().word(), state.word());
     let disk = job.disk();
     let because = why.as_ref().map_or_else(String::new, |why| format!(": {why}"));
@@ -169,5 +169,5 @@ fn report_with(job: &Job, events: &Events, state: State, why: Option<String>) {
     let mut fields =
         vec![("id", id.to_owned()), ("kind", kind.to_owned()), ("state", state.to_owned())];
     fields.extend(why.map(|why| ("why", why)));
-    events.tell_with("job", text, fields);
+    events.emit_with("job", text, fields);
 }

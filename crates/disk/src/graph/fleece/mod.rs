@@ -12,7 +12,7 @@
 //! - A disk without a checkpoint pays one branch for each write. With one, a write whose granules
 //!   are kept takes no lock and allocates nothing; any other allocates a buffer of at most
 //!   [`COPY_MAX`] bytes (or of one granule) at a time. A client waits for the read of the old data,
-//!   and for the file only while [`BEHIND_MAX`] bytes are on their way to it (`behind.rs`).
+//!   and for the file only while [`BEHIND_MAX`] bytes are on their way to it (`deferred_copy.rs`).
 //! - Where a granule is kept its content at the instant can be read from the file; where it is not,
 //!   the disk has it, so a reader reads the disk and looks again afterwards (`reading.rs`).
 //! - A write never fails because of the file. What goes wrong there ends the checkpoint: from then
@@ -20,8 +20,8 @@
 //! - Two writers of one granule copy it once, and the second waits for the first; a writer that is
 //!   dropped while it copies lets the next one copy.
 
-mod behind;
 mod copy;
+mod deferred_copy;
 mod reading;
 mod states;
 

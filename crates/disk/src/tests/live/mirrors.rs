@@ -308,7 +308,7 @@ fn a_wrong_target_is_refused_before_anything_changes() {
     });
 }
 
-/// A raw layer that can be written, as somebody would have it without locks.
+/// A raw layer that can be written, as a process without locks would have it.
 fn writable_over(storage: Arc<Storage>) -> Layer {
     let size = storage.len();
     let mut layer = Layer::new(Node::Raw(Raw::new(storage)), Bytes(size));

@@ -13,11 +13,11 @@ use ringdisk_testkit::images;
 use ringdisk_testkit::process::{patient, until};
 use ringdisk_testkit::sim::{Fault, When};
 
+use super::apply::Means;
 use super::clients::{
     FIRST, LATER, LATER_BYTE, Range, STYLE, WORKERS, Worked, asked, bitmap, client, judge_reply,
     left_by, start, work,
 };
-use super::making::Means;
 use super::world::{Cell, Change, Fixture, Injected, Shape, Victim, World};
 use crate::client::{Client, LIMIT, Server, data, options, request};
 

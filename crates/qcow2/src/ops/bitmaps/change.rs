@@ -357,7 +357,7 @@ impl Qcow2 {
         let left =
             runs.and_then(|runs| update.leave(self, runs).map_err(|errno| errno.to_string()));
         if let Err(reason) = left {
-            let (image, name) = (self.file.name(), entry.shown());
+            let (image, name) = (self.file.name(), entry.display_name());
             tracing::warn!(image, name, reason, "clusters of a bitmap are leaked");
         }
     }

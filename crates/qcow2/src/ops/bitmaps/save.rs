@@ -45,7 +45,8 @@ pub(crate) async fn save(image: &Qcow2, ring: &Ring, unsaved: Unsaved) -> Result
         match save_one(image, ring, &place, entry, bits, &mut update).await {
             Ok(()) => saved += 1,
             Err(failure) => {
-                let (file, name, reason) = (image.file.name(), entry.shown(), failure.reason);
+                let (file, name, reason) =
+                    (image.file.name(), entry.display_name(), failure.reason);
                 if unsaved == Unsaved::Refused {
                     tracing::warn!(file, name, reason, "a bitmap cannot be saved");
                     update.cancel(image);

@@ -5,8 +5,8 @@
 //! image is sound, and it can be opened again. A failed flush is not forgotten until then; a full
 //! disk is, once there is room.
 //!
-//! (`SetLen` and `Preallocate` are asked of direct regular files only, by `engine/ahead.rs`, which
-//! goes on without them; simulated storage sees none.)
+//! (`SetLen` and `Preallocate` are asked of direct regular files only, by `engine/grow_ahead.rs`,
+//! which goes on without them; simulated storage sees none.)
 
 mod warnings;
 
@@ -83,7 +83,7 @@ impl Run {
         }
     }
 
-    /// Whether somebody saw this error: a client, or who flushed at the end.
+    /// Whether a client, or the flush at the end, got this error.
     fn is_told(&self, errno: Errno) -> bool {
         let text = format!(": {errno}");
         let errors = self.world.shore.errors.borrow();

@@ -1,5 +1,5 @@
 //! What the code under test says about the compaction after a shrink: a failure in there costs only
-//! space, so the warning is all that anybody is told of it. A failure anywhere else must not be
+//! space, so the warning is the only report of it. A failure anywhere else must not be
 //! told that way.
 
 use std::fmt::Debug;

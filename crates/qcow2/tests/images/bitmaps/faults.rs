@@ -29,7 +29,7 @@ pub(super) fn simulated(runtime: &mut Runtime, cluster_size: u64) -> Vec<u8> {
     sim.durable_image()
 }
 
-/// What an image that somebody else left says about its bitmaps: name, in use, ranges.
+/// What an image that another process left says about its bitmaps: name, in use, ranges.
 pub(super) type State = Vec<(String, bool, Vec<Range<u64>>)>;
 
 pub(super) fn state_of(runtime: &mut Runtime, image: &[u8]) -> State {

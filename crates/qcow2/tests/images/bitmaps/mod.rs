@@ -5,7 +5,7 @@
 // A list of one range is meant where it stands.
 #![allow(clippy::single_range_in_vec_init)]
 
-mod beside;
+mod added_in_use;
 mod faults;
 mod session;
 

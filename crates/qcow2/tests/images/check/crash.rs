@@ -98,7 +98,7 @@ fn a_repair_that_failed_once_succeeds_the_next_time() {
                 panic!("seed {seed}, {name} with {what:?}, operation {at}: {error}")
             });
             let case = format!("seed {seed}, {name} with {what:?}, operation {at}: {report:?}");
-            // What the first one kept for somebody to look at, the second one may find to be leaks
+            // What the first one kept for the user to look at, the second one may find to be leaks
             // alone.
             let is_no_worse = rank(report.verdict()) <= rank(expected.verdict());
             assert!(is_no_worse, "{case}\n{expected:?}");

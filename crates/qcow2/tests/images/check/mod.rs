@@ -8,14 +8,14 @@
 // Test images are small.
 #![allow(clippy::cast_possible_truncation)]
 
-mod agree;
+mod agrees_with_qemu;
 mod bitmaps;
 mod bits;
 mod converge;
 mod crash;
 mod damage;
 mod dirty;
-mod kept;
+mod kept_by_repair;
 mod limits;
 mod refused;
 mod repair;

@@ -93,8 +93,8 @@ impl Model {
         self.touched.extend(at / self.cluster..(at + len).div_ceil(self.cluster));
     }
 
-    /// Back to the snapshot. What was done since is not free for packing again: whoever asks for
-    /// little is never wrong.
+    /// Back to the snapshot. What was done since is not free for packing again: an expectation that
+    /// asks for little is never wrong.
     pub(crate) fn restore(&mut self) {
         self.disk = self.snapshot.clone().unwrap_or_else(|| self.disk.clone());
     }

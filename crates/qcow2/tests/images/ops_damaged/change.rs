@@ -58,7 +58,8 @@ impl Change {
 }
 
 /// Every cluster that shows something shows it still. What shows nothing, since the file ends
-/// before it, may become zeroes when the file has grown over it, and never somebody else's bytes.
+/// before it, may become zeroes when the file has grown over it, and never the bytes of another
+/// cluster.
 pub(crate) fn assert_same(before: &[Shown], after: &[Shown], what: &str) {
     const ZEROES: Shown = Shown::Contents([0; 32]);
     for (cluster, (before, after)) in before.iter().zip(after).enumerate() {

@@ -33,7 +33,7 @@ pub(crate) enum Damage {
     TableOther,
     /// A cluster of data lies at the end of the file, and is not counted.
     DataLast,
-    /// An L2 table lies there, counted once whoever uses it.
+    /// An L2 table lies there, counted once however many use it.
     TableLast,
 }
 

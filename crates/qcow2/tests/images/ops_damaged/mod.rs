@@ -1,5 +1,5 @@
 //! Changes of damaged images, each damage × each change: what can be read before shows the same
-//! afterwards, what cannot be read does not become bytes of somebody else, or the change is
+//! afterwards, what cannot be read does not become bytes of another cluster, or the change is
 //! refused.
 
 // Test images are small.

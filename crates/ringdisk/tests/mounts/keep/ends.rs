@@ -1,4 +1,4 @@
-//! How a kept mount ends: whoever is killed, and whenever it is taken away.
+//! How a kept mount ends: whichever process is killed, and whenever it is taken away.
 
 use std::path::Path;
 use std::time::{Duration, Instant};

@@ -77,7 +77,7 @@ pub(crate) fn kill(pid: u32, signal: Signal) {
     }
 }
 
-/// Ends a mount by force: whoever waits for it gets an error.
+/// Ends a mount by force: a client that waits for it gets an error.
 pub(crate) fn abandon(path: &Path) {
     let _ = run(command(&[&program(), "umount", "--force", text(path)]));
 }

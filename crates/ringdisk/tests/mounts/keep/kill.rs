@@ -26,12 +26,12 @@ fn killed_again_and_again(image: &Path, format: &str, span: u64, depth: u64) {
     let disk = Kept::start(&["--threads", "2", "--format", format, text(image)]);
     let path = disk.path();
     let mut prng = Prng::new(depth);
-    let holder = disk.0.pid();
+    let helper = disk.0.pid();
     disk.kill_server();
     // Its last words: from then on the new process gives its parent nothing more to hold.
     let again = || disk.0.output().contains("again: requests").then_some(());
     assert_eq!(until(Duration::from_secs(20), again), Some(()), "{}", disk.0.output());
-    let of_holder = Some(descriptors(holder));
+    let of_helper = Some(descriptors(helper));
     let of_server = disk.server().map(descriptors);
     let written = load(&path, span, depth, |done| {
         for _ in 0..kills() {
@@ -42,7 +42,7 @@ fn killed_again_and_again(image: &Path, format: &str, span: u64, depth: u64) {
     });
     assert!(written.len() > 100, "only {} blocks", written.len());
     judge(&path, &written);
-    assert_eq!(Some(descriptors(holder)), of_holder, "descriptors are lost with each kill");
+    assert_eq!(Some(descriptors(helper)), of_helper, "descriptors are lost with each kill");
     let now = disk.server().map(descriptors);
     // A few come with the first use of something.
     assert!(now <= of_server.map(|count| count + 4), "{of_server:?} have become {now:?}");

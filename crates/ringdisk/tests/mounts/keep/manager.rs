@@ -86,7 +86,7 @@ impl Manager {
         self.said.push(text);
     }
 
-    /// Hears until somebody says `word`.
+    /// Hears until a process says `word`.
     fn wait_for(&mut self, word: &str, process: &Process) {
         let end = Instant::now() + Duration::from_secs(20);
         while !self.said.iter().any(|text| text.contains(word)) {

@@ -123,9 +123,9 @@ fn who_dies_before_it_answers_again_and_again_is_given_up() {
     let mut client = Process::spawn(command(&words).args(["oflag=direct", "conv=notrunc,nocreat"]));
     device.wait_for_held();
     let mut killed = Vec::new();
-    let holder = disk.0.pid();
+    let helper = disk.0.pid();
     let ended = until(Duration::from_secs(40), || {
-        if let Some(pid) = child_of(holder).filter(|pid| !killed.contains(pid)) {
+        if let Some(pid) = child_of(helper).filter(|pid| !killed.contains(pid)) {
             // Slower than five times in ten seconds.
             std::thread::sleep(Duration::from_millis(if killed.is_empty() { 0 } else { 2500 }));
             killed.push(pid);

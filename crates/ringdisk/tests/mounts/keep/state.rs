@@ -177,8 +177,8 @@ fn a_partition_stays_where_it_is_whatever_becomes_of_its_table() {
     disk.stop();
 }
 
-/// The kernel knows the size of the file and its pages; both are right whoever serves. What is
-/// appended is there once, in its order.
+/// The kernel knows the size of the file and its pages; both are right whichever process serves.
+/// What is appended is there once, in its order.
 fn appended(options: &[&str]) {
     if !needs_root() {
         return;
@@ -279,13 +279,13 @@ fn in_the_background_the_pid_file_names_the_process_that_keeps_the_mount() {
         "disk",
     ]));
     assert_eq!(finished.code(), Some(0), "{}", finished.output());
-    let holder = pid_of(&pidfile);
-    let server = child_of(holder).expect("somebody serves");
+    let helper = pid_of(&pidfile);
+    let server = child_of(helper).expect("somebody serves");
     kill(server, Signal::KILL);
-    let next = until(STOP, || child_of(holder).filter(|pid| *pid != server));
+    let next = until(STOP, || child_of(helper).filter(|pid| *pid != server));
     assert!(next.is_some(), "nobody serves");
     assert_eq!(piece(&path, 5, 100), pattern(1, 5, 100));
-    assert_eq!(pid_of(&pidfile), holder);
+    assert_eq!(pid_of(&pidfile), helper);
     // The control socket comes a moment after the first answers.
     let asks = || {
         let asked = run(command(&[&program(), "ctl", text(&path), "stats"]));
@@ -293,7 +293,7 @@ fn in_the_background_the_pid_file_names_the_process_that_keeps_the_mount() {
     };
     assert_eq!(until(STOP, asks), Some(()));
     ok_words(&[&program(), "umount", text(&path)]);
-    let gone = until(STOP, || (!lives(holder) && !pidfile.exists()).then_some(()));
+    let gone = until(STOP, || (!lives(helper) && !pidfile.exists()).then_some(()));
     // The mountpoint was made by the first server, and removed by the last.
     assert_eq!((gone, mount_at(&path), path.exists()), (Some(()), None, false));
 }

@@ -14,7 +14,7 @@ use ringdisk_testkit::process::{Process, until};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use super::taken::Taken;
+use super::upgraded_mount::Taken;
 use crate::common::tools::{Ran, ringdisk};
 use crate::common::{MIB, program};
 use crate::keep::client::{get_on, judge, load};

@@ -1,5 +1,5 @@
 //! `--keep-mount` and `--upgrade` together: a mount goes to a successor whose parent keeps it, or
-//! to one that nobody keeps, and back. Whoever is killed meanwhile, one process goes on, and no
+//! to one that nobody keeps, and back. Whichever process is killed meanwhile, one goes on, and no
 //! client sees an error. `RINGDISK_KILLS=N` or `RINGDISK_FULL=1` for more kills.
 
 use std::path::{Path, PathBuf};
@@ -180,9 +180,9 @@ fn clients_go_on_whoever_is_killed() {
             let kills_old = prng.coin();
             let mut new = disk.successor(&["--keep-mount"]);
             std::thread::sleep(usual * u32::try_from(prng.below(100)).unwrap_or(0) / 80);
-            let holder = if kills_old { disk.process.pid() } else { new.pid() };
+            let helper = if kills_old { disk.process.pid() } else { new.pid() };
             // It may not have started one yet, or have ended.
-            child_of(holder).into_iter().for_each(|pid| kill(pid, Signal::KILL));
+            child_of(helper).into_iter().for_each(|pid| kill(pid, Signal::KILL));
             // One of the two pairs ends; the other one serves.
             let begun = Instant::now();
             let new_serves = loop {

@@ -18,7 +18,7 @@ use ringdisk_testkit::sim::Prng;
 use rustix::fs::OFlags;
 use rustix::process::Signal;
 
-use super::taken::ready;
+use super::upgraded_mount::ready;
 use crate::common::{Aligned, BLOCK, MIB, program};
 
 const BLOCKS: u64 = 4 * MIB / BLOCK as u64;

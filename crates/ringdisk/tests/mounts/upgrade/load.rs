@@ -10,7 +10,7 @@ use ringdisk_testkit::limits::{is_root, needs};
 use ringdisk_testkit::mount::text;
 use ringdisk_testkit::process::{command, has, run};
 
-use super::taken::Taken;
+use super::upgraded_mount::Taken;
 use crate::common::confined::assert_confined;
 use crate::common::serving::locked_while;
 use crate::common::{MIB, open, read_direct};

@@ -5,5 +5,5 @@ mod kept;
 mod killed;
 mod load;
 mod refused;
-mod taken;
+mod upgraded_mount;
 mod users;

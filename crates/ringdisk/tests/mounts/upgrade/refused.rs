@@ -11,7 +11,7 @@ use ringdisk_testkit::limits::{UringParameter, is_root, mount_at, needs, needs_r
 use ringdisk_testkit::mount::{copy_program, scratch, text};
 use ringdisk_testkit::process::{command, has, run};
 
-use super::taken::{ASK, Taken};
+use super::upgraded_mount::{ASK, Taken};
 use crate::common::{MIB, has_passthrough, open, program};
 use crate::keep::client::{judge, load};
 

@@ -13,7 +13,7 @@ use ringdisk_testkit::mount::{scratch, text};
 use ringdisk_testkit::process::{LIMIT, Process, command, has, ok_words, run, until};
 use rustix::fs::{FlockOperation, fcntl_lock, flock};
 
-use super::taken::{ASK, Taken};
+use super::upgraded_mount::{ASK, Taken};
 use crate::common::mapping::Mapping;
 use crate::common::{MIB, open, program};
 

@@ -98,8 +98,8 @@ impl Manager {
         Process::spawn(command.env("NOTIFY_SOCKET", &self.name).env_remove("LISTEN_FDS"))
     }
 
-    /// Says READY, serves without a way to say anything else to anybody, and says STOPPING: all in
-    /// its own name.
+    /// The server says READY, serves without a way to say anything else to any process, and says
+    /// STOPPING: all in its own name.
     fn follows(&mut self, mut process: Process) {
         let pid = process.pid();
         let (sender, ready) = self.wait_for("READY=1", &process);

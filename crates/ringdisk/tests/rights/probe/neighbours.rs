@@ -97,7 +97,7 @@ fn a_server_cannot_write_its_pid_file() {
     let after = fs::read_to_string(&file).expect("there");
     puppet.release();
     assert_eq!(after, content);
-    // Whoever asks for the lock sees that the process lives.
+    // A process that asks for the lock sees that the server lives.
     let asked = fs::File::options().read(true).write(true).open(&file).expect("there");
     let lock = rustix::fs::FlockOperation::NonBlockingLockExclusive;
     assert!(rustix::fs::fcntl_lock(&asked, lock).is_err(), "{numbers:?}");

@@ -1,9 +1,9 @@
-//! Whoever has taken a confined process over, as far as its descriptors reach.
+//! An attacker who has taken a confined process over, as far as its descriptors reach.
 //!
 //! The process is stopped, and its descriptors are copied from outside (pidfd_getfd(2)): the very
 //! sockets and memory that it has, so what is written and sent is what the process itself could
-//! write and send. What differs: a message would carry the credentials of this test, if somebody
-//! asked for them, which nobody does.
+//! write and send. What differs: a message would carry the credentials of this test, if a
+//! receiver asked for them, which none does.
 
 use std::fs::{self, File};
 use std::io::IoSlice;
@@ -26,7 +26,7 @@ use rustix::process::{
 /// How long a helper may take to answer.
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// The hands of somebody in a process.
+/// An attacker in a process.
 pub(crate) struct Agent {
     pid: Pid,
     pidfd: OwnedFd,
@@ -97,15 +97,15 @@ impl Agent {
     }
 
     /// Its line to the process that keeps the mount, which that one made.
-    pub(crate) fn holder(&self, holder: u32) -> OwnedFd {
-        self.line(i32::try_from(holder).ok().and_then(Pid::from_raw).expect("a process"))
+    pub(crate) fn helper_that_keeps(&self, helper: u32) -> OwnedFd {
+        self.line(i32::try_from(helper).ok().and_then(Pid::from_raw).expect("a process"))
     }
 
     /// Its line to the helper process, which is the one that keeps the mount, and made it.
-    pub(crate) fn helper_in(&self, holder: u32) -> OwnedFd {
+    pub(crate) fn helper_in(&self, helper: u32) -> OwnedFd {
         let number = |line: &OwnedFd| fstat(line).expect("a socket").st_ino;
-        let maker = i32::try_from(holder).ok().and_then(Pid::from_raw).expect("a process");
-        let (mut lines, first) = (self.lines(maker), number(&self.holder(holder)));
+        let maker = i32::try_from(helper).ok().and_then(Pid::from_raw).expect("a process");
+        let (mut lines, first) = (self.lines(maker), number(&self.helper_that_keeps(helper)));
         lines.find(|line| number(line) != first).expect("a line to the helper")
     }
 

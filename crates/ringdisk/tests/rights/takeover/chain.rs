@@ -17,7 +17,7 @@ use rustix::net::{RecvFlags, recv};
 use crate::common::tools::{Ran, ringdisk};
 use crate::common::{MIB, open, program};
 use crate::takeover::agent::{Agent, give, order};
-use crate::takeover::others::{identity, overlay_of, qcow2, with_data_file};
+use crate::takeover::out_of_reach::{identity, overlay_of, qcow2, with_data_file};
 
 /// A raw base with two overlays.
 fn shared() -> tempfile::TempDir {

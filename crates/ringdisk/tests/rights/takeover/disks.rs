@@ -25,13 +25,13 @@ use crate::common::tools::child_of;
 use crate::common::{MIB, program};
 use crate::takeover::agent::{Agent, give};
 use crate::takeover::memory::{EXPORT, HEAD, IMAGES, with_top};
-use crate::takeover::others::{Others, SECRET};
+use crate::takeover::out_of_reach::{Others, SECRET};
 
 /// Processes that keep and serve a disk, and a machine that uses it.
 struct Disk {
     directory: TempDir,
     socket: PathBuf,
-    holder: Process,
+    helper: Process,
     vm: Vm,
 }
 
@@ -47,7 +47,7 @@ impl Disk {
         images::raw(&image, MIB, 1);
         command.args(["serve", "--keep", "--format", "raw", "--queues", "1"]);
         command.arg("--vhost-user-blk").arg(&socket).arg(&image);
-        let holder = Process::spawn(command.env_remove("NOTIFY_SOCKET"));
+        let helper = Process::spawn(command.env_remove("NOTIFY_SOCKET"));
         let options = VmOptions::default();
         let options = VmOptions {
             features: !bits::LOG_ALL & !bits::PACKED,
@@ -57,23 +57,23 @@ impl Disk {
             ..options
         };
         let mut vm = Vm::started(FrontEnd::connect(&socket), options);
-        assert_eq!(vm.status(0, Request::flush()), 0, "{}", holder.output());
-        Disk { directory, socket, holder, vm }
+        assert_eq!(vm.status(0, Request::flush()), 0, "{}", helper.output());
+        Disk { directory, socket, helper, vm }
     }
 
     /// The process that serves, taken over.
     fn agent(&self) -> Agent {
-        let server = until(LIMIT, || child_of(self.holder.pid()));
-        Agent::over(server.unwrap_or_else(|| panic!("nobody serves: {}", self.holder.output())))
+        let server = until(LIMIT, || child_of(self.helper.pid()));
+        Agent::over(server.unwrap_or_else(|| panic!("nobody serves: {}", self.helper.output())))
     }
 
     /// The next process has gone on, or has refused to and everything has ended.
     fn settles(&mut self) -> bool {
-        let settled = until(LIMIT, || match self.holder.ended() {
+        let settled = until(LIMIT, || match self.helper.ended() {
             Some(_) => Some(false),
             None => (ctl(&self.socket, &["stats"]).code == 0).then_some(true),
         });
-        let output = self.holder.output();
+        let output = self.helper.output();
         assert!(!output.contains("panicked"), "{output}");
         settled.unwrap_or_else(|| panic!("neither served nor ended: {output}"))
     }
@@ -82,24 +82,24 @@ impl Disk {
     #[track_caller]
     fn goes_on(&mut self) {
         let read = self.vm.run(0, Request::read(8, 4096));
-        assert_eq!(read.data, pattern(1, 4096, 4096), "{}", self.holder.output());
+        assert_eq!(read.data, pattern(1, 4096, 4096), "{}", self.helper.output());
         assert_eq!(self.vm.status(0, Request::flush()), 0);
     }
 
     /// It has ended, with words. Gives the directory of its image.
     #[track_caller]
     fn has_ended(mut self, words: &str) -> TempDir {
-        assert!(!self.settles(), "it is served: {}", self.holder.output());
+        assert!(!self.settles(), "it is served: {}", self.helper.output());
         self.vm.front.expect_end();
-        let finished = self.holder.finish(LIMIT);
+        let finished = self.helper.finish(LIMIT);
         assert!(finished.code().is_some_and(|code| code != 0), "{}", finished.output());
         assert!(finished.stderr.contains(words), "no '{words}': {}", finished.output());
         self.directory
     }
 
     fn stop(self) {
-        self.holder.signal(Signal::TERM);
-        let finished = self.holder.finish(LIMIT);
+        self.helper.signal(Signal::TERM);
+        let finished = self.helper.finish(LIMIT);
         let output = finished.output();
         assert!(finished.code() == Some(0) && !output.contains("panicked"), "{output}");
         assert!(!self.socket.exists(), "its socket is left");
@@ -179,9 +179,9 @@ fn what_is_said_of_the_export_of_a_kept_disk_reaches_nothing_else() {
         });
         agent.dies();
         println!("{at}: {}", if disk.settles() { "served" } else { "ended" });
-        disk.holder.signal(Signal::TERM);
-        assert!(disk.holder.wait(LIMIT).is_some(), "{at}: {}", disk.holder.output());
-        assert!(!disk.holder.output().contains("panicked"), "{at}: {}", disk.holder.output());
+        disk.helper.signal(Signal::TERM);
+        assert!(disk.helper.wait(LIMIT).is_some(), "{at}: {}", disk.helper.output());
+        assert!(!disk.helper.output().contains("panicked"), "{at}: {}", disk.helper.output());
         others.assert_same();
     }
 }
@@ -232,7 +232,7 @@ fn what_the_process_that_keeps_a_disk_is_told_changes_nothing_else() {
     let others = Others::new();
     let mut disk = Disk::start();
     let agent = disk.agent();
-    let line = agent.holder(disk.holder.pid());
+    let line = agent.helper_that_keeps(disk.helper.pid());
     let secret = File::open(others.path("secret")).expect("root may");
     let (pipe, _other_end) = rustix::pipe::pipe().expect("a pipe");
     for start in ["origin", "images", "export"] {
@@ -262,9 +262,9 @@ fn a_process_that_never_stops_talking_is_stopped_all_the_same() {
         return;
     }
     let disk = Disk::start();
-    let server = child_of(disk.holder.pid()).expect("a process serves");
+    let server = child_of(disk.helper.pid()).expect("a process serves");
     let agent = disk.agent();
-    let line = agent.holder(disk.holder.pid());
+    let line = agent.helper_that_keeps(disk.helper.pid());
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         for _ in 0..3 {
@@ -275,14 +275,14 @@ fn a_process_that_never_stops_talking_is_stopped_all_the_same() {
             });
         }
         std::thread::sleep(Duration::from_millis(200));
-        disk.holder.signal(Signal::TERM);
+        disk.helper.signal(Signal::TERM);
         let came = until(LIMIT, || has_pending(server, Signal::TERM).then_some(()));
         is_over.store(true, Ordering::Relaxed);
-        assert!(came.is_some(), "the signal was not passed on: {}", disk.holder.output());
+        assert!(came.is_some(), "the signal was not passed on: {}", disk.helper.output());
     });
     drop(line);
     agent.goes_on();
-    let finished = disk.holder.finish(LIMIT);
+    let finished = disk.helper.finish(LIMIT);
     assert_eq!(finished.code(), Some(0), "{}", finished.output());
 }
 
@@ -327,23 +327,23 @@ fn descriptors_without_end_do_not_end_the_process_that_keeps_a_disk() {
     let mut command = Command::new("prlimit");
     let mut disk = Disk::of(command.arg("--nofile=500:500").arg(program()));
     let agent = disk.agent();
-    let line = agent.holder(disk.holder.pid());
-    let before = count(disk.holder.pid());
+    let line = agent.helper_that_keeps(disk.helper.pid());
+    let before = count(disk.helper.pid());
     let (waits, peer) = lingers();
     // What comes with other words is closed, one after the other; this one not here.
-    let holder = Agent::over(disk.holder.pid());
+    let helper = Agent::over(disk.helper.pid());
     give(&line, b"STATUS=x", &[waits.as_fd()]);
     drop(waits);
-    holder.goes_on();
+    helper.goes_on();
     let (pipe, _other_end) = rustix::pipe::pipe().expect("a pipe");
     for _ in 0..4 {
         give(&line, b"STATUS=x", &[pipe.as_fd(); 200]);
     }
-    let said = || disk.holder.output().contains("more descriptors than it may").then_some(());
-    assert!(until(LIMIT, said).is_some(), "{}", disk.holder.output());
+    let said = || disk.helper.output().contains("more descriptors than it may").then_some(());
+    assert!(until(LIMIT, said).is_some(), "{}", disk.helper.output());
     drop(peer);
-    let are_closed = || (count(disk.holder.pid()) <= before).then_some(());
-    assert!(until(LIMIT, are_closed).is_some(), "{} are left", count(disk.holder.pid()));
+    let are_closed = || (count(disk.helper.pid()) <= before).then_some(());
+    assert!(until(LIMIT, are_closed).is_some(), "{} are left", count(disk.helper.pid()));
     drop(line);
     agent.dies();
     disk.goes_on();

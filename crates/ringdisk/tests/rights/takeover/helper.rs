@@ -17,7 +17,7 @@ use crate::common::{MIB, program, raw_image};
 use crate::takeover::agent::{Agent, order};
 use crate::takeover::chain::order_with;
 use crate::takeover::kept::Kept;
-use crate::takeover::others::{Others, number};
+use crate::takeover::out_of_reach::{Others, number};
 
 /// Whether each thread has both filters.
 fn is_confined(server: u32) -> bool {
@@ -128,7 +128,7 @@ fn a_mount_that_has_the_place_and_the_number_of_one_that_is_gone_stays() {
     let (line, old) = (agent.helper(), number(&path));
     ok_words(&["umount", "-l", text(&path)]);
     let second = mount(&other_image);
-    // The lowest number that is free; somebody else's mount may have come between.
+    // The lowest number that is free; a mount of another process may have come between.
     if number(&path) == old {
         for what in b"UNLFA" {
             order(&line, *what, b"").expect("it lives");

@@ -1,5 +1,5 @@
 //! The memory in which a process leaves words to the next one: two places for a state, which take
-//! turns, and what somebody writes there.
+//! turns, and what an attacker writes there.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -58,7 +58,7 @@ impl Places {
         memory.write_all_at(&whole, self.first + place * self.bytes).expect("written");
     }
 
-    /// The process's last word, as somebody else wants it.
+    /// The process's last word, as an attacker wants it.
     pub(crate) fn forge(self, memory: &File, change: impl FnOnce(&mut Value)) {
         let (number, mut state) = self.newest(memory);
         change(&mut state);

@@ -19,7 +19,7 @@ use rustix::net::{
 use crate::common::tools::ringdisk;
 use crate::common::{MIB, program, raw_image};
 use crate::takeover::agent::{Agent, give, order};
-use crate::takeover::others::identity;
+use crate::takeover::out_of_reach::identity;
 
 /// What `ringdisk ctl` says on a pair of sockets, of which the server gets one (this test is the
 /// user): the user's end, and the word.

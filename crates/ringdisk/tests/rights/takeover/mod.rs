@@ -1,5 +1,6 @@
-//! A process in its sandbox that somebody has taken over: what he does through its descriptors (its
-//! memory, its lines to helpers, what it hands to a successor) reaches nothing but its own disk.
+//! A process in its sandbox that an attacker has taken over: what he does through its descriptors
+//! (its memory, its lines to helpers, what it hands to a successor) reaches nothing but its own
+//! disk.
 
 mod agent;
 mod chain;
@@ -10,10 +11,10 @@ mod helper;
 mod kept;
 mod memory;
 mod mirror;
-#[path = "../../mounts/upgrade/taken.rs"]
+#[path = "../../mounts/upgrade/upgraded_mount.rs"]
 #[allow(dead_code)]
 mod mounted;
 mod mounts;
-mod others;
+mod out_of_reach;
 mod state;
 mod successor;

@@ -18,7 +18,7 @@ use tempfile::TempDir;
 use crate::common::{MIB, open};
 use crate::takeover::agent::Agent;
 use crate::takeover::mounted::{Taken, ready};
-use crate::takeover::others::{Others, identity, number};
+use crate::takeover::out_of_reach::{Others, identity, number};
 use crate::takeover::successor::{
     Handed, SUCCESSOR_LIMIT, asked, handed_of, listener, read_only, send,
 };

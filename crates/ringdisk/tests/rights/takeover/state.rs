@@ -17,7 +17,7 @@ use crate::common::{MIB, open, raw_image};
 use crate::takeover::agent::{Agent, give};
 use crate::takeover::kept::Kept;
 use crate::takeover::memory::{HEAD, IMAGES, with_top};
-use crate::takeover::others::{
+use crate::takeover::out_of_reach::{
     Others, SECRET, identity, number, overlay_of, qcow2, with_data_file,
 };
 
@@ -28,7 +28,7 @@ const PLACE: u64 = IMAGES.bytes;
 /// How long a mount may take to end.
 const END: std::time::Duration = std::time::Duration::from_secs(60);
 
-/// The process's last word of its mount, as somebody else wants it.
+/// The process's last word of its mount, as an attacker wants it.
 fn forge(memory: &File, change: impl FnOnce(&mut Value)) {
     IMAGES.forge(memory, change);
 }
@@ -211,13 +211,13 @@ fn what_the_mount_was_made_with_cannot_be_written_any_more() {
     }
     let (_directory, _path, disk) = kept();
     let is_origin = |name: &str| name.starts_with("/memfd:ringdisk-origin");
-    let holder = Agent::over(disk.0.pid());
-    let sealed = holder.all(is_origin);
+    let helper = Agent::over(disk.0.pid());
+    let sealed = helper.all(is_origin);
     assert_eq!(sealed.len(), 1);
     for memory in sealed.into_iter().map(File::from) {
         assert!(memory.write_all_at(b"x", 0).is_err() && memory.set_len(0).is_err());
     }
-    holder.goes_on();
+    helper.goes_on();
     let taken = agent(&disk);
     assert!(taken.all(is_origin).is_empty(), "it has no business there");
     // And nobody can make the rest of it stay as it is.
@@ -234,7 +234,7 @@ fn descriptors_that_come_after_the_start_are_not_kept() {
     let others = Others::new();
     let (_directory, path, disk) = kept();
     let agent = agent(&disk);
-    let line = agent.holder(disk.0.pid());
+    let line = agent.helper_that_keeps(disk.0.pid());
     let forged = File::from(memfd_create(c"forged", MemfdFlags::CLOEXEC).expect("memory"));
     let (number, mut state) = IMAGES.newest(&agent.memory());
     with_top(&mut state, &others.path("secret"), "raw");

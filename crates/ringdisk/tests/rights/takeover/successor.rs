@@ -26,7 +26,7 @@ use serde_json::{Value, json};
 
 use crate::common::serving::{Daemon, Place, ctl, serve_command, stats, successor_of};
 use crate::takeover::agent::Agent;
-use crate::takeover::others::{Others, identity, with_data_file};
+use crate::takeover::out_of_reach::{Others, identity, with_data_file};
 
 /// A successor gives up after the time that the slowest honest process may take: 40 s.
 pub(crate) const SUCCESSOR_LIMIT: Duration = Duration::from_secs(60);
@@ -80,7 +80,7 @@ pub(crate) fn listener(agent: &Agent, path: PathBuf) -> (UnixListener, PathBuf) 
     let mut probe = UnixStream::connect(&path).expect("it listens");
     probe.write_all(b"probe").expect("it listens");
     for socket in sockets.map(UnixListener::from) {
-        // Others look whether somebody is there, and say nothing.
+        // Other processes look whether a server listens, and say nothing.
         while is_ready(&socket) {
             let (mut stream, _) = socket.accept().expect("it is ready");
             if stream.read(&mut [0; 5]).is_ok_and(|len| len == 5) {
@@ -220,7 +220,7 @@ impl Taken {
     }
 }
 
-/// Opened as somebody in the sandbox can: a name for a file, which is no access to it.
+/// Opened as an attacker in the sandbox can: a name for a file, which is no access to it.
 fn name_only(path: &Path) -> OwnedFd {
     rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).expect("there")
 }
@@ -265,7 +265,7 @@ fn another_file_as_the_image_is_not_served() {
     taken.end();
 }
 
-/// Whoever hands it over has it open to write, and it lies where images of the command line may
+/// The predecessor has it open to write, and it lies where images of the command line may
 /// lie.
 #[test]
 fn a_neighbour_as_the_image_is_not_served() {
@@ -296,7 +296,7 @@ fn a_neighbour_as_the_image_is_not_served() {
     taken.end();
 }
 
-/// Somebody who has taken it over does not let go by himself.
+/// An attacker who has taken the predecessor over does not let go of the disk.
 #[test]
 fn a_process_that_does_not_end_is_named_with_what_it_has() {
     if !needs_root() {

@@ -28,8 +28,8 @@ pub(in crate::export) enum Occasion {
 #[derive(Debug, Default)]
 pub(in crate::export) struct KernelErrors {
     looked: Option<Instant>,
-    reported: u64,
-    reported_at: Option<Instant>,
+    logged: u64,
+    logged_at: Option<Instant>,
     /// There is more to tell, later.
     pub(in crate::export) is_behind: bool,
 }
@@ -53,14 +53,14 @@ impl KernelErrors {
         occasion: Occasion,
         now: Instant,
     ) -> u64 {
-        let new = counted.saturating_sub(self.reported);
-        if occasion != Occasion::Last && self.reported_at.is_some_and(|then| now - then < WINDOW) {
+        let new = counted.saturating_sub(self.logged);
+        if occasion != Occasion::Last && self.logged_at.is_some_and(|then| now - then < WINDOW) {
             self.is_behind = new > 0;
             return 0;
         }
         self.is_behind = false;
         if new > 0 {
-            (self.reported, self.reported_at) = (counted, Some(now));
+            (self.logged, self.logged_at) = (counted, Some(now));
         }
         new
     }

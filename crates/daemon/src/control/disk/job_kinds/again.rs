@@ -19,7 +19,7 @@ use ringdisk_ring::Ring;
 use serde_json::json;
 
 use super::begin::Asked;
-use super::names::display_names;
+use super::names::quoted_names;
 use super::work::LOST;
 use super::{commit, mirror, stream};
 use crate::confine::{self, NamedTarget};
@@ -221,7 +221,7 @@ impl DiskControl {
                 };
                 shell_word(&visible(target))
             }
-            _ => display_names(&disk.layers()).join(" "),
+            _ => quoted_names(&disk.layers()).join(" "),
         };
         match self.jobs().begin(words.listed(what)) {
             Ok(job) => run::conclude(&job, disk.events(), result),

@@ -15,7 +15,7 @@ use ringdisk_storage::{Lock, OpenOptions, Storage};
 use serde_json::Value;
 
 use super::begin::{Asked, own};
-use super::names::{display_name, display_names};
+use super::names::{quoted_name, quoted_names};
 use super::target::{check_is_other, open};
 use super::work::{BackupWork, Work};
 use crate::confine::NamedTarget;
@@ -80,7 +80,7 @@ impl DiskControl {
         let running = disk.begin_backup(ring, Arc::clone(&target), options).await?;
         let mut wanted = wanted.clone();
         let terms = wanted.job.take().unwrap_or_default();
-        let new = display_name(&target.layers()[0]);
+        let new = quoted_name(&target.layers()[0]);
         let work = BackupWork {
             wanted,
             running: Some(running),
@@ -88,7 +88,7 @@ impl DiskControl {
             text: format!("{new} holds what the disk held when the backup began."),
             _accel: accel,
         };
-        let what = format!("{} to {new}", display_name(&disk.layers()[0]));
+        let what = format!("{} to {new}", quoted_name(&disk.layers()[0]));
         let (holds, work) = (claims.needs.clone(), Work::Backup(Box::new(work)));
         let asked = Asked {
             kind: Kind::Backup,
@@ -107,7 +107,7 @@ impl DiskControl {
 
 /// What a backup works on.
 fn claims(target: &Disk) -> Claims {
-    let needs = display_names(&target.layers());
+    let needs = quoted_names(&target.layers());
     Claims { span: Span::Instant, writes: needs.iter().take(1).cloned().collect(), needs }
 }
 

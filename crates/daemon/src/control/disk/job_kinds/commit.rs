@@ -10,7 +10,7 @@ use ringdisk_ring::Ring;
 use serde_json::Value;
 
 use super::begin::{Asked, own};
-use super::names::{display_name, display_names, find};
+use super::names::{find, quoted_name, quoted_names};
 use super::work::{CommitWork, Work};
 use crate::control::disk::DiskControl;
 use crate::control::jobs::description::ids_of;
@@ -53,9 +53,9 @@ pub(super) fn asked(
     let CommitOptions { top, base, .. } = options;
     let none = || Failure::new(Exit::Usage, "the disk has no such images");
     let (merged, base) = layers.get(top..base).zip(layers.get(base)).ok_or_else(none)?;
-    let mut holds = display_names(merged);
-    let what = format!("{} into {}", holds.join(" "), display_name(base));
-    holds.push(display_name(base));
+    let mut holds = quoted_names(merged);
+    let what = format!("{} into {}", holds.join(" "), quoted_name(base));
+    holds.push(quoted_name(base));
     let (chain, text) = (ids_of(layers), committed(merged, base));
     let work = Work::Commit(CommitWork { options, chain, text });
     let span = if top == 0 { Span::Whole } else { Span::Below };
@@ -90,7 +90,7 @@ fn committed(emptied: &[Arc<Layer>], base: &Layer) -> String {
     format!(
         "What was written is in {} now. Left behind, empty, and used no longer: {}; it may be \
          removed if no other image has it as its backing file.",
-        display_name(base),
-        display_names(emptied).join(" ")
+        quoted_name(base),
+        quoted_names(emptied).join(" ")
     )
 }

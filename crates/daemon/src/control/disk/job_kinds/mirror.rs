@@ -12,7 +12,7 @@ use ringdisk_ring::Ring;
 use serde_json::Value;
 
 use super::begin::{Asked, own};
-use super::names::{display_name, display_names};
+use super::names::{quoted_name, quoted_names};
 use super::target::{check_is_other, file_of, open, place_of};
 use super::work::{MirrorWork, Work};
 use crate::confine::{self, HeldForDisk, NamedTarget};
@@ -104,9 +104,9 @@ pub(super) fn asked(
     held: Arc<HeldForDisk>,
 ) -> Asked {
     let layers = disk.layers();
-    let what = format!("{} to {}", display_name(&layers[0]), display_name(&target.layers()[0]));
-    let old = display_names(&layers);
-    let needs = display_names(&target.layers());
+    let what = format!("{} to {}", quoted_name(&layers[0]), quoted_name(&target.layers()[0]));
+    let old = quoted_names(&layers);
+    let needs = quoted_names(&target.layers());
     let holds: Vec<String> = old.iter().chain(&needs).cloned().collect();
     let writes = needs.iter().take(1).cloned().collect();
     let claims = Claims { span: Span::Content, writes, needs };

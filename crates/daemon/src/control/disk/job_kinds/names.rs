@@ -20,13 +20,13 @@ pub(in crate::control::disk) fn chain(disk: &Disk) -> Value {
 }
 
 /// The name of an image, for people.
-pub(super) fn display_name(layer: &Layer) -> String {
+pub(super) fn quoted_name(layer: &Layer) -> String {
     shell_word(&layer.name().display().to_string())
 }
 
 /// The names of images, for people.
-pub(super) fn display_names(layers: &[Arc<Layer>]) -> Vec<String> {
-    layers.iter().map(|layer| display_name(layer)).collect()
+pub(super) fn quoted_names(layers: &[Arc<Layer>]) -> Vec<String> {
+    layers.iter().map(|layer| quoted_name(layer)).collect()
 }
 
 /// The place of an image in the chain.

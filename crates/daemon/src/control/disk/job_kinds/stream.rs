@@ -11,7 +11,7 @@ use ringdisk_ring::Ring;
 use serde_json::Value;
 
 use super::begin::{Asked, own};
-use super::names::{display_name, display_names, find};
+use super::names::{find, quoted_name, quoted_names};
 use super::work::Work;
 use crate::control::disk::DiskControl;
 use crate::control::jobs::{Claims, Kind, Span, UserWord};
@@ -54,12 +54,12 @@ pub(super) fn asked(
     let end = options.base.unwrap_or(layers.len());
     let none = || Failure::new(Exit::Usage, "the disk has no such images");
     let (top, dropped) = layers.first().zip(layers.get(1..end)).ok_or_else(none)?;
-    let what = format!("{} into {}", display_names(dropped).join(" "), display_name(top));
+    let what = format!("{} into {}", quoted_names(dropped).join(" "), quoted_name(top));
     let text = streamed(top, dropped, layers.get(end).map(|base| &**base));
-    let holds = display_names(&layers[..(end + 1).min(layers.len())]);
+    let holds = quoted_names(&layers[..(end + 1).min(layers.len())]);
     let work = Work::Stream(options, text);
     let span = if end < layers.len() { Span::Upper } else { Span::Whole };
-    let claims = Claims { span, writes: vec![display_name(top)], needs: holds.clone() };
+    let claims = Claims { span, writes: vec![quoted_name(top)], needs: holds.clone() };
     Ok(Asked { kind: Kind::Stream, what, holds, claims, terms, before: None, mirror: None, work })
 }
 
@@ -83,13 +83,13 @@ fn base_of(layers: &[Arc<Layer>], wanted: &Stream) -> Result<Option<usize>, Fail
 /// * `base`: what is its backing file now.
 fn streamed(top: &Layer, dropped: &[Arc<Layer>], base: Option<&Layer>) -> String {
     let below = match base {
-        Some(base) => format!("has the backing file {} now", display_name(base)),
+        Some(base) => format!("has the backing file {} now", quoted_name(base)),
         None => String::from("needs no backing file any more"),
     };
     format!(
         "{} {below}. Used by this disk no longer: {}; each may be removed if no other image has it \
          as its backing file.",
-        display_name(top),
-        display_names(dropped).join(" ")
+        quoted_name(top),
+        quoted_names(dropped).join(" ")
     )
 }

@@ -12,7 +12,7 @@ use ringdisk_disk::{Disk, Error, Format, Layer};
 use ringdisk_ring::Ring;
 use ringdisk_storage::Storage;
 
-use super::names::display_name;
+use super::names::quoted_name;
 use crate::control::protocol::Mirror;
 use crate::failure::{Exit, Failure};
 
@@ -54,12 +54,12 @@ pub(super) fn check_is_other(layers: &[Arc<Layer>], path: &Path) -> Result<(), F
         None => Ok(()),
         Some(0) => Err(Failure::new(
             Exit::Usage,
-            format!("{} is the image of the disk itself", display_name(&layers[0])),
+            format!("{} is the image of the disk itself", quoted_name(&layers[0])),
         )
         .hint("name another file, device or export")),
         Some(at) => Err(Failure::new(
             Exit::Usage,
-            format!("{} is an image of the chain of the disk", display_name(&layers[at])),
+            format!("{} is an image of the chain of the disk", quoted_name(&layers[at])),
         )
         .hint(
             "`ringdisk ctl DISK commit` writes into images of the chain; a mirror and a backup do \

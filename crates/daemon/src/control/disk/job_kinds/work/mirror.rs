@@ -15,7 +15,7 @@ use ringdisk_disk::{
 use ringdisk_ring::Ring;
 
 use crate::confine::HeldForDisk;
-use crate::control::disk::job_kinds::names::display_name;
+use crate::control::disk::job_kinds::names::quoted_name;
 use crate::control::disk::job_kinds::target::{file_of, open, place_of};
 use crate::control::jobs::description::{JobWords, Role};
 use crate::control::protocol::Mirror;
@@ -60,7 +60,7 @@ impl MirrorWork {
         self.target = Some(Arc::clone(&target));
         let file = file_of(&target);
         file.inspect(|id| self.held.begins_copy(*id));
-        let new = display_name(&target.layers()[0]);
+        let new = quoted_name(&target.layers()[0]);
         let mut options = self.options.clone();
         options.left = self.options.left.take();
         let result = disk.mirror(ring, target, options, progress, &self.control).await;
@@ -68,7 +68,7 @@ impl MirrorWork {
         if !result.as_ref().is_err_and(|error| progress.was_suspended(error)) {
             file.inspect(|id| self.held.ends_copy(*id));
         }
-        Ok(outcome(result?, &new, &self.old))
+        Ok(result_text(result?, &new, &self.old))
     }
 
     /// After it was suspended: adds what another process needs to go on, and lets go of the target.
@@ -132,7 +132,7 @@ impl MirrorWork {
 ///
 /// * `new`: the target.
 /// * `old`: the images that the disk had.
-fn outcome(end: MirrorEnd, new: &str, old: &[String]) -> String {
+fn result_text(end: MirrorEnd, new: &str, old: &[String]) -> String {
     match end {
         MirrorEnd::Pivoted => format!(
             "The disk is in {new} now: name that one when it is served again. Left behind as they \

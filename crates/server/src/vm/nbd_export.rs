@@ -1,0 +1,118 @@
+//! NBD clients of disks that virtual machines use.
+//!
+//! Promises: a disk is closed by the export of its virtual machine, after it has left the NBD
+//! export ([`ringdisk_export::Beside`]). The end of the NBD export is the end of the process only
+//! if it was idle for too long.
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use ringdisk_daemon::control::disk::NbdPlace;
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::helper::Named;
+use ringdisk_daemon::sockets::MadeSocket;
+use ringdisk_disk::Disk;
+
+use super::Plan;
+use crate::nbd::{Handle, Served};
+use crate::vhost;
+
+/// Makes the sockets and the export once the disks are open. No client is served yet. The second
+/// argument: a process that served the same ones was killed, and its sockets may be there for a
+/// moment.
+///
+/// Errors: an address that cannot be had; bitmaps; those of threads and rings.
+pub type Start<'a> = Box<dyn FnOnce(&[OpenDisk<'_>], bool) -> Result<Beside, Failure> + 'a>;
+
+/// A disk that is open and not served yet.
+#[derive(Clone, Copy, Debug)]
+pub struct OpenDisk<'a> {
+    /// Its number on the command line.
+    pub number: usize,
+    /// How it is served.
+    pub plan: &'a Plan,
+    /// The disk.
+    pub disk: &'a Arc<Disk>,
+}
+
+/// The NBD export of all disks of the process.
+#[derive(Debug)]
+pub struct Beside {
+    /// The export; it takes no client yet.
+    pub served: Served,
+    /// Its addresses, as messages name them.
+    pub display_names: Vec<String>,
+    /// Sockets that were made.
+    pub made: Vec<MadeSocket>,
+    /// Of the disks that are served, in their order.
+    pub names: Vec<String>,
+}
+
+impl Beside {
+    /// What ends one disk here before its virtual machine's export closes it.
+    ///
+    /// * `number`: which one it is of those that are served.
+    pub(super) fn disk_handle(&self, number: usize) -> Arc<dyn ringdisk_export::Beside> {
+        Arc::new(self.served.disk_handle(&self.names[number]))
+    }
+
+    /// Where clients find one disk.
+    pub(super) fn place(&self, number: usize) -> NbdPlace {
+        let addresses = self.display_names.clone();
+        NbdPlace { addresses, export: self.names[number].clone() }
+    }
+
+    /// For other threads.
+    pub(super) fn handle(&self) -> Handle {
+        self.served.handle()
+    }
+
+    /// What goes at the end, if it is still there.
+    pub(super) fn named(&self) -> Vec<Named> {
+        self.made.iter().map(MadeSocket::named).collect()
+    }
+
+    /// Takes clients from now on.
+    pub(super) fn release(&mut self) {
+        self.served.release();
+    }
+
+    /// Ends the disks of virtual machines, too, when nobody has used any for too long.
+    pub(super) fn attend(self, guests: Vec<vhost::Handle>) -> Attended {
+        let Beside { served, made, .. } = self;
+        let handle = served.handle();
+        let stop = move || {
+            let result = served.wait(|| None);
+            match &result {
+                Ok(()) => guests.iter().for_each(vhost::Handle::stop),
+                Err(failure) => tracing::error!(
+                    "the disks are served over NBD no longer, and virtual machines go on: {}",
+                    failure.message()
+                ),
+            }
+            result
+        };
+        let thread = std::thread::Builder::new().name(String::from("nbd-beside")).spawn(stop);
+        Attended { thread: thread.ok(), handle, _made: made }
+    }
+}
+
+/// The same, with a thread that waits for its end.
+pub(super) struct Attended {
+    thread: Option<JoinHandle<Result<(), Failure>>>,
+    handle: Handle,
+    /// The names of the sockets go with it.
+    _made: Vec<MadeSocket>,
+}
+
+impl Attended {
+    /// Ends it: no disk is left.
+    ///
+    /// Errors: it had ended before by a defect of ours.
+    pub(super) fn end(mut self) -> Result<(), Failure> {
+        self.handle.stop();
+        let ended = self.thread.take().map(JoinHandle::join);
+        let panicked = || Failure::new(Exit::Halted, "a thread of the NBD export panicked");
+        ended.map_or(Ok(()), |ended| ended.unwrap_or_else(|_| Err(panicked())))
+    }
+}
