@@ -14,6 +14,7 @@ mod format_notes;
 mod guarding;
 mod images;
 mod jobs;
+mod last_pass;
 mod lending;
 mod limits;
 mod live;
