@@ -14,6 +14,12 @@ mod format_notes;
 mod frozen_layout;
 mod guarding;
 mod images;
+<<<<<<< HEAD
+=======
+mod jobs;
+mod last_pass;
+mod lending;
+>>>>>>> mine
 mod limits;
 mod live;
 mod load;

@@ -24,14 +24,6 @@ pub(crate) enum FillFailure {
     Target(Errno),
 }
 
-impl FillFailure {
-    pub(crate) fn errno(self) -> Errno {
-        match self {
-            FillFailure::Source(errno) | FillFailure::Target(errno) => errno,
-        }
-    }
-}
-
 /// Fills the top from the layers between it and the base.
 pub(crate) struct Filler<'a> {
     graph: &'a Graph,

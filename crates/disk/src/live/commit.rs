@@ -21,7 +21,10 @@ use ringdisk_ring::{Errno, Ring};
 use super::copy::{all_of, copier, copy_range, pieces};
 use super::pivot::{Last, Named, check_cut, merged_size, name_of_base};
 use super::reopen::kept_for_writing;
-use super::{LongChange, Place, check_lasting, close_layer, for_reading, in_mode, offline_on};
+use super::{
+    LastPassFailure, LongChange, Place, check_lasting, close_layer, for_reading, in_mode,
+    offline_on,
+};
 use crate::background::{Parts, Turn, unit_of};
 use crate::chain::Chain;
 use crate::graph::{Drained, Graph, Tracker};
@@ -99,30 +102,52 @@ async fn run(
     open_layers(disk, ring, &mut drained, options).await?;
     drop(drained);
 
-    let copied = async {
-        copy_all(&merging, ring, progress).await?;
-        progress.check()?;
-        // While clients still work, so that the flush of the last step is short.
-        let pass = disk.enter_beside_clients().await;
-        copier(&pass, merging.options())?.flush(ring).await
-    };
-    let copied = copied.await;
-
-    // Not `change`, which would refuse because this commit is under way.
-    let turn = disk.changes().lock().await;
-    let mut drained = disk.gateway().drain(ring, turn).await;
-    let done = end(&merging, ring, &mut drained, (copied, new_name), progress).await;
-    if done.is_ok() {
-        progress.finish();
+    let mut copied = copy_all(&merging, ring, progress).await;
+    loop {
+        if copied.is_ok() {
+            copied = catch_up(&merging, ring, progress).await;
+        }
+        // Not `change`, which would refuse because this commit is under way.
+        let turn = disk.changes().lock().await;
+        let mut drained = disk.gateway().drain(ring, turn).await;
+        let finished = match copied {
+            Ok(()) => last_pass(ring, &drained, merging.options(), progress).await,
+            Err(errno) => Err(LastPassFailure::Ends(errno)),
+        };
+        if let Err(LastPassFailure::Range(range, errno)) = finished {
+            drop(drained);
+            copied = copy_failed(&merging, ring, range, errno, progress).await;
+            continue;
+        }
+        let done = end(&merging, ring, &mut drained, (finished, new_name)).await;
+        if done.is_ok() {
+            progress.finish();
+        }
+        // Before the gate opens: the next change must not find this one still under way.
+        drop(merging);
+        return done;
     }
-    // Before the gate opens: the next change must not find this one still under way.
-    drop(merging);
-    done
+}
+
+/// Copies the range at which the last pass failed beside the clients, where the commit rests after
+/// errors, or waits for space.
+///
+/// Errors: `errno` where the commit ends with it; `ECANCELED`.
+async fn copy_failed(
+    merging: &Merging<'_>,
+    ring: &Ring,
+    range: (GuestOffset, Bytes),
+    errno: Errno,
+    progress: &Progress,
+) -> Result<(), Errno> {
+    let mut tries = Tries::default();
+    progress.failed(ring, &mut tries, errno).await?;
+    copy_again(merging, ring, range, progress, (false, tries)).await
 }
 
 /// The last step, while no request is in flight.
 ///
-/// * `copied`: whether all that could be copied beside the clients was.
+/// * `finished`: whether all was copied.
 /// * `named`: as of [`Last::run`].
 ///
 /// Errors: as [`Disk::commit`].
@@ -130,15 +155,10 @@ async fn end(
     merging: &Merging<'_>,
     ring: &Ring,
     drained: &mut Drained<'_>,
-    (copied, named): (Result<(), Errno>, Option<Named>),
-    progress: &Progress,
+    (finished, named): (Result<(), LastPassFailure>, Option<Named>),
 ) -> Result<(), Error> {
     let (disk, options) = (merging.disk, merging.options());
-    let finished = match copied {
-        Ok(()) => last_pass(ring, drained, options, progress).await,
-        Err(errno) => Err(errno),
-    };
-    if let Err(errno) = finished {
+    if let Err(LastPassFailure::Ends(errno) | LastPassFailure::Range(_, errno)) = finished {
         let error = match errno {
             Errno::CANCELED => {
                 Error::new(ErrorKind::Cancelled, "the commit was cancelled").with_errno(Some(errno))
@@ -381,7 +401,7 @@ pub(super) async fn grow(
     }
 }
 
-/// Copies everything, then the ranges that were written meanwhile, until little is left.
+/// Copies everything.
 async fn copy_all(merging: &Merging<'_>, ring: &Ring, progress: &Progress) -> Result<(), Errno> {
     let (disk, is_top) = (merging.disk, merging.options().top == 0);
     let (size, base_size) = {
@@ -389,21 +409,19 @@ async fn copy_all(merging: &Merging<'_>, ring: &Ring, progress: &Progress) -> Re
         let copier = copier(&pass, merging.options())?;
         (copier.from.size(), copier.target.size())
     };
-    // A change of the size puts another tracker in place. A range that is taken from an old one is
-    // copied twice at worst.
-    // That of a mirror or a stream, beside a commit below the top, is none of our business.
-    let tracker = || disk.graph().tracker.clone().filter(|_| is_top);
     progress.set_total(size);
     let mut ranges = pieces(GuestOffset(0), GuestOffset::after(size));
     all_of(|| {
         let (offset, len) = ranges.next()?;
-        let tracker = tracker();
+        // A change of the size puts another one in place. A range that is taken from an old one is
+        // copied twice at worst.
+        let tracker = tracker_of(merging);
         Some(async move {
             // Before the copy reads it: later writes are recorded again.
             if let Some(tracker) = tracker {
                 tracker.clear(offset, len);
             }
-            copy_again(merging, ring, (offset, len), progress, false).await?;
+            copy_again(merging, ring, (offset, len), progress, (false, Tries::default())).await?;
             progress.add_done(len);
             Ok(())
         })
@@ -416,9 +434,22 @@ async fn copy_all(merging: &Merging<'_>, ring: &Ring, progress: &Progress) -> Re
         let _graces = pass.graces_of_copy(options.top, options.base);
         copier(&pass, options)?.zero(ring, GuestOffset::after(size), base_size - size).await?;
     }
+    Ok(())
+}
+
+/// Where the changes of clients are recorded that a commit of the top has to copy again. That of a
+/// mirror or a stream, beside a commit below the top, is none of its business.
+fn tracker_of(merging: &Merging<'_>) -> Option<Arc<Tracker>> {
+    let is_top = merging.options().top == 0;
+    merging.disk.graph().tracker.clone().filter(|_| is_top)
+}
+
+/// Copies the ranges that were written meanwhile, until little is left, and makes what was copied
+/// durable while clients still work, so that the flush of the last step is short.
+async fn catch_up(merging: &Merging<'_>, ring: &Ring, progress: &Progress) -> Result<(), Errno> {
     let (mut before, mut at_once) = (Bytes::MAX, false);
     for _ in 0..PASSES_MAX {
-        let Some(tracker) = tracker() else { break };
+        let Some(tracker) = tracker_of(merging) else { break };
         let left = tracker.bytes();
         if left <= LAST_PASS_BYTES || at_once && left > before / 2 {
             break;
@@ -435,7 +466,8 @@ async fn copy_all(merging: &Merging<'_>, ring: &Ring, progress: &Progress) -> Re
             Some(async move {
                 let result = async {
                     for (offset, len) in pieces(offset, offset + len) {
-                        copy_again(merging, ring, (offset, len), progress, at_once).await?;
+                        let how = (at_once, Tries::default());
+                        copy_again(merging, ring, (offset, len), progress, how).await?;
                     }
                     Ok(())
                 };
@@ -446,7 +478,9 @@ async fn copy_all(merging: &Merging<'_>, ring: &Ring, progress: &Progress) -> Re
         })
         .await?;
     }
-    Ok(())
+    progress.check()?;
+    let pass = merging.disk.enter_beside_clients().await;
+    copier(&pass, merging.options())?.flush(ring).await
 }
 
 /// Copies one range, in turns beside the clients or `at_once`; after an error again, where the
@@ -457,13 +491,12 @@ async fn copy_again(
     ring: &Ring,
     (offset, len): (GuestOffset, Bytes),
     progress: &Progress,
-    at_once: bool,
+    (at_once, mut tries): (bool, Tries),
 ) -> Result<(), Errno> {
     let disk = merging.disk;
     let base = merging.options().base;
     let unit = disk.graph().layers.get(base).map_or(Bytes(1), |base| unit_of(base));
     let mut parts = Parts::new(offset, len, unit);
-    let mut tries = Tries::default();
     while !parts.is_over() {
         progress.pace_try(ring, &tries).await?;
         let turn = if at_once { Turn::at_once() } else { disk.turn(ring).await };
@@ -510,7 +543,7 @@ async fn last_pass(
     drained: &Drained<'_>,
     options: CommitOptions,
     progress: &Progress,
-) -> Result<(), Errno> {
+) -> Result<(), LastPassFailure> {
     let graph = drained.graph();
     let copier = copier(graph, options)?;
     let _graces = graph.graces_of_copy(options.top, options.base);
@@ -520,13 +553,14 @@ async fn last_pass(
         let mut at = GuestOffset(0);
         while let Some((offset, len)) = tracker.take(at) {
             progress.check()?;
-            for (offset, len) in pieces(offset, offset + len) {
-                copy_range(ring, copier, offset, len).await?;
+            for (at, count) in pieces(offset, offset + len) {
+                let copied = copy_range(ring, copier, at, count).await;
+                copied.map_err(|errno| LastPassFailure::Range((offset, len), errno))?;
             }
             progress.add_done(len);
             at = offset + len;
         }
     }
     progress.check()?;
-    copier.flush(ring).await
+    Ok(copier.flush(ring).await?)
 }

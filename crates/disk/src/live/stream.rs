@@ -22,7 +22,7 @@ use ringdisk_ring::{Errno, Ring};
 use super::backing::{NextBacking, snapshots_show_the_same, start_recording, stop_recording};
 use super::copy::all_of;
 use super::pivot::name_of_base;
-use super::{Busy, LongChange, check_lasting, reopen};
+use super::{Busy, LastPassFailure, LongChange, check_lasting, reopen};
 use crate::background::{Parts, unit_of};
 use crate::chain::Chain;
 use crate::graph::Graph;
@@ -86,13 +86,23 @@ impl Disk {
         // Clients may change the size meanwhile; other changes are refused.
         let busy = Busy::begin(self, kind)?;
         start_recording(drained);
-        let filled = self.fill_beside_clients(ring, &graph, base, progress).await;
-
-        let turn = self.changes().lock().await;
-        let mut drained = self.gateway().drain(ring, turn).await;
-        let filled = match filled {
-            Ok(()) => fill_recorded(ring, drained.graph(), base, progress).await.map_err(refusal),
-            Err(error) => Err(error),
+        let mut filled = self.fill_beside_clients(ring, &graph, base, progress).await;
+        let (filled, mut drained) = loop {
+            let turn = self.changes().lock().await;
+            let drained = self.gateway().drain(ring, turn).await;
+            let failed = match filled {
+                Ok(()) => fill_recorded(ring, drained.graph(), base, progress).await,
+                Err(error) => break (Err(error), drained),
+            };
+            match failed {
+                Ok(()) => break (Ok(()), drained),
+                Err(LastPassFailure::Ends(errno)) => break (Err(refusal(errno)), drained),
+                Err(LastPassFailure::Range(range, errno)) => {
+                    drop(drained);
+                    let again = self.fill_failed(ring, base, range, errno, progress).await;
+                    filled = again.map_err(refusal);
+                }
+            }
         };
         stop_recording(&mut drained);
         // With the layers as a commit below has left them.
@@ -125,12 +135,28 @@ impl Disk {
             snapshots_show_the_same(ring, image, old, new, progress).await?;
         }
         self.fill_all(ring, base, progress).await.map_err(refusal)?;
-        // So that the flush of the last step is short.
-        let pass = self.enter_beside_clients().await;
-        pass.flush(ring).await.map_err(refusal)
+        self.catch_up_stream(ring, base, progress).await.map_err(refusal)
     }
 
-    /// Fills everything, then looks at what clients changed meanwhile, until little is left.
+    /// Fills the range at which the last pass failed beside the clients, where the stream rests
+    /// after errors, or waits for space; then what they changed meanwhile.
+    ///
+    /// Errors: `errno` where the stream ends with it; `ECANCELED`.
+    async fn fill_failed(
+        &self,
+        ring: &Ring,
+        base: usize,
+        range: (GuestOffset, Bytes),
+        errno: Errno,
+        progress: &Progress,
+    ) -> Result<(), Errno> {
+        let mut tries = Tries::default();
+        progress.failed(ring, &mut tries, errno).await?;
+        self.fill_one(ring, base, range, progress, tries).await?;
+        self.catch_up_stream(ring, base, progress).await
+    }
+
+    /// Fills everything.
     async fn fill_all(&self, ring: &Ring, base: usize, progress: &Progress) -> Result<(), Errno> {
         let size = self.graph().size();
         progress.set_total(size);
@@ -138,12 +164,22 @@ impl Disk {
         all_of(|| {
             let (offset, len) = ranges.next()?;
             Some(async move {
-                self.fill_one(ring, base, offset, len, progress).await?;
+                self.fill_one(ring, base, (offset, len), progress, Tries::default()).await?;
                 progress.add_done(len);
                 Ok(())
             })
         })
-        .await?;
+        .await
+    }
+
+    /// Looks at what clients changed meanwhile, until little is left, and makes what was filled
+    /// durable, so that the flush of the last step is short.
+    async fn catch_up_stream(
+        &self,
+        ring: &Ring,
+        base: usize,
+        progress: &Progress,
+    ) -> Result<(), Errno> {
         let mut before = Bytes::MAX;
         for _ in 0..PASSES_MAX {
             // A change of the size puts another tracker in place.
@@ -159,14 +195,16 @@ impl Disk {
                 at = offset + len;
                 Some(async move {
                     for (offset, len) in pieces(offset, offset + len) {
-                        self.fill_one(ring, base, offset, len, progress).await?;
+                        let range = (offset, len);
+                        self.fill_one(ring, base, range, progress, Tries::default()).await?;
                     }
                     Ok(())
                 })
             })
             .await?;
         }
-        Ok(())
+        let pass = self.enter_beside_clients().await;
+        pass.flush(ring).await
     }
 
     /// Fills one piece, in turns beside the clients. After an error of the top it is tried again
@@ -175,12 +213,11 @@ impl Disk {
         &self,
         ring: &Ring,
         base: usize,
-        offset: GuestOffset,
-        len: Bytes,
+        (offset, len): (GuestOffset, Bytes),
         progress: &Progress,
+        mut tries: Tries,
     ) -> Result<(), Errno> {
         let mut parts = Parts::new(offset, len, unit_of(self.graph().top()));
-        let mut tries = Tries::default();
         while !parts.is_over() {
             progress.pace_try(ring, &tries).await?;
             let turn = self.turn(ring).await;
@@ -220,18 +257,21 @@ async fn fill_recorded(
     graph: &Graph,
     base: usize,
     progress: &Progress,
-) -> Result<(), Errno> {
-    let Some(tracker) = &graph.tracker else { return Err(Errno::IO) };
+) -> Result<(), LastPassFailure> {
+    let Some(tracker) = &graph.tracker else { return Err(LastPassFailure::Ends(Errno::IO)) };
     let mut at = GuestOffset(0);
     while let Some((offset, len)) = tracker.take(at) {
         progress.check()?;
-        for (offset, len) in pieces(offset, offset + len) {
-            let filled = Filler::new(graph, base).piece(ring, offset, len).await;
-            filled.map_err(FillFailure::errno)?;
+        for (at, count) in pieces(offset, offset + len) {
+            let filled = Filler::new(graph, base).piece(ring, at, count).await;
+            filled.map_err(|failure| match failure {
+                FillFailure::Source(errno) => LastPassFailure::Ends(errno),
+                FillFailure::Target(errno) => LastPassFailure::Range((offset, len), errno),
+            })?;
         }
         at = offset + len;
     }
-    progress.check()
+    Ok(progress.check()?)
 }
 
 /// Which changes may run beside it.
