@@ -13,6 +13,10 @@
 //! that are named exactly as [`LATE`] says, at most [`Held::late_max`] of each disk: the server
 //! that gives them is confined, and an attacker may have taken it over. Other threads close them
 //! ([`Closer`]), since a close may wait for the process that made the descriptor.
+//!
+//! [`LATE`]: super::held::LATE
+
+mod parked;
 
 use std::collections::VecDeque;
 use std::io;
@@ -26,11 +30,10 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::closer::Closer;
-use super::held::{Held, LATE};
+use super::held::Held;
 use super::helping::{Helping, Line};
 use super::link::{self, Received};
 use super::passed_on::Signals;
-use super::succession::{self, Succession};
 use crate::background::Background;
 use crate::failure::{Exit, Failure};
 use crate::io_flusher;
@@ -39,8 +42,8 @@ use crate::pidfile::Pidfile;
 use crate::stopping::{Asked, Insist};
 use crate::terminal;
 
-/// Longest name of such a descriptor, bytes.
-const LATE_NAME_BYTES_MAX: usize = 48;
+use parked::right_of;
+
 /// So many new processes within [`WINDOW`] of serving; then the mount is given up.
 const RESTARTS_MAX: usize = 5;
 const WINDOW: Duration = Duration::from_secs(10);
@@ -209,21 +212,6 @@ fn cannot(noun: &str, error: &io::Error) -> Failure {
 /// A thread for each disk.
 fn closers(held: &dyn Held) -> io::Result<Vec<Closer>> {
     (0..held.disks()).map(|_| Closer::start()).collect()
-}
-
-/// The disk of a descriptor whose name says that it may come and go after the start. The serving
-/// process chooses the name, and the next one gets it in a list with others, from which nothing
-/// else may come out.
-fn disk_of(name: &str) -> Option<usize> {
-    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    let (disk, number) = name.strip_prefix(LATE)?.split_once('-')?;
-    let is_ours = name.len() <= LATE_NAME_BYTES_MAX && is_number(disk) && is_number(number);
-    disk.parse().ok().filter(|_| is_ours)
-}
-
-/// The disk of the right to go on that has this name.
-fn right_of(name: &str) -> Option<usize> {
-    disk_of(name).filter(|disk| succession::name_of(*disk) == name)
 }
 
 /// Whether descriptors were lost because this process may not have more.
@@ -511,48 +499,6 @@ impl Holder<'_> {
         Ok(())
     }
 
-    /// Takes descriptors of the serving process.
-    fn park(&mut self, name: &str, descriptors: Vec<OwnedFd>) {
-        let closer = disk_of(name).and_then(|disk| Some((disk, self.closers.get(disk)?)));
-        let is_full = closer.is_some_and(|(disk, closer)| {
-            let parked = self.parked.iter().filter(|(name, _)| disk_of(name) == Some(disk));
-            // What is not closed yet takes room as well.
-            parked.count() + closer.waiting() + descriptors.len() > self.held.late_max()
-        });
-        // The right to go on is that of the start, or one that this process has made.
-        let is_late = closer.is_none() || right_of(name).is_some();
-        if self.is_parked && is_late || is_full {
-            let closer = closer.map_or(&self.closer, |(_, closer)| closer);
-            descriptors.into_iter().for_each(|descriptor| closer.close(descriptor));
-            self.refuse(if is_full { "too many descriptors" } else { "descriptors" });
-            return;
-        }
-        self.let_go(name);
-        self.parked.extend(descriptors.into_iter().map(|fd| (name.to_owned(), fd)));
-    }
-
-    /// Says once that descriptors are not kept: a process that was taken over can give any number.
-    fn refuse(&mut self, what: &str) {
-        if !std::mem::replace(&mut self.has_refused, true) {
-            tracing::warn!(
-                "the serving process gives {what} after its start; they are not kept, and those \
-                 that follow are refused without a word"
-            );
-        }
-    }
-
-    /// Lets go of descriptors, unless they are of the start.
-    fn let_go(&mut self, name: &str) {
-        let closer = disk_of(name).and_then(|disk| self.closers.get(disk));
-        if self.is_parked && (closer.is_none() || right_of(name).is_some()) {
-            return;
-        }
-        let closer = closer.unwrap_or(&self.closer);
-        while let Some(place) = self.parked.iter().position(|(parked, _)| parked == name) {
-            closer.close(self.parked.swap_remove(place).1);
-        }
-    }
-
     /// It has ended.
     ///
     /// * `is_removed`: the serving process has ended it.
@@ -564,43 +510,9 @@ impl Holder<'_> {
         self.pidfile = None;
     }
 
-    /// Whether what is held is still ours: not where a successor has claimed all. Called when a
-    /// server was killed, and makes a new right for the next one, so that none goes on with what a
-    /// successor serves, and the other way round.
-    fn goes_on(&mut self) -> bool {
-        let mut left = 0;
-        for disk in &self.rights {
-            let name = succession::name_of(*disk);
-            let right = self.parked.iter_mut().find(|(parked, _)| *parked == name);
-            // One that cannot be read is of a server that was taken over: it gets no other.
-            let claimed = right.and_then(|(_, place)| {
-                let right = place.try_clone().and_then(Succession::of);
-                right.is_ok_and(|right| right.claim()).then_some(place)
-            });
-            let Some(place) = claimed else { continue };
-            match Succession::make() {
-                Ok(new) => {
-                    *place = new.into();
-                    left += 1;
-                }
-                Err(error) => tracing::warn!("disk {disk} cannot be gone on with: {error}"),
-            }
-        }
-        self.rights.is_empty() || left > 0
-    }
-
     /// Whether what is held has become ours: the server of a successor takes it over first.
     fn is_ours(&self) -> bool {
         !self.is_upgrade || self.has_taken || self.is_ready
-    }
-
-    /// Whether a successor has claimed all, or does so within moments.
-    fn is_claimed_soon(&self) -> bool {
-        let mut rights = self.parked.iter().filter(|(name, _)| right_of(name).is_some());
-        rights.all(|(_, right)| {
-            let right = right.try_clone().and_then(Succession::of);
-            right.is_ok_and(|right| right.is_claimed_soon())
-        })
     }
 
     /// Another process serves it, with all that it has.
