@@ -53,6 +53,6 @@ pub use options::{CommonOptions, Numa, THREADS_MAX, ThreadOptions, Threads};
 pub use pending::{Gone, Pending};
 pub use placement::{OwnCpu, PlacementRule, ThreadPlaces, cpus_are, cpus_named, place_threads};
 pub use pulse::Pulse;
-pub use thread::{EndThread, QueueThread, QueueWork, Running, ThreadHandle, ThreadSetup};
+pub use thread::{EndThread, POLL_MAX, QueueThread, QueueWork, Running, ThreadHandle, ThreadSetup};
 pub use thread::{ask_all, stop_threads};
 pub use trial::{Measured, Pause, Trial, TrialRule, per_second};

@@ -10,9 +10,7 @@ use ringdisk_storage::Kind;
 use super::image::Image;
 use super::prng::Prng;
 use super::state::{Action, Change, State};
-
-/// What a disk writes in one piece or not at all.
-const SECTOR: u64 = 512;
+use crate::oracle::SECTOR;
 
 /// How much of one change arrives.
 #[derive(Clone, Copy)]
