@@ -2,9 +2,9 @@
 //!
 //! Promises: only `/proc` and `/sys` are read, never a file that is served, so nothing here waits
 //! for a server or for storage. Memory of a process that waits for the mount may be locked; so a
-//! thread of its own looks, and what it has found after [`LOOK_LIMIT`] is the answer. What may not be
-//! looked at (processes of other users) is not found: the answer helps people, and nothing depends
-//! on it.
+//! thread of its own looks, and what it has found after [`LOOK_LIMIT`] is the answer. What may not
+//! be looked at (processes of other users) is not found: the answer helps people, and nothing
+//! depends on it.
 //!
 //! An open file is known by the number of its mount (`mnt_id` in `/proc/PID/fdinfo`), which stays
 //! when the mount has left the tree; a mapped one by the number of its file system. A loop device

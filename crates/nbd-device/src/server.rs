@@ -1,7 +1,7 @@
 //! A server that this process asks: the part of the handshake that needs no data.
 //!
-//! Promises: nothing that the server says makes this wait for longer than [`SERVER_LIMIT`] at a time, or
-//! take more memory than [`ANSWERS_MAX`] answers of [`ANSWER_BYTES_MAX`] bytes.
+//! Promises: nothing that the server says makes this wait for longer than [`SERVER_LIMIT`] at a
+//! time, or take more memory than [`ANSWERS_MAX`] answers of [`ANSWER_BYTES_MAX`] bytes.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;

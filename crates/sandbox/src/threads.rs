@@ -23,7 +23,8 @@ use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 
 use crate::user::User;
 
-/// How long one thread may take (10 s): it may be in the middle of a system call that does not end early.
+/// How long one thread may take (10 s): it may be in the middle of a system call that does not end
+/// early.
 const THREAD_LIMIT: Duration = Duration::from_secs(10);
 /// How often the answer of a thread is checked.
 const CHECK_INTERVAL: Duration = Duration::from_micros(50);

@@ -1,9 +1,9 @@
 //! Answers HTTP requests for metrics and health: `--metrics ADDRESS`.
 //!
 //! Promises: `GET` of `/metrics`, `/healthz` and `/readyz`, and nothing else; a client gets one
-//! answer, and [`CLIENT_LIMIT`] for its request and for reading that. At most [`CLIENTS_MAX`] at once;
-//! further ones wait in the socket. Half requests, endless ones and slow readers cost one place
-//! each until then, and never a queue thread. One thread, which sleeps while nobody asks.
+//! answer, and [`CLIENT_LIMIT`] for its request and for reading that. At most [`CLIENTS_MAX`] at
+//! once; further ones wait in the socket. Half requests, endless ones and slow readers cost one
+//! place each until then, and never a queue thread. One thread, which sleeps while nobody asks.
 //!
 //! `/healthz` says that the process answers; `/readyz` that all of its disks are served without a
 //! fault (503 otherwise, with the reason).

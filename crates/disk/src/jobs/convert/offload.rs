@@ -12,8 +12,8 @@ use rustix::fs::copy_file_range;
 use super::Conversion;
 use crate::Format;
 
-/// The bytes of a target before this one are never copied so: the check of a raw image's first sector has to
-/// see them.
+/// The bytes of a target before this one are never copied so: the check of a raw image's first
+/// sector has to see them.
 const HEAD: GuestOffset = GuestOffset(4096);
 
 impl Conversion<'_> {

@@ -59,7 +59,8 @@ struct State {
 }
 
 impl<'a> Walk<'a> {
-    /// * `unit`: length of a cluster that has to be written as a whole; `chunk` is a multiple of it.
+    /// * `unit`: length of a cluster that has to be written as a whole; `chunk` is a multiple of
+    ///   it.
     pub(super) fn new(
         source: &'a Sources<'a>,
         options: &'a ConvertOptions,
