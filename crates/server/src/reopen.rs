@@ -27,8 +27,8 @@ pub const FREE: Duration = Duration::from_secs(60);
 pub const FREE_STOPPED: Duration = Duration::from_secs(2);
 /// After so long it is said what is waited for.
 const FREE_QUIET: Duration = Duration::from_secs(1);
-/// How often one looks.
-const FREE_POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// How often one looks whether sockets or images of a process that was killed are free.
+pub(crate) const FREE_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Opens an image as soon as the process before this one has let go of it: its locks stay until the
 /// last write that it began has landed, and until then nothing may be read or carried out again.
