@@ -1,4 +1,4 @@
-//! `ringdisk metrics`: those of all processes.
+//! The metrics of all processes, as `ringdisk metrics` prints them.
 //!
 //! Promises: a process that does not answer in time has the sample `ringdisk_up 0` and no others.
 
@@ -14,7 +14,7 @@ use ringdisk_daemon::terminal::{Results, ended};
 /// Prints those of all processes.
 ///
 /// Errors: standard output cannot be written.
-pub(crate) fn run() -> Result<(), Failure> {
+pub fn print() -> Result<(), Failure> {
     let mut samples = Vec::new();
     for (found, asked) in processes::ask_all(&Command::Metrics, processes::ANSWER_LIMIT) {
         let of_disk = match &asked.answer {

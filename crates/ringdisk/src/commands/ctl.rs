@@ -16,11 +16,11 @@ use ringdisk_daemon::size::human_size_exact;
 use ringdisk_daemon::terminal::{self, shell_word, visible, visible_lines};
 use ringdisk_disk::Progress;
 use ringdisk_images::look;
-use ringdisk_observe::watch;
+use ringdisk_observe::{job_texts, watch};
 use serde_json::Value;
 
 use crate::cli::{CtlArgs, CtlCommand, PREALLOCATION, ProgressArgs, word_of};
-use crate::commands::{backup_job, checkpoint, job_texts, mirror};
+use crate::commands::{backup_job, checkpoint, mirror};
 
 /// How long a server may take to end after it was told to: it flushes the image.
 const STOP_WAIT: Duration = Duration::from_secs(60);
