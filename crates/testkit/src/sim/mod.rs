@@ -37,7 +37,7 @@ use ringdisk_storage::{Errno, Kind, Limits, Storage};
 
 pub use history::Replay;
 pub use prng::Prng;
-pub use rules::{Fault, When};
+pub use rules::{Fault, Injected, When};
 pub use state::{Held, OpKind, Record};
 
 use state::{Change, State};
