@@ -1,6 +1,8 @@
 //! What a request costs once everything is warm: no allocation on queue threads, few system calls,
 //! one thread woken.
 
+#![allow(clippy::unwrap_used)]
+
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;

@@ -1,6 +1,7 @@
 //! What a request costs once everything is warm: no allocation on queue threads, and few system
 //! calls.
 
+#![allow(clippy::unwrap_used)]
 #![allow(clippy::cast_possible_truncation)]
 
 use std::io::{Read, Write};

@@ -1,6 +1,8 @@
 //! An aligned request of a file, and a request to an NBD server, allocates nothing. A program of
 //! its own, since it counts all allocations of the thread.
 
+#![allow(clippy::unwrap_used)]
+
 use futures_util::future::join3;
 use ringdisk_ring::{Config, IoBuf, Runtime};
 use ringdisk_storage::{OpenOptions, Storage};
