@@ -11,8 +11,7 @@ use ringdisk_daemon::control::protocol::checkpoint::Bitmaps;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_disk::name::is_export;
 use ringdisk_disk::{
-    Bytes, CheckpointEnd, CheckpointOptions, Disk, Format, ImageOptions, NewBitmap,
-    Source as DiskSource,
+    Bytes, CheckpointOptions, Disk, Format, ImageOptions, NewBitmap, Source as DiskSource,
 };
 use ringdisk_images::inspect;
 use ringdisk_images::named::Pool;
@@ -205,13 +204,8 @@ impl Readers {
         let mut result = self.served.map_or(Ok(()), |(_, checkpoint)| checkpoint.end(bitmaps));
         let ring = runtime.ring().clone();
         for (_, Own { live, path, checkpoint }) in self.own {
-            let end = match bitmaps {
-                Bitmaps::Drop => CheckpointEnd::Drop,
-                Bitmaps::Keep => CheckpointEnd::Keep,
-                Bitmaps::Merge => CheckpointEnd::Merge,
-            };
             let ended = match &checkpoint {
-                Some(checkpoint) => runtime.block_on(checkpoint.end(&ring, end)),
+                Some(checkpoint) => runtime.block_on(checkpoint.end(&ring, bitmaps.into())),
                 None => Ok(()),
             };
             let closed = inspect::close(runtime, &live, &path, ended.map_err(Failure::from));

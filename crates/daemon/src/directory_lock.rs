@@ -7,11 +7,11 @@
 use std::fs::File;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use ringdisk_export::retry_while;
 use rustix::fs::{FlockOperation, OFlags, flock};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 
 /// How long a start waits: many times what the start of another one takes.
 pub const START: Duration = Duration::from_secs(5);
@@ -25,19 +25,18 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 pub fn lock(directory: &Path, limit: Duration) -> Option<File> {
     let flags = (OFlags::DIRECTORY | OFlags::NONBLOCK).bits().cast_signed();
     let directory = File::options().read(true).custom_flags(flags).open(directory).ok()?;
-    let end = Instant::now() + limit;
-    loop {
-        match flock(&directory, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => return Some(directory),
-            Err(Errno::WOULDBLOCK) if Instant::now() < end => thread::sleep(POLL_INTERVAL),
-            Err(Errno::INTR) => {}
-            Err(_) => return None,
-        }
-    }
+    let is_locked = |locked: &Result<(), Errno>| *locked == Err(Errno::WOULDBLOCK);
+    let locked = retry_while(limit, POLL_INTERVAL, is_locked, || {
+        retry_on_intr(|| flock(&directory, FlockOperation::NonBlockingLockExclusive))
+    });
+    locked.ok().map(|()| directory)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+    use std::time::Instant;
+
     use super::*;
 
     #[test]

@@ -10,9 +10,9 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use ringdisk_export::wait_until;
 use ringdisk_fuse::mount::table;
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
@@ -36,25 +36,20 @@ pub fn release(alive: &File) {
 ///
 /// * `limit`: it flushes the image first.
 pub fn wait(mountpoint: &Path, limit: Duration) -> bool {
-    let end = Instant::now() + limit;
-    loop {
+    wait_until(limit, POLL_INTERVAL, || {
         // A new mount there is another server's, and a look at it may wait for that server.
         if table::at(mountpoint).is_ok_and(|mount| mount.is_some()) {
             return true;
         }
         match open(mountpoint) {
-            Ok(file) => match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                Err(Errno::WOULDBLOCK) => {}
-                _ => return true,
-            },
+            Ok(file) => {
+                let locked = flock(&file, FlockOperation::NonBlockingLockExclusive);
+                locked != Err(Errno::WOULDBLOCK)
+            }
             // The server made the file and has removed it, or it is not ours to look at.
-            Err(_) => return true,
+            Err(_) => true,
         }
-        if Instant::now() >= end {
-            return false;
-        }
-        thread::sleep(POLL_INTERVAL);
-    }
+    })
 }
 
 /// Another user's mountpoint may be anything by now: a FIFO is not waited for, and a link, which
@@ -66,6 +61,8 @@ fn open(path: &Path) -> io::Result<File> {
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
     use super::*;
 
     #[test]

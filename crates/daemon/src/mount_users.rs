@@ -2,9 +2,9 @@
 //!
 //! Promises: only `/proc` and `/sys` are read, never a file that is served, so nothing here waits
 //! for a server or for storage. Memory of a process that waits for the mount may be locked; so a
-//! thread of its own looks, and what it has found after [`LIMIT`] is the answer. What may not be
-//! looked at (processes of other users) is not found: the answer helps people, and nothing depends
-//! on it.
+//! thread of its own looks, and what it has found after [`LOOK_LIMIT`] is the answer. What may not
+//! be looked at (processes of other users) is not found: the answer helps people, and nothing
+//! depends on it.
 //!
 //! An open file is known by the number of its mount (`mnt_id` in `/proc/PID/fdinfo`), which stays
 //! when the mount has left the tree; a mapped one by the number of its file system. A loop device
@@ -23,8 +23,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::terminal::visible;
 
-/// How long a look may take: a busy machine with thousands of processes needs seconds.
-const LIMIT: Duration = Duration::from_secs(5);
+/// How long a look may take (5 s): a busy machine with thousands of processes needs seconds.
+const LOOK_LIMIT: Duration = Duration::from_secs(5);
 /// Processes and devices that are named; more are counted.
 const NAMED_MAX: usize = 16;
 /// Mounts that are named of one device.
@@ -149,7 +149,7 @@ impl Device {
     }
 }
 
-/// Looks now; takes [`LIMIT`] at most.
+/// Looks now; takes [`LOOK_LIMIT`] at most.
 pub fn look(place: &Place) -> Users {
     look_at_all(vec![place.clone()]).pop().unwrap_or_default()
 }
@@ -166,7 +166,7 @@ pub fn look_at_all(places: Vec<Place>) -> Vec<Users> {
     });
     if started.is_ok() {
         // Nothing is ever sent: this waits for the other end to go.
-        let _ = done.recv_timeout(LIMIT);
+        let _ = done.recv_timeout(LOOK_LIMIT);
     }
     lock(&found).clone()
 }

@@ -19,8 +19,9 @@ use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use ringdisk_export::retry_while;
 use rustix::fs::{CWD, FlockOperation, OFlags, RenameFlags, fcntl_lock, renameat_with};
 use rustix::io::Errno;
 use rustix::process::geteuid;
@@ -113,22 +114,16 @@ impl Pidfile {
     /// Errors: as [`Pidfile::create`]; none if `is_upgrade`.
     pub fn create_for(path: Option<&Path>, is_upgrade: bool) -> Result<Option<Pidfile>, Failure> {
         let Some(path) = path else { return Ok(None) };
-        let begun = Instant::now();
-        loop {
-            match Pidfile::create(path) {
-                Err(failure)
-                    if is_upgrade
-                        && failure.exit == Exit::Locked
-                        && begun.elapsed() < FORMER_ENDS =>
-                {
-                    std::thread::sleep(FORMER_POLL_INTERVAL);
-                }
-                Err(failure) if is_upgrade => {
-                    terminal::complain(&failure.context("the disk is served without a pid file"));
-                    return Ok(None);
-                }
-                created => return created.map(Some),
+        let is_former = |created: &Result<Pidfile, Failure>| {
+            is_upgrade && created.as_ref().is_err_and(|failure| failure.exit == Exit::Locked)
+        };
+        let create = || Pidfile::create(path);
+        match retry_while(FORMER_ENDS, FORMER_POLL_INTERVAL, is_former, create) {
+            Err(failure) if is_upgrade => {
+                terminal::complain(&failure.context("the disk is served without a pid file"));
+                Ok(None)
             }
+            created => created.map(Some),
         }
     }
 

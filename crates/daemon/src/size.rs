@@ -5,6 +5,9 @@
 
 use std::time::Duration;
 
+use ringdisk_disk::{Bytes, NewSize};
+use serde::{Deserialize, Serialize};
+
 use crate::failure::{Cause, Exit, Failure};
 
 /// Powers of 1024 by their letter. Factors are bytes.
@@ -91,7 +94,8 @@ fn hexadecimal(digits: &str) -> Result<u64, String> {
 }
 
 /// A new size, or how much a size grows or shrinks, bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum SizeChange {
     /// This many bytes.
     To(u64),
@@ -99,6 +103,16 @@ pub enum SizeChange {
     Grow(u64),
     /// So many bytes less.
     Shrink(u64),
+}
+
+impl From<SizeChange> for NewSize {
+    fn from(change: SizeChange) -> NewSize {
+        match change {
+            SizeChange::To(size) => NewSize::To(Bytes(size)),
+            SizeChange::Grow(by) => NewSize::Grow(Bytes(by)),
+            SizeChange::Shrink(by) => NewSize::Shrink(Bytes(by)),
+        }
+    }
 }
 
 impl SizeChange {

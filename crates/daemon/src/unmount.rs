@@ -10,10 +10,10 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Child;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use ringdisk_disk::Progress;
+use ringdisk_export::retry_while;
 use ringdisk_fuse::mount::{MountEntry, Unmount, mountpoint, table, unmount};
 use ringdisk_fuse::{Error, ErrorKind};
 use ringdisk_messages::Wait;
@@ -195,16 +195,11 @@ pub fn run_detacher() -> u8 {
 
 /// Waits for a process; gives its exit code. `None`: it takes longer.
 fn wait(mut child: Child, end: Instant) -> Option<u8> {
-    loop {
-        match child.try_wait() {
-            Ok(Some(status)) => {
-                let code = status.code().and_then(|code| u8::try_from(code).ok());
-                return Some(code.unwrap_or(Exit::General.code()));
-            }
-            _ if Instant::now() >= end => return None,
-            _ => thread::sleep(POLL_INTERVAL),
-        }
-    }
+    let limit = end.saturating_duration_since(Instant::now());
+    let ended = || child.try_wait().ok().flatten();
+    let status = retry_while(limit, POLL_INTERVAL, Option::is_none, ended)?;
+    let code = status.code().and_then(|code| u8::try_from(code).ok());
+    Some(code.unwrap_or(Exit::General.code()))
 }
 
 /// The kernel waits for the server.
@@ -268,16 +263,11 @@ const AGAIN: Duration = Duration::from_millis(10);
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Tries again for a moment while the mount is busy.
-fn while_busy(mut unmount: impl FnMut() -> Result<(), Error>) -> Result<(), Error> {
-    let end = Instant::now() + BUSY_TIMEOUT;
-    loop {
-        match unmount() {
-            Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < end => {
-                thread::sleep(AGAIN);
-            }
-            result => return result,
-        }
-    }
+fn while_busy(unmount: impl FnMut() -> Result<(), Error>) -> Result<(), Error> {
+    let is_busy = |result: &Result<(), Error>| {
+        result.as_ref().is_err_and(|error| error.kind() == ErrorKind::Busy)
+    };
+    retry_while(BUSY_TIMEOUT, AGAIN, is_busy, unmount)
 }
 
 #[cfg(test)]

@@ -14,12 +14,7 @@ mod format_notes;
 mod frozen_layout;
 mod guarding;
 mod images;
-<<<<<<< HEAD
-=======
-mod jobs;
 mod last_pass;
-mod lending;
->>>>>>> mine
 mod limits;
 mod live;
 mod load;

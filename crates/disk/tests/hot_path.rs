@@ -1,7 +1,5 @@
 //! A request whose mapping is cached allocates nothing: counted by the allocator of this program.
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
 use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,28 +9,7 @@ use ringdisk_disk::{
 };
 use ringdisk_ring::{Config, IoBuf, Ring, Runtime, Scatter};
 use ringdisk_storage::{OpenOptions, Storage};
-
-struct Counting;
-
-thread_local! {
-    static COUNT: Cell<u64> = const { Cell::new(0) };
-}
-
-// SAFETY: every call goes to the system's allocator as it is; the counter does not allocate.
-unsafe impl GlobalAlloc for Counting {
-    // SAFETY: the caller's promises are passed on.
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        COUNT.with(|count| count.set(count.get() + 1));
-        // SAFETY: as the caller promises.
-        unsafe { System.alloc(layout) }
-    }
-
-    // SAFETY: the caller's promises are passed on.
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: as the caller promises.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
+use ringdisk_testkit::allocations::{Counting, of_this_thread};
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
@@ -46,7 +23,7 @@ async fn allocations(ring: &Ring, disk: &Disk, len: usize) -> u64 {
     let mut before = 0;
     for request in 0..2 * REQUESTS {
         if request == REQUESTS {
-            before = COUNT.with(Cell::get);
+            before = of_this_thread();
         }
         let offset = request * 7919 * 512 % (disk.size() - Bytes::of(len)).0;
         assert_eq!(disk.read(ring, offset, &buf).await, Ok(len));
@@ -54,7 +31,7 @@ async fn allocations(ring: &Ring, disk: &Disk, len: usize) -> u64 {
             assert_eq!(disk.write(ring, offset, &buf).await, Ok(len));
         }
     }
-    COUNT.with(Cell::get) - before
+    of_this_thread() - before
 }
 
 /// As [`allocations`], of requests whose data lies in pieces, which are others each time.
@@ -65,7 +42,7 @@ async fn allocations_in_pieces(ring: &Ring, disk: &Disk, pieces: usize, bytes: u
     let mut before = 0;
     for request in 0..2 * REQUESTS {
         if request == REQUESTS {
-            before = COUNT.with(Cell::get);
+            before = of_this_thread();
         }
         let offset = request * 7919 * 4096 % (disk.size() - Bytes::of(len)).0;
         let first = usize::from(request % 3 == 0);
@@ -82,7 +59,7 @@ async fn allocations_in_pieces(ring: &Ring, disk: &Disk, pieces: usize, bytes: u
         drop(buf);
         scatter.clear();
     }
-    COUNT.with(Cell::get) - before
+    of_this_thread() - before
 }
 
 fn qemu(directory: &std::path::Path, program: &str, arguments: &[&str]) {
@@ -220,11 +197,11 @@ fn requests_beside_a_checkpoint_allocate_only_to_copy() {
         let checkpoint = held.freeze(&prepared).expect("frozen");
         drop(held);
         let buf = IoBuf::new(64 << 10, 4096);
-        let before = COUNT.with(Cell::get);
+        let before = of_this_thread();
         for at in (0..8u64 << 20).step_by(64 << 10) {
             assert_eq!(disk.write(&ring, at, &buf).await, Ok(64 << 10));
         }
-        let copies = COUNT.with(Cell::get) - before;
+        let copies = of_this_thread() - before;
         assert!(copies <= 128 * 32, "{copies} allocations for 128 copies");
         assert_eq!(checkpoint.fleeced_bytes(), Bytes(8 << 20));
         // Everything is kept, and soon all of it in the file.

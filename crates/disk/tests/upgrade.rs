@@ -16,7 +16,7 @@ use ringdisk_disk::{
 };
 use ringdisk_ring::{Config, IoBuf, Ring, Runtime};
 use ringdisk_storage::{Lock, OpenOptions, Storage};
-use ringdisk_testkit::process::{command, ok, until};
+use ringdisk_testkit::process::{LIMIT, command, ok, until};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
@@ -25,7 +25,6 @@ use rustix::net::{
 /// What a started copy of this program does; its test `role` does nothing without it.
 const ROLE: &str = "RINGDISK_UPGRADE_ROLE";
 const IMAGE: &str = "RINGDISK_UPGRADE_IMAGE";
-const LIMIT: Duration = Duration::from_secs(20);
 const SIZE: u64 = 4 << 20;
 
 fn block_on<F: Future>(test: impl FnOnce(Ring) -> F) -> F::Output {

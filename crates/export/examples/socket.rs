@@ -19,19 +19,20 @@ use ringdisk_disk::{Disk, HandOver, ImageOptions, Source};
 use ringdisk_export::stats::{QueueCells, Stats};
 use ringdisk_export::{
     Admission, Error, ErrorKind, HaltReason, PlacementRule, QueueThread, QueueWork, Running,
-};
-use ringdisk_export::{
     ThreadOptions, ThreadSetup, ask_all, close_disk, place_threads, stop_threads,
 };
-use ringdisk_ring::{Config, Errno, Fd, IoBuf, Op, Ring, Runtime, SetupError, Topology};
+use ringdisk_ring::{Config, Errno, Fd, IoBuf, Op, POLL_IN, Ring, Runtime, SetupError, Topology};
 
-/// Requests in flight have so long at the end and at a hand-over.
-const LIMIT: Duration = Duration::from_secs(10);
+/// How long requests in flight have at the end and at a hand-over (10 s).
+const IN_FLIGHT_LIMIT: Duration = Duration::from_secs(10);
 /// Largest read and write, bytes: what a connection has memory for.
 const DATA_BYTES_MAX: usize = 1 << 20;
+/// Clients of a queue thread at once; further ones wait. 64 have 64 MiB of memory.
+pub const CLIENTS_MAX: usize = 64;
+/// Pause of a thread that can take no client: it has as many as it may, or no descriptor is left.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Where the data are in that memory: a page boundary, so that direct I/O needs no copy.
 const DATA_AT: usize = 4096;
-const POLL_IN: u32 = 1;
 
 /// A listening socket, and those of clients that are connected.
 pub type Sockets = (OwnedFd, Vec<OwnedFd>);
@@ -45,11 +46,10 @@ impl Export {
     /// [`Disk::open_handed`], then call [`Disk::take_charge`], then this.
     pub fn start(disk: Arc<Disk>, sockets: Sockets, o: &ThreadOptions) -> Result<Export, Error> {
         let (listener, clients) = sockets;
-        let (rule, mut warnings) = (PlacementRule::default(), Vec::new());
+        let (rule, mut warnings, mut threads) = (PlacementRule::default(), Vec::new(), Vec::new());
         let places = place_threads(&Topology::read(), o, &rule, &mut warnings)?;
         // Of several threads that are woken for a client, all but one find none.
         rustix::io::ioctl_fionbio(&listener, true).map_err(|e| failed(e.into()))?;
-        let mut threads = Vec::new();
         for (number, cpus) in places.threads.into_iter().enumerate() {
             let ring = Config { name: format!("socket-{number}"), ..Config::default() };
             let listener = listener.try_clone().map_err(failed)?;
@@ -69,18 +69,18 @@ impl Export {
     pub fn hand_over(mut self) -> Result<(HandOver, Sockets), Error> {
         self.hold()?;
         let hand_over = async |queue: Rc<Queue>| queue.disk.hand_over(&queue.ring).await;
-        let disk = self.0[0].ask_task(hand_over).within(LIMIT)?;
+        let disk = self.0[0].ask_task(hand_over).within(IN_FLIGHT_LIMIT)?;
         let refused = |error| Error::new(ErrorKind::Refused, "handing over").source(error);
-        let listener = self.0[0].ask(|queue| queue.listener.try_clone()).within(LIMIT)?;
+        let listener = self.0[0].ask(|queue| queue.listener.try_clone()).within(IN_FLIGHT_LIMIT)?;
         let (listener, mut clients) = (listener.map_err(failed)?, Vec::new());
         let duplicate = async |queue: Rc<Queue>| {
             let clients = queue.clients.borrow();
             clients.iter().map(|client| client.try_clone()).collect::<Result<Vec<_>, _>>()
         };
-        for some in ask_all(&self.0, LIMIT, duplicate)? {
+        for some in ask_all(&self.0, IN_FLIGHT_LIMIT, duplicate)? {
             clients.extend(some.map_err(failed)?);
         }
-        stop_threads(&mut self.0, LIMIT, "socket");
+        stop_threads(&mut self.0, IN_FLIGHT_LIMIT, "socket");
         Ok((disk.map_err(refused)?, (listener, clients)))
     }
 
@@ -89,8 +89,8 @@ impl Export {
         let drained = self.hold().is_ok();
         let close =
             async move |queue: Rc<Queue>| close_disk(&queue.disk, &queue.ring, drained).await;
-        let closed = self.0[0].ask_task(close).within(LIMIT);
-        stop_threads(&mut self.0, LIMIT, "socket");
+        let closed = self.0[0].ask_task(close).within(IN_FLIGHT_LIMIT);
+        stop_threads(&mut self.0, IN_FLIGHT_LIMIT, "socket");
         closed?.map_err(HaltReason::Flush)?;
         Ok(Stats::of(&self.0.iter().map(|thread| thread.view.clone()).collect::<Vec<_>>()))
     }
@@ -98,7 +98,7 @@ impl Export {
     /// No thread takes a request any more, and none is in flight.
     fn hold(&self) -> Result<(), Error> {
         let hold = async |queue: Rc<Queue>| queue.admission.hold(&queue.ring).await;
-        ask_all(&self.0, LIMIT, hold).map(|_| ())
+        ask_all(&self.0, IN_FLIGHT_LIMIT, hold).map(|_| ())
     }
 }
 
@@ -172,10 +172,14 @@ impl Queue {
 async fn accept(queue: Rc<Queue>) {
     while queue.ring.poll(Fd::of(&queue.listener), POLL_IN).await.is_ok() {
         queue.admission.admit(&queue.ring).await;
-        if let Ok(client) = rustix::net::accept(&queue.listener) {
-            queue.serve(client);
-        }
+        let is_full = queue.clients.borrow().len() >= CLIENTS_MAX;
+        let client = if is_full { Err(Errno::MFILE) } else { rustix::net::accept(&queue.listener) };
+        let taken = client.map(|client| queue.serve(client));
         queue.admission.end(&queue.ring);
+        // The next poll would end at once, since the client waits.
+        if taken.is_err_and(|errno| errno != Errno::AGAIN) {
+            queue.ring.sleep(ACCEPT_PAUSE).await;
+        }
     }
 }
 
@@ -197,8 +201,7 @@ async fn converse(queue: &Queue, client: &OwnedFd) -> Result<(), Errno> {
 
 /// One request, from its first byte to the last of its reply.
 async fn serve_one(queue: &Queue, client: Fd, memory: &IoBuf) -> Result<(), Errno> {
-    let read = |buf: &IoBuf| queue.ring.read(client, 0, buf);
-    let mut head = [0; 16];
+    let (mut head, read) = ([0; 16], |buf: &IoBuf| queue.ring.read(client, 0, buf));
     whole(&memory.slice(0..head.len()), read).await?;
     memory.copy_to_slice(0, &mut head);
     let [what, 0, 0, 0, l0, l1, l2, l3, offset @ ..] = head else { return Err(Errno::PROTO) };
@@ -237,8 +240,7 @@ fn main() -> Result<(), Box<dyn StdError>> {
         return Err("usage: socket IMAGE SOCKET".into());
     };
     let mut runtime = Runtime::new(Config::default())?;
-    let ring = runtime.ring().clone();
-    let image = Source::Path(image.into());
+    let (ring, image) = (runtime.ring().clone(), Source::Path(image.into()));
     let disk = runtime.block_on(Disk::open(&ring, image, &ImageOptions::default()))?;
     let sockets = (UnixListener::bind(socket)?.into(), Vec::new());
     let export = Export::start(disk, sockets, &ThreadOptions::default())?;

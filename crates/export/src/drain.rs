@@ -5,9 +5,11 @@
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ringdisk_ring::{Parker, Ring};
+
+use crate::retry::retry_while;
 
 /// How often the control thread looks whether requests are still in flight.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
@@ -99,13 +101,9 @@ impl Admission {
 ///
 /// Errors: how many did not end in time.
 pub fn wait_drained(in_flight: impl Fn() -> usize, limit: Duration) -> Result<(), usize> {
-    let deadline = Instant::now() + limit;
-    loop {
-        match in_flight() {
-            0 => return Ok(()),
-            count if Instant::now() >= deadline => return Err(count),
-            _ => std::thread::sleep(POLL_INTERVAL),
-        }
+    match retry_while(limit, POLL_INTERVAL, |count| *count > 0, in_flight) {
+        0 => Ok(()),
+        count => Err(count),
     }
 }
 

@@ -19,7 +19,7 @@ use ringdisk_export::{ThreadOptions, Threads};
 use ringdisk_ring::{Config, Runtime};
 use ringdisk_testkit::images::{assert_clean, pattern, piece, qcow2, reference};
 use ringdisk_testkit::process::until;
-use socket::Export;
+use socket::{CLIENTS_MAX, Export};
 
 const CLIENTS: u64 = 4;
 const BLOCK: usize = 8192;
@@ -163,6 +163,25 @@ fn a_client_reads_writes_flushes_and_learns_the_size() {
     ask(&mut stream, b'R', 0, usize::MAX >> 33, &[]).expect_err("too long: the end of it");
     let total = export.stop().expect("a clean end").total();
     assert_eq!((total.requests, total.errors), (7, 2));
+}
+
+#[test]
+fn clients_past_the_limit_wait_until_others_have_left() {
+    let place = Place::new();
+    let export = place.serve();
+    let connect = |_| UnixStream::connect(place.socket()).expect("connected");
+    let mut served: Vec<_> = (0..2 * CLIENTS_MAX).map(connect).collect();
+    for stream in &mut served {
+        assert_eq!(ask(stream, b'F', 0, 0, &[]).expect("a reply"), (0, Vec::new()));
+    }
+    let mut waits = connect(0);
+    waits.set_read_timeout(Some(Duration::from_millis(300))).expect("a timeout");
+    ask(&mut waits, b'F', 0, 0, &[]).expect_err("no thread takes it");
+    served.truncate(CLIENTS_MAX);
+    waits.set_read_timeout(Some(Duration::from_secs(60))).expect("a timeout");
+    // The request is there; its reply has 8 bytes.
+    waits.read_exact(&mut [0; 8]).expect("it is served");
+    export.stop().expect("a clean end");
 }
 
 #[test]

@@ -1,39 +1,19 @@
 //! What a request costs once everything is warm: no allocation on queue threads, few system calls,
 //! one thread woken.
 
-use std::alloc::{GlobalAlloc, Layout, System};
+#![allow(clippy::unwrap_used)]
+
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use ringdisk_disk::{Bytes, Disk, ImageOptions, NullOptions, Source};
 use ringdisk_fuse::{CommonOptions, Export, ExportOptions};
 use ringdisk_ring::{Config, Runtime};
+use ringdisk_testkit::allocations::{Counting, of_all_threads};
 use ringdisk_testkit::process::until;
-
-struct Counting;
-
-/// Allocations of all threads: the client of these tests makes none either.
-static COUNT: AtomicU64 = AtomicU64::new(0);
-
-// SAFETY: every call goes to the system's allocator as it is; the counter does not allocate.
-unsafe impl GlobalAlloc for Counting {
-    // SAFETY: the caller's promises are passed on.
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        COUNT.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: as the caller promises.
-        unsafe { System.alloc(layout) }
-    }
-
-    // SAFETY: the caller's promises are passed on.
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: as the caller promises.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
@@ -75,13 +55,13 @@ fn allocations(file: &File) -> u64 {
     let mut before = 0;
     for number in 0..2 * REQUESTS {
         if number == REQUESTS {
-            before = COUNT.load(Ordering::Relaxed);
+            before = of_all_threads();
         }
         let offset = number % 128 * BLOCK as u64;
         assert_eq!(file.read_at(&mut block.0, offset).unwrap(), BLOCK);
         assert_eq!(file.write_at(&block.0, offset).unwrap(), BLOCK);
     }
-    COUNT.load(Ordering::Relaxed) - before
+    of_all_threads() - before
 }
 
 /// One test, so that nothing else of this program allocates meanwhile.

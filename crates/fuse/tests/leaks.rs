@@ -1,6 +1,8 @@
 //! Exports that come and go leave nothing behind. Alone in its program, so that the counts are
 //! exact.
 
+#![allow(clippy::unwrap_used)]
+
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 

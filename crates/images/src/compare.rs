@@ -75,7 +75,7 @@ pub fn run(request: &Request, showing: Showing) -> Result<u8, Failure> {
     // It is only found when all before it is the same.
     let common = first.size().min(second.size());
     let meets_end = match compared {
-        Comparison::Different(Difference::Content { offset }) => offset >= common.0,
+        Comparison::Different(Difference::Content { offset }) => offset.from_start() >= common,
         _ => true,
     };
     if first.size() != second.size() && !request.strict && meets_end {

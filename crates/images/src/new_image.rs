@@ -181,18 +181,17 @@ impl NewImage {
     ///
     /// Errors: a mode that this format has not.
     pub fn preallocation(&self) -> Result<Preallocation, Failure> {
-        match (self.get("preallocation"), self.format) {
-            (None | Some("off"), _) => Ok(Preallocation::Off),
-            (Some("metadata"), Format::Qcow2) => Ok(Preallocation::Metadata),
-            (Some("falloc"), _) => Ok(Preallocation::Falloc),
-            (Some("full"), _) => Ok(Preallocation::Full),
-            (Some(other), Format::Qcow2) => refuse(format!(
+        let word = self.get("preallocation").unwrap_or("off");
+        match (Preallocation::of_word(word), self.format) {
+            (Some(mode), Format::Qcow2) => Ok(mode),
+            (Some(mode), Format::Raw) if mode != Preallocation::Metadata => Ok(mode),
+            (_, Format::Qcow2) => refuse(format!(
                 "preallocation={}: write off, metadata, falloc or full",
-                visible(other)
+                visible(word)
             )),
-            (Some(other), Format::Raw) => refuse(format!(
+            (_, Format::Raw) => refuse(format!(
                 "preallocation={}: write off, falloc or full; a raw image has nothing else",
-                visible(other)
+                visible(word)
             )),
         }
     }
@@ -354,12 +353,8 @@ impl NewImage {
         size: u64,
         fresh: &NewFiles,
     ) -> Result<(), Failure> {
-        use ringdisk_storage::{Kind, Preallocation as Mode};
-        let mode = match self.preallocation()? {
-            Preallocation::Off | Preallocation::Metadata => Mode::Off,
-            Preallocation::Falloc => Mode::Falloc,
-            Preallocation::Full => Mode::Full,
-        };
+        use ringdisk_storage::Kind;
+        let mode = self.preallocation()?.of_data();
         let size = size.next_multiple_of(SECTOR.0);
         let storage = open_new(file, fresh)?;
         let cannot = |errno: ringdisk_ring::Errno| {

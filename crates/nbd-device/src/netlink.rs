@@ -1,7 +1,7 @@
 //! Devices `/dev/nbdN` of the kernel, by its generic netlink family `nbd`.
 //!
-//! Promises: pure messages and one socket; a kernel that says nothing for [`LIMIT`] is an error.
-//! Needs CAP_SYS_ADMIN. Sources: netlink(7), `linux/genetlink.h`, `linux/nbd-netlink.h`.
+//! Promises: pure messages and one socket; a kernel that says nothing for [`KERNEL_LIMIT`] is an
+//! error. Needs CAP_SYS_ADMIN. Sources: netlink(7), `linux/genetlink.h`, `linux/nbd-netlink.h`.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::Duration;
@@ -12,8 +12,9 @@ use rustix::net::{
     AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, netlink, recv, send, socket_with,
 };
 
-/// The kernel may take so long: it ends requests of a device before it lets go of it.
-const LIMIT: Duration = Duration::from_secs(60);
+/// How long the kernel may take to answer (60 s): it ends requests of a device before it lets go of
+/// it.
+const KERNEL_LIMIT: Duration = Duration::from_secs(60);
 /// Longest answer that is read, bytes. Those of this family have some 100.
 const ANSWER_BYTES: usize = 8 << 10;
 /// Length of the head of a message (`nlmsghdr`) and of generic netlink (`genlmsghdr`), bytes.
@@ -76,7 +77,7 @@ impl Kernel {
         let kind = Some(netlink::GENERIC);
         let flags = SocketFlags::CLOEXEC;
         let socket = socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, kind)?;
-        set_socket_timeout(&socket, Timeout::Recv, Some(LIMIT))?;
+        set_socket_timeout(&socket, Timeout::Recv, Some(KERNEL_LIMIT))?;
         let mut kernel = Kernel { socket, family: CONTROL };
         let mut name = Vec::new();
         push(&mut name, FAMILY_NAME, b"nbd\0");

@@ -1,7 +1,7 @@
 //! A server that this process asks: the part of the handshake that needs no data.
 //!
-//! Promises: nothing that the server says makes this wait for longer than [`LIMIT`] at a time, or
-//! take more memory than [`ANSWERS_MAX`] answers of [`ANSWER_BYTES_MAX`] bytes.
+//! Promises: nothing that the server says makes this wait for longer than [`SERVER_LIMIT`] at a
+//! time, or take more memory than [`ANSWERS_MAX`] answers of [`ANSWER_BYTES_MAX`] bytes.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -16,8 +16,8 @@ use ringdisk_nbd_protocol::handshake::{
 use ringdisk_nbd_protocol::numbers::{info, option_reply};
 use ringdisk_nbd_protocol::options::{BlockSizes, InfoReply, InfoRequest, is_error, push_option};
 
-/// The server may take so long for each answer.
-const LIMIT: Duration = Duration::from_secs(30);
+/// How long the server may take for each answer (30 s).
+const SERVER_LIMIT: Duration = Duration::from_secs(30);
 /// Longest answer that is read, bytes: a name, a description and their lengths.
 const ANSWER_BYTES_MAX: u32 = 2 * 4096 + 64;
 /// Most answers to one option: names, or contexts of an export.
@@ -33,8 +33,8 @@ impl Stream for TcpStream {}
 /// Errors: those of connect(2).
 pub(crate) fn unix(path: &Path) -> io::Result<UnixStream> {
     let stream = UnixStream::connect(path)?;
-    stream.set_read_timeout(Some(LIMIT))?;
-    stream.set_write_timeout(Some(LIMIT))?;
+    stream.set_read_timeout(Some(SERVER_LIMIT))?;
+    stream.set_write_timeout(Some(SERVER_LIMIT))?;
     Ok(stream)
 }
 
@@ -43,8 +43,8 @@ pub(crate) fn unix(path: &Path) -> io::Result<UnixStream> {
 /// Errors: as [`unix`], and a name that nobody has.
 pub(crate) fn tcp(address: &str) -> io::Result<TcpStream> {
     let stream = TcpStream::connect(address)?;
-    stream.set_read_timeout(Some(LIMIT))?;
-    stream.set_write_timeout(Some(LIMIT))?;
+    stream.set_read_timeout(Some(SERVER_LIMIT))?;
+    stream.set_write_timeout(Some(SERVER_LIMIT))?;
     Ok(stream)
 }
 

@@ -9,7 +9,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use ringdisk_export::ThreadHandle;
-use ringdisk_ring::{Errno, Fd, Parker};
+use ringdisk_ring::{Errno, Fd, POLL_IN, Parker};
 use rustix::net::{AddressFamily, SocketFlags, acceptfrom_with, sockopt};
 
 use crate::connection;
@@ -18,8 +18,6 @@ use crate::log_rate::Crowd;
 use crate::peers::address_of;
 use crate::queue::{Place, Queue, Work};
 
-/// `EPOLLIN`.
-const POLL_IN: u32 = 1;
 /// After an accept that failed for want of descriptors or memory the next one waits so long.
 const RETRY: Duration = Duration::from_millis(100);
 

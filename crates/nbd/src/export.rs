@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use ringdisk_export::stats::{QueueView, Stats};
 use ringdisk_export::{
-    Error, ErrorKind, HaltReason, HandOverState, Pending, PlacementRule, QueueThread, ThreadSetup,
-    ask_all, close_disk, place_threads, stop_threads,
+    Error, ErrorKind, HaltReason, HandOverState, POLL_MAX, Pending, PlacementRule, QueueThread,
+    ThreadSetup, ask_all, close_disk, place_threads, stop_threads,
 };
 use ringdisk_ring::{Config, Errno, SpinPolicy, Topology};
 use rustix::net::listen;
@@ -56,8 +56,6 @@ const HANDSHAKES: usize = 2000;
 /// Descriptors that are left for the rest of the process: images, control sockets; at most half of
 /// its limit.
 const OTHER_FILES: usize = 256;
-/// Longest poll for clients and storage before a sleep, as for virtual machines.
-const POLL: Duration = Duration::from_micros(80);
 
 /// Disks that are being served. Dropping it stops it.
 #[derive(Debug)]
@@ -150,7 +148,7 @@ impl Export {
             let ring = Config {
                 entries: ENTRIES,
                 slots,
-                spin: SpinPolicy::adaptive(POLL),
+                spin: SpinPolicy::adaptive(POLL_MAX),
                 name: format!("nbd-{number}"),
                 restricted: common.restricted,
                 ..Config::default()

@@ -50,14 +50,16 @@ struct DiskWords {
 #[derive(Debug, Deserialize, Serialize)]
 struct ClientWords {
     export: String,
-    style: StyleWord,
+    #[serde(with = "StyleWord")]
+    style: Style,
     contexts: Vec<String>,
     /// Bytes.
     unread: usize,
 }
 
-#[derive(Clone, Copy, Debug, Deserialize, Serialize)]
-#[serde(rename_all = "kebab-case")]
+/// The words for a [`Style`], whose crate knows no serde.
+#[derive(Deserialize, Serialize)]
+#[serde(remote = "Style", rename_all = "kebab-case")]
 enum StyleWord {
     Simple,
     Structured,
@@ -123,7 +125,7 @@ pub(crate) fn pack(
     for Moved { socket, before } in clients {
         let Before { export, style, contexts, unread } = before;
         memory.write_all(&unread).map_err(cannot)?;
-        let (style, unread) = (StyleWord::from(style), unread.len());
+        let unread = unread.len();
         words.clients.push(ClientWords { export, style, contexts, unread });
         fds.push(socket);
     }
@@ -195,7 +197,7 @@ impl Handed {
             let mut bytes = vec![0; unread];
             let read = memory.read_exact(&mut bytes);
             read.map_err(|error| refused(format!("bytes of clients are missing: {error}")))?;
-            let before = Before { export, style: style.into(), contexts, unread: bytes };
+            let before = Before { export, style, contexts, unread: bytes };
             clients.push(HandedClient { address: address_of(&socket), socket, before });
         }
         Ok(Handed { disks, listeners, clients: HandedClients(clients) })
@@ -212,26 +214,6 @@ fn is_stream(socket: impl AsFd, listens: bool) -> bool {
 fn address_of(socket: &OwnedFd) -> Option<String> {
     let address = getpeername(socket).ok().flatten()?;
     SocketAddr::try_from(address).ok().map(|address| address.to_string())
-}
-
-impl From<Style> for StyleWord {
-    fn from(style: Style) -> StyleWord {
-        match style {
-            Style::Simple => StyleWord::Simple,
-            Style::Structured => StyleWord::Structured,
-            Style::Extended => StyleWord::Extended,
-        }
-    }
-}
-
-impl From<StyleWord> for Style {
-    fn from(word: StyleWord) -> Style {
-        match word {
-            StyleWord::Simple => Style::Simple,
-            StyleWord::Structured => Style::Structured,
-            StyleWord::Extended => Style::Extended,
-        }
-    }
 }
 
 #[cfg(test)]

@@ -1,13 +1,12 @@
 //! What a request costs once everything is warm: no allocation on queue threads, and few system
 //! calls.
 
+#![allow(clippy::unwrap_used)]
 #![allow(clippy::cast_possible_truncation)]
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use ringdisk_disk::{Bytes, Disk, Format, ImageOptions, NullOptions, Source};
@@ -16,27 +15,7 @@ use ringdisk_nbd_protocol::numbers::{command, option};
 use ringdisk_nbd_protocol::options::{InfoRequest, push_option};
 use ringdisk_nbd_protocol::request::Request;
 use ringdisk_ring::{Config, Runtime};
-
-struct Counting;
-
-/// Allocations of all threads: the client of these tests makes none either.
-static COUNT: AtomicU64 = AtomicU64::new(0);
-
-// SAFETY: every call goes to the system's allocator as it is; the counter does not allocate.
-unsafe impl GlobalAlloc for Counting {
-    // SAFETY: the caller's promises are passed on.
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        COUNT.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: as the caller promises.
-        unsafe { System.alloc(layout) }
-    }
-
-    // SAFETY: the caller's promises are passed on.
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: as the caller promises.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
+use ringdisk_testkit::allocations::{Counting, of_all_threads};
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
@@ -75,12 +54,12 @@ fn allocations(stream: &mut UnixStream, is_structured: bool, command: u16) -> u6
     let mut before = 0;
     for round in 0..2 * ROUNDS {
         if round == ROUNDS {
-            before = COUNT.load(Ordering::Relaxed);
+            before = of_all_threads();
         }
         stream.write_all(&out).unwrap();
         stream.read_exact(&mut replies).unwrap();
     }
-    COUNT.load(Ordering::Relaxed) - before
+    of_all_threads() - before
 }
 
 /// The same with one read of 512 KiB at a time, whose memory a slot does not have by itself.
@@ -91,12 +70,12 @@ fn large_allocations(stream: &mut UnixStream) -> u64 {
     let mut before = 0;
     for round in 0..2 * ROUNDS {
         if round == ROUNDS {
-            before = COUNT.load(Ordering::Relaxed);
+            before = of_all_threads();
         }
         stream.write_all(&read).unwrap();
         stream.read_exact(&mut reply).unwrap();
     }
-    COUNT.load(Ordering::Relaxed) - before
+    of_all_threads() - before
 }
 
 /// One test, so that nothing else of this program allocates meanwhile.

@@ -12,7 +12,9 @@
 
 #![forbid(unsafe_code)]
 
+pub mod job_texts;
 pub mod jobs;
+pub mod metrics;
 pub mod report;
 pub mod top;
 pub mod watch;

@@ -28,8 +28,8 @@ use rustix::fs::OFlags;
 
 use secrets::{without_secrets, words_without_secrets};
 
-/// How long servers may take.
-const LIMIT: Duration = Duration::from_secs(3);
+/// How long servers may take to answer for a report (3 s).
+const REPORT_LIMIT: Duration = Duration::from_secs(3);
 /// The end of a log file that is taken, bytes.
 const LOG_BYTES_MAX: u64 = 64 << 10;
 /// The last lines of the journal that are taken.
@@ -49,7 +49,7 @@ pub fn report() -> Result<String, Failure> {
             section(&mut text, &format!("Options of process {pid}"), &said);
         }
     }
-    for (found, asked) in processes::ask_all(&Command::Stats, LIMIT) {
+    for (found, asked) in processes::ask_all(&Command::Stats, REPORT_LIMIT) {
         let title = format!("Counters of '{}'", found.path.display());
         let said = match asked.answer {
             Answer::Value(value) => json_text(&without_text(value)),

@@ -71,7 +71,7 @@ pub use numa::{NodePages, move_to_node, pages_by_node, stack_of_thread};
 pub use opset::OpSet;
 pub use parker::Parker;
 pub use placement::{cpus_of_thread, pin_thread_to_cpus, pin_to_cpus};
-pub use ring::{Fd, Op, RawCommand, Readiness, Remote, Ring, Sleep, Timeout};
+pub use ring::{Fd, Op, POLL_IN, RawCommand, Readiness, Remote, Ring, Sleep, Timeout};
 pub use runtime::Runtime;
 pub use rustix::io::Errno;
 pub use setup::SetupError;

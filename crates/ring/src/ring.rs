@@ -64,8 +64,8 @@ pub(crate) const TAG_EVENT: u64 = (1 << 62) | 1;
 /// User data of a message from another ring; its result is the message.
 pub(crate) const TAG_MESSAGE: u64 = (1 << 62) | 2;
 
-/// `EPOLLIN`.
-const POLL_IN: u32 = libc::POLLIN as u32;
+/// `POLLIN` (poll(2)), which is also `EPOLLIN`: the descriptor is readable.
+pub const POLL_IN: u32 = libc::POLLIN as u32;
 /// `EPOLLEXCLUSIVE`: of all exclusive waiters the kernel wakes one
 /// (include/uapi/linux/eventpoll.h).
 const POLL_EXCLUSIVE: u32 = 1 << 28;

@@ -20,6 +20,7 @@ use ringdisk_console::operation::end_by_signal;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::helper::{self, start::Role};
 use ringdisk_daemon::{limits, terminal, unmount};
+use ringdisk_observe::metrics;
 
 use crate::cli::{Cli, Command};
 
@@ -149,7 +150,7 @@ pub(crate) fn command(command: &Command) -> Result<u8, End> {
         Command::Top(args) => commands::top::run(args),
         Command::Ctl(args) => commands::ctl::run(args),
         Command::Job(args) => commands::job::run(args),
-        Command::Metrics(_) => commands::metrics::run(),
+        Command::Metrics(_) => metrics::print(),
         Command::Report(args) => commands::report::run(args),
         Command::Topology(args) => commands::topology::run(args),
         Command::Create(args) => commands::create::run(args),

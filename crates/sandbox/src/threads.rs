@@ -23,8 +23,9 @@ use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 
 use crate::user::User;
 
-/// How long one thread may take: it may be in the middle of a system call that does not end early.
-const LIMIT: Duration = Duration::from_secs(10);
+/// How long one thread may take (10 s): it may be in the middle of a system call that does not end
+/// early.
+const THREAD_LIMIT: Duration = Duration::from_secs(10);
 /// How often the answer of a thread is checked.
 const CHECK_INTERVAL: Duration = Duration::from_micros(50);
 /// `PF_IO_WORKER` and `PF_USER_WORKER` of the kernel's task flags: threads of the kernel in this
@@ -257,7 +258,7 @@ impl Handler {
                 // It has ended meanwhile.
                 return Ok(());
             }
-            if begun.elapsed() > LIMIT {
+            if begun.elapsed() > THREAD_LIMIT {
                 return Err(Errno::TIMEDOUT);
             }
             std::thread::sleep(CHECK_INTERVAL);

@@ -41,6 +41,7 @@ pub mod limits;
 pub mod metrics;
 pub mod mount;
 pub mod nbd;
+mod observers;
 pub mod open;
 pub mod privileges;
 pub mod reopen;

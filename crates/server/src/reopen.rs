@@ -27,8 +27,8 @@ pub const FREE: Duration = Duration::from_secs(60);
 pub const FREE_STOPPED: Duration = Duration::from_secs(2);
 /// After this time the log says that the process waits for the locks.
 const FREE_QUIET: Duration = Duration::from_secs(1);
-/// Pause between two attempts.
-const FREE_POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// Pause between two attempts to get sockets or images of a process that was killed.
+pub(crate) const FREE_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Opens an image as soon as the locks of the process before are free: the kernel keeps them until
 /// the last write of that process has completed, and until then nothing may be read or carried out

@@ -1,38 +1,17 @@
 //! An aligned request of a file, and a request to an NBD server, allocates nothing. A program of
 //! its own, since it counts all allocations of the thread.
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
+#![allow(clippy::unwrap_used)]
 
 use futures_util::future::join3;
 use ringdisk_ring::{Config, IoBuf, Runtime};
 use ringdisk_storage::{OpenOptions, Storage};
+use ringdisk_testkit::allocations::{Counting, of_this_thread};
 use ringdisk_testkit::mount::scratch;
 
 #[allow(dead_code)] // Tests of what it serves use the rest.
 #[path = "nbd/server.rs"]
 mod server;
-
-/// The system's allocator, counted.
-struct Counting;
-
-thread_local! {
-    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
-}
-
-// SAFETY: every call is passed on unchanged to the system's allocator, which keeps the contract.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
-        // SAFETY: the caller's promises are passed on.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promises are passed on.
-        unsafe { System.dealloc(start, layout) }
-    }
-}
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
@@ -50,14 +29,14 @@ fn allocations_of_requests(direct: bool) -> u64 {
         let mut before = 0;
         for round in 0..300u64 {
             if round == 100 {
-                before = ALLOCATIONS.get();
+                before = of_this_thread();
             }
             let offset = round % 250 * 4096;
             assert_eq!(storage.read(&ring, offset, &buf).await, Ok(4096));
             assert_eq!(storage.write(&ring, offset, &buf).await, Ok(4096));
         }
         assert_eq!(storage.flush(&ring).await, Ok(()));
-        ALLOCATIONS.get() - before
+        of_this_thread() - before
     })
 }
 
@@ -78,7 +57,7 @@ fn requests_to_an_nbd_server_allocate_nothing() {
         let mut before = 0;
         for round in 0..300u64 {
             if round == 100 {
-                before = ALLOCATIONS.get();
+                before = of_this_thread();
             }
             let offset = round % 100 * 4096;
             let [small, other, large] = &bufs;
@@ -89,7 +68,7 @@ fn requests_to_an_nbd_server_allocate_nothing() {
             assert_eq!(storage.read(&ring, 900_000, large).await, Ok(64 << 10));
             assert_eq!(storage.flush(&ring).await, Ok(()));
         }
-        ALLOCATIONS.get() - before
+        of_this_thread() - before
     });
     assert_eq!(allocated, 0);
 }

@@ -1,6 +1,8 @@
 //! The module itself: needs a kernel with it (`tests/vm/run vhost-blk`), and says so where there is
 //! none.
 
+#![allow(clippy::unwrap_used)]
+
 mod common;
 
 use std::collections::BTreeSet;

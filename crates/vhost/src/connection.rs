@@ -245,7 +245,9 @@ impl Connection {
 
     /// Errors: there is a socket where none belongs.
     fn take(&mut self) -> Result<Received, Error> {
-        let header = self.header().expect("the message is whole");
+        let Some(header) = self.header() else {
+            return Err(Error::new(ErrorKind::Protocol, "a message without a header"));
+        };
         if !may_bring_sockets(&header) && self.fds.iter().any(is_socket) {
             let message = format!("{}: a socket is not taken", self.name());
             return Err(Error::new(ErrorKind::Protocol, message).hint(

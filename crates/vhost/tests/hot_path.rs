@@ -3,41 +3,14 @@
 
 mod common;
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use common::{MIB, open, serve};
 use ringdisk_disk::{Bytes, Disk, Format, NullOptions};
+use ringdisk_testkit::allocations::{Counting, leave_this_thread_out, of_all_threads};
 use ringdisk_testkit::images;
 use ringdisk_testkit::model::{Cut, Request, Vm, VmOptions, bits};
 use ringdisk_testkit::mount::scratch;
-
-struct Counting;
-
-thread_local! {
-    /// This is a thread of the test, not of the device.
-    static OURS: Cell<bool> = const { Cell::new(false) };
-}
-
-static COUNT: AtomicU64 = AtomicU64::new(0);
-
-// SAFETY: every call goes to the system's allocator as it is; the counter does not allocate.
-unsafe impl GlobalAlloc for Counting {
-    // SAFETY: the caller's promises are passed on.
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        COUNT.fetch_add(u64::from(!OURS.get()), Ordering::Relaxed);
-        // SAFETY: as the caller promises.
-        unsafe { System.alloc(layout) }
-    }
-
-    // SAFETY: the caller's promises are passed on.
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: as the caller promises.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
@@ -53,7 +26,7 @@ fn allocations(vm: &mut Vm, warm_up: u64, between: &Request) -> u64 {
     let mut before = 0;
     for round in 0..warm_up + REQUESTS / DEPTH {
         if round == warm_up {
-            before = COUNT.load(Ordering::SeqCst);
+            before = of_all_threads();
         }
         // The device makes a task for each request that it has at once: on a busy machine the first
         // rounds may not get as deep as the others.
@@ -70,12 +43,12 @@ fn allocations(vm: &mut Vm, warm_up: u64, between: &Request) -> u64 {
         }
         (0..depth).for_each(|_| assert_eq!(vm.queues[0].wait(&vm.ram).status, 0));
     }
-    COUNT.load(Ordering::SeqCst) - before
+    of_all_threads() - before
 }
 
 #[test]
 fn requests_allocate_nothing() {
-    OURS.set(true);
+    leave_this_thread_out();
     let directory = scratch();
     let (raw, qcow2) = (directory.path().join("raw"), directory.path().join("qcow2"));
     images::raw(&raw, MIB, 1);

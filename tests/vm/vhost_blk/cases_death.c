@@ -26,10 +26,12 @@ static int make_call(void *argument)
 }
 
 /*
- * A call from a process of its own that shares our memory, so that the device takes it for the owner; killed a while after it began. Returns how it
- * ended, as waitpid says, or -1: it did not end within 10 s of being killed.
+ * A call from a process of its own that shares our memory, so that the device takes it for the
+ * owner; killed a while after it began. Returns how it ended, as waitpid says, or -1: it did not
+ * end within 10 s of being killed.
  */
-static int killed_call(struct guest *guest, unsigned long request, void *argument, unsigned after_ms)
+static int killed_call(
+	struct guest *guest, unsigned long request, void *argument, unsigned after_ms)
 {
 	struct call call = { guest->fd, request, argument, 0 };
 	char *stack = malloc(65536);
@@ -52,7 +54,8 @@ static int killed_call(struct guest *guest, unsigned long request, void *argumen
 }
 
 /* Adds reads of 4 KiB, one behind the other. */
-static void add_reads(struct guest *guest, struct ring *ring, unsigned count, uint8_t *statuses, uint32_t type)
+static void add_reads(
+	struct guest *guest, struct ring *ring, unsigned count, uint8_t *statuses, uint32_t type)
 {
 	struct virtio_blk_outhdr *headers = take(guest, count * sizeof(*headers), 16);
 	uint8_t *data = take(guest, count * 4096, 4096);
@@ -61,8 +64,11 @@ static void add_reads(struct guest *guest, struct ring *ring, unsigned count, ui
 		bool in = type == VIRTIO_BLK_T_IN;
 
 		headers[i] = (struct virtio_blk_outhdr){ .type = type, .sector = 8 * i };
-		CHECK(ring_add(guest, ring, (struct segment[]){ { &headers[i], 16, false }, { data + 4096 * i, 4096, in },
-			{ &statuses[i], 1, true } }, 3, false) >= 0, "the ring is full");
+		CHECK(ring_add(guest, ring,
+			      (struct segment[]){ { &headers[i], 16, false },
+				      { data + 4096 * i, 4096, in }, { &statuses[i], 1, true } },
+			      3, false) >= 0,
+			"the ring is full");
 	}
 	ring_publish(ring);
 }
@@ -77,7 +83,8 @@ static void wait_taken(struct guest *guest, unsigned count)
 	fail("%u of %u requests were taken", stats_of(guest, 0).in_flight, count);
 }
 
-/* STOP and SET_CACHE are killed while they wait for requests: the queue is whole afterwards. The disk takes its time (null_blk, 1 s). */
+/* STOP and SET_CACHE are killed while they wait for requests: the queue is whole afterwards. The
+ * disk takes its time (null_blk, 1 s). */
 void test_interrupted(struct disk *disk)
 {
 	uint32_t all = RINGDISK_VBLK_ALL, zero = 0;
@@ -94,14 +101,20 @@ void test_interrupted(struct disk *disk)
 	wait_taken(&guest, 4);
 	status = killed_call(&guest, RINGDISK_VBLK_STOP, &all, 50);
 	CHECK(status != -1 && WIFSIGNALED(status), "STOP was not killed: %x", status);
-	CHECK(stats_of(&guest, 0).state == RINGDISK_VBLK_DRAINING, "state %u after a killed STOP", stats_of(&guest, 0).state);
-	CHECK(device_ioctl(&guest, RINGDISK_VBLK_START, &zero) == -1 && errno == EBUSY, "START of a queue that drains");
-	CHECK(device_ioctl(&guest, RINGDISK_VBLK_SET_CACHE, &zero) == -1 && errno == EBUSY, "SET_CACHE of a queue that drains");
-	CHECK(device_ioctl(&guest, VHOST_SET_VRING_NUM, &(struct vhost_vring_state){ 0, 64 }) == -1 && errno == EBUSY,
-	      "SET_VRING_NUM of a queue that drains");
+	CHECK(stats_of(&guest, 0).state == RINGDISK_VBLK_DRAINING, "state %u after a killed STOP",
+		stats_of(&guest, 0).state);
+	CHECK(device_ioctl(&guest, RINGDISK_VBLK_START, &zero) == -1 && errno == EBUSY,
+		"START of a queue that drains");
+	CHECK(device_ioctl(&guest, RINGDISK_VBLK_SET_CACHE, &zero) == -1 && errno == EBUSY,
+		"SET_CACHE of a queue that drains");
+	CHECK(device_ioctl(&guest, VHOST_SET_VRING_NUM, &(struct vhost_vring_state){ 0, 64 }) ==
+				-1 &&
+			errno == EBUSY,
+		"SET_VRING_NUM of a queue that drains");
 	guest_stop(&guest);
 	for (unsigned i = 0; i < 4; i++)
-		CHECK(ring_wait(ring, NULL, 1000) >= 0 && statuses[i] == VIRTIO_BLK_S_OK, "a read after a killed STOP");
+		CHECK(ring_wait(ring, NULL, 1000) >= 0 && statuses[i] == VIRTIO_BLK_S_OK,
+			"a read after a killed STOP");
 	for (unsigned i = 0; i < 2; i++)
 		ring_attach(&guest, i);
 	guest_start(&guest);
@@ -110,8 +123,10 @@ void test_interrupted(struct disk *disk)
 	wait_taken(&guest, 4);
 	status = killed_call(&guest, RINGDISK_VBLK_SET_CACHE, &zero, 50);
 	CHECK(status != -1 && WIFSIGNALED(status), "SET_CACHE was not killed: %x", status);
-	CHECK(stats_of(&guest, 0).state == RINGDISK_VBLK_RUNNING && stats_of(&guest, 1).state == RINGDISK_VBLK_RUNNING,
-	      "states %u and %u after a killed SET_CACHE", stats_of(&guest, 0).state, stats_of(&guest, 1).state);
+	CHECK(stats_of(&guest, 0).state == RINGDISK_VBLK_RUNNING &&
+			stats_of(&guest, 1).state == RINGDISK_VBLK_RUNNING,
+		"states %u and %u after a killed SET_CACHE", stats_of(&guest, 0).state,
+		stats_of(&guest, 1).state);
 	add_reads(&guest, ring, 4, statuses + 4, VIRTIO_BLK_T_IN);
 	for (unsigned i = 0; i < 8; i++)
 		CHECK(ring_wait(ring, NULL, 10000) >= 0, "a read after a killed SET_CACHE");
@@ -120,8 +135,8 @@ void test_interrupted(struct disk *disk)
 }
 
 /*
- * A file system that is frozen keeps the worker waiting in a write. Everybody who has to wait for it can be killed, who asks for counters does
- * not wait; then it goes on.
+ * A file system that is frozen keeps the worker waiting in a write. Everybody who has to wait for
+ * it can be killed, who asks for counters does not wait; then it goes on.
  */
 void test_frozen(struct disk *disk)
 {

@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: MIT OR Apache-2.0 */
 /*
- * The owner of a device is killed while its worker waits for a page of the guest. What was taken from the ring is answered, rightly; the rest is
- * there for the next owner; and each request is counted once.
+ * The owner of a device is killed while its worker waits for a page of the guest. What was taken
+ * from the ring is answered, rightly; the rest is there for the next owner; and each request is
+ * counted once.
  *
- * The kernel gets the page only from the handler of a userfaultfd, which gives none. So the worker waits until the signal ends that, and whatever it did is
- * told that the page cannot be had. When the userfaultfd is closed the page is one of zeroes.
+ * The kernel gets the page only from the handler of a userfaultfd, which gives none. So the worker
+ * waits until the signal ends that, and whatever it did is told that the page cannot be had. When
+ * the userfaultfd is closed the page is one of zeroes.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -48,16 +50,26 @@ static const struct kind {
 } kinds[] = {
 	/* Answered with UNSUPP: what a page holds that was never written is 0, OK. */
 	{ "the statuses", STATUSES, 4, UNKNOWN, 4096, 0, 0, 4, VIRTIO_BLK_S_UNSUPP, false },
-	{ "the used ring's end, at its notification", USED_END, 4, UNKNOWN, 4096, 0, 0, 4, VIRTIO_BLK_S_UNSUPP, false },
-	{ "the used ring, of what is refused", USED, 4, UNKNOWN, 4096, 0, 0, 4, VIRTIO_BLK_S_UNSUPP, false },
-	{ "the used ring, at a completion", USED, 4, VIRTIO_BLK_T_IN, 4096, 0, 0, 4, VIRTIO_BLK_S_OK, true },
-	{ "the place of an answer", DATA, 4, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_ID_BYTES, 0, 0, 0, VIRTIO_BLK_S_OK, false },
-	{ "a page of a read", DATA, 2, VIRTIO_BLK_T_IN, 256 << 10, 0, 128 << 10, 1, VIRTIO_BLK_S_OK, false },
-	{ "a page of a write", DATA, 2, VIRTIO_BLK_T_OUT, 256 << 10, 0, 128 << 10, 1, VIRTIO_BLK_S_OK, false },
-	/* More than a bio has pages: the first part is on its way when the worker meets the page. */
-	{ "a page of a long read", DATA, 2, VIRTIO_BLK_T_IN, LONG, 0, LONG - (256 << 10), 1, VIRTIO_BLK_S_OK, false },
-	{ "a page of a long write", DATA, 2, VIRTIO_BLK_T_OUT, LONG, 0, LONG - (256 << 10), 1, VIRTIO_BLK_S_OK, false },
-	{ "a page of a misaligned write", DATA, 2, VIRTIO_BLK_T_OUT, 256 << 10, 1, 128 << 10, 1, VIRTIO_BLK_S_OK, false },
+	{ "the used ring's end, at its notification", USED_END, 4, UNKNOWN, 4096, 0, 0, 4,
+		VIRTIO_BLK_S_UNSUPP, false },
+	{ "the used ring, of what is refused", USED, 4, UNKNOWN, 4096, 0, 0, 4, VIRTIO_BLK_S_UNSUPP,
+		false },
+	{ "the used ring, at a completion", USED, 4, VIRTIO_BLK_T_IN, 4096, 0, 0, 4,
+		VIRTIO_BLK_S_OK, true },
+	{ "the place of an answer", DATA, 4, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_ID_BYTES, 0, 0, 0,
+		VIRTIO_BLK_S_OK, false },
+	{ "a page of a read", DATA, 2, VIRTIO_BLK_T_IN, 256 << 10, 0, 128 << 10, 1, VIRTIO_BLK_S_OK,
+		false },
+	{ "a page of a write", DATA, 2, VIRTIO_BLK_T_OUT, 256 << 10, 0, 128 << 10, 1,
+		VIRTIO_BLK_S_OK, false },
+	/* More than a bio has pages: the first part is on its way when the worker meets the page.
+	 */
+	{ "a page of a long read", DATA, 2, VIRTIO_BLK_T_IN, LONG, 0, LONG - (256 << 10), 1,
+		VIRTIO_BLK_S_OK, false },
+	{ "a page of a long write", DATA, 2, VIRTIO_BLK_T_OUT, LONG, 0, LONG - (256 << 10), 1,
+		VIRTIO_BLK_S_OK, false },
+	{ "a page of a misaligned write", DATA, 2, VIRTIO_BLK_T_OUT, 256 << 10, 1, 128 << 10, 1,
+		VIRTIO_BLK_S_OK, false },
 };
 
 /* All of this is in memory that the owner and we share. */
@@ -71,10 +83,12 @@ struct dying {
 static int uffd_of(void *at)
 {
 	struct uffdio_api api = { .api = UFFD_API };
-	struct uffdio_register range = { .range = { (uintptr_t)at, 4096 }, .mode = UFFDIO_REGISTER_MODE_MISSING };
+	struct uffdio_register range = { .range = { (uintptr_t)at, 4096 },
+		.mode = UFFDIO_REGISTER_MODE_MISSING };
 	int fd = syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK);
 
-	CHECK(fd >= 0 && !ioctl(fd, UFFDIO_API, &api) && !ioctl(fd, UFFDIO_REGISTER, &range), "userfaultfd");
+	CHECK(fd >= 0 && !ioctl(fd, UFFDIO_API, &api) && !ioctl(fd, UFFDIO_REGISTER, &range),
+		"userfaultfd");
 	return fd;
 }
 
@@ -104,7 +118,8 @@ static void layout(struct dying *dying, const struct kind *kind)
 
 	guest_new(guest, 1);
 	dying->kind = kind;
-	/* On two pages: what says when kicks are wanted lies at its end, and would be the first that is met. */
+	/* On two pages: what says when kicks are wanted lies at its end, and would be the first
+	 * that is met. */
 	used = take(guest, 8192, 4096);
 	guest->rings[0].used = (struct vring_used *)(used + 4096 - 1024);
 	dying->headers = take(guest, COUNT_MAX * sizeof(*dying->headers), 16);
@@ -127,7 +142,8 @@ static void add_requests(struct dying *dying)
 
 	for (unsigned i = 0; i < kind->count; i++) {
 		bool in = kind->type == VIRTIO_BLK_T_IN || kind->type == VIRTIO_BLK_T_GET_ID;
-		struct segment segments[3] = { { &dying->headers[i], 16, false }, { data_of(dying, i), kind->len, in }, { &dying->statuses[i], 1, true } };
+		struct segment segments[3] = { { &dying->headers[i], 16, false },
+			{ data_of(dying, i), kind->len, in }, { &dying->statuses[i], 1, true } };
 
 		dying->headers[i] = (struct virtio_blk_outhdr){ .type = kind->type, .sector = i * (LONG / 512) };
 		CHECK(ring_add(&dying->guest, ring, segments, 3, false) >= 0, "the ring is full");
@@ -138,7 +154,8 @@ static void add_requests(struct dying *dying)
 	eventfd_kick(ring);
 }
 
-/* Never returns. When the worker waits it says which descriptors are the device and the userfaultfd. */
+/* Never returns. When the worker waits it says which descriptors are the device and the
+ * userfaultfd. */
 static void own(struct dying *dying, struct disk *disk, int ready)
 {
 	struct guest *guest = &dying->guest;
@@ -181,14 +198,18 @@ static void wait_used(const struct dying *dying, unsigned count)
 {
 	const struct vring_used *used = dying->guest.rings[0].used;
 
-	for (unsigned tries = 0; tries < 6000 && __atomic_load_n(&used->idx, __ATOMIC_ACQUIRE) < count; tries++)
+	for (unsigned tries = 0;
+		tries < 6000 && __atomic_load_n(&used->idx, __ATOMIC_ACQUIRE) < count; tries++)
 		nap_ms(10);
-	CHECK(__atomic_load_n(&used->idx, __ATOMIC_ACQUIRE) == count, "%s: %u of %u requests were used", dying->kind->name, used->idx, count);
+	CHECK(__atomic_load_n(&used->idx, __ATOMIC_ACQUIRE) == count,
+		"%s: %u of %u requests were used", dying->kind->name, used->idx, count);
 	for (unsigned i = 0; i < count; i++) {
 		unsigned head = used->ring[i].id;
 
-		CHECK(head % 3 == 0 && head / 3 < dying->kind->count && dying->statuses[head / 3] == dying->kind->status,
-		      "%s: chain %u has status %u", dying->kind->name, head, head / 3 < COUNT_MAX ? dying->statuses[head / 3] : 0);
+		CHECK(head % 3 == 0 && head / 3 < dying->kind->count &&
+				dying->statuses[head / 3] == dying->kind->status,
+			"%s: chain %u has status %u", dying->kind->name, head,
+			head / 3 < COUNT_MAX ? dying->statuses[head / 3] : 0);
 	}
 }
 
@@ -199,20 +220,25 @@ static void check_counters(struct dying *dying, unsigned taken)
 	const struct kind *kind = dying->kind;
 	bool in = kind->type == VIRTIO_BLK_T_IN, out = kind->type == VIRTIO_BLK_T_OUT;
 
-	CHECK(stats.reads == (in ? taken : 0) && stats.read_bytes == stats.reads * kind->len, "%s: %llu reads of %llu bytes were counted", kind->name,
-	      stats.reads, stats.read_bytes);
-	CHECK(stats.writes == (out ? taken : 0) && stats.write_bytes == stats.writes * kind->len, "%s: %llu writes of %llu bytes were counted",
-	      kind->name, stats.writes, stats.write_bytes);
-	CHECK(stats.get_ids == (kind->type == VIRTIO_BLK_T_GET_ID ? taken : 0), "%s: %llu get-ids were counted", kind->name, stats.get_ids);
+	CHECK(stats.reads == (in ? taken : 0) && stats.read_bytes == stats.reads * kind->len,
+		"%s: %llu reads of %llu bytes were counted", kind->name, stats.reads,
+		stats.read_bytes);
+	CHECK(stats.writes == (out ? taken : 0) && stats.write_bytes == stats.writes * kind->len,
+		"%s: %llu writes of %llu bytes were counted", kind->name, stats.writes,
+		stats.write_bytes);
+	CHECK(stats.get_ids == (kind->type == VIRTIO_BLK_T_GET_ID ? taken : 0),
+		"%s: %llu get-ids were counted", kind->name, stats.get_ids);
 	CHECK(!stats.errors && !stats.broken, "%s: %llu errors were counted", kind->name, stats.errors);
-	CHECK(stats.unsupported == (kind->type == UNKNOWN ? taken : 0), "%s: %llu unknown requests were counted", kind->name, stats.unsupported);
+	CHECK(stats.unsupported == (kind->type == UNKNOWN ? taken : 0),
+		"%s: %llu unknown requests were counted", kind->name, stats.unsupported);
 }
 
 /* Copies between the disk and `bytes`, at the place of request i. */
 static void disk_copy(const struct disk *disk, unsigned i, void *bytes, uint32_t len, bool write)
 {
 	int fd = open(disk->path, (write ? O_RDWR : O_RDONLY) | O_DIRECT | O_CLOEXEC);
-	ssize_t done = write ? pwrite(fd, bytes, len, (off_t)i * LONG) : pread(fd, bytes, len, (off_t)i * LONG);
+	ssize_t done = write ? pwrite(fd, bytes, len, (off_t)i * LONG)
+			     : pread(fd, bytes, len, (off_t)i * LONG);
 
 	CHECK(done == (ssize_t)len, "%s", disk->path);
 	close(fd);
@@ -249,7 +275,8 @@ static void dies(const struct kind *kind, struct disk *disk, uint8_t *bytes)
 	dying.guest.fd = descriptor_of(child, fds[0]);
 	uffd = descriptor_of(child, fds[1]);
 	CHECK(!kill(child, SIGKILL), "kill");
-	/* Time for the worker to find that it dies before the page is there. With too little of it the test passes as well. */
+	/* Time for the worker to find that it dies before the page is there. With too little of it
+	 * the test passes as well. */
 	nap_ms(300);
 	close(uffd);
 	CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status), "waitpid");
@@ -273,7 +300,8 @@ static void dies(const struct kind *kind, struct disk *disk, uint8_t *bytes)
 
 	for (unsigned i = 0; (in || out) && i < kind->count; i++) {
 		disk_copy(disk, i, bytes, kind->len, false);
-		CHECK(!memcmp(bytes, data_of(&dying, i), kind->len), "%s: request %u moved something else", kind->name, i);
+		CHECK(!memcmp(bytes, data_of(&dying, i), kind->len),
+			"%s: request %u moved something else", kind->name, i);
 	}
 	munmap(dying.guest.memory, MEMORY_BYTES);
 	close(dying.guest.memory_fd);

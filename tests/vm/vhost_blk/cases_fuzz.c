@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: MIT OR Apache-2.0 */
 /*
- * Random ioctls for a time: of the module and of vhost, in any order, with arguments that are right, nearly right or anything, changed while
- * they are read, from several threads and processes, with descriptors of every kind, on rings full of rubbish that is kicked meanwhile.
- * Processes kill themselves. What may come out of it is nothing: no complaint of the kernel, no process that does not end, a device that works.
+ * Random ioctls for a time: of the module and of vhost, in any order, with arguments that are
+ * right, nearly right or anything, changed while they are read, from several threads and processes,
+ * with descriptors of every kind, on rings full of rubbish that is kicked meanwhile. Processes kill
+ * themselves. What may come out of it is nothing: no complaint of the kernel, no process that does
+ * not end, a device that works.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -34,13 +36,40 @@
 #define WORKERS_MAX 12
 
 static const unsigned long requests[] = {
-	RINGDISK_VBLK_INFO, RINGDISK_VBLK_SETUP, RINGDISK_VBLK_SET_DISK, RINGDISK_VBLK_START, RINGDISK_VBLK_STOP, RINGDISK_VBLK_SET_CACHE,
-	RINGDISK_VBLK_STATS, VHOST_SET_OWNER, VHOST_RESET_OWNER, VHOST_GET_FEATURES, VHOST_SET_FEATURES, VHOST_SET_MEM_TABLE,
-	VHOST_SET_LOG_BASE, VHOST_SET_LOG_FD, VHOST_SET_VRING_NUM, VHOST_SET_VRING_ADDR, VHOST_SET_VRING_BASE, VHOST_GET_VRING_BASE,
-	VHOST_SET_VRING_KICK, VHOST_SET_VRING_CALL, VHOST_SET_VRING_ERR, VHOST_SET_VRING_BUSYLOOP_TIMEOUT,
-	VHOST_GET_VRING_BUSYLOOP_TIMEOUT, VHOST_SET_VRING_ENDIAN, VHOST_GET_VRING_ENDIAN, VHOST_SET_BACKEND_FEATURES,
-	VHOST_GET_BACKEND_FEATURES, VHOST_NEW_WORKER, _IOW(VHOST_VIRTIO, 0x9, struct vhost_worker_state), VHOST_ATTACH_VRING_WORKER,
-	VHOST_GET_VRING_WORKER, _IOW(VHOST_VIRTIO, 0x84, uint8_t), _IOR(VHOST_VIRTIO, 0x85, uint8_t), _IOW(VHOST_VIRTIO, 0x83, uint64_t),
+	RINGDISK_VBLK_INFO,
+	RINGDISK_VBLK_SETUP,
+	RINGDISK_VBLK_SET_DISK,
+	RINGDISK_VBLK_START,
+	RINGDISK_VBLK_STOP,
+	RINGDISK_VBLK_SET_CACHE,
+	RINGDISK_VBLK_STATS,
+	VHOST_SET_OWNER,
+	VHOST_RESET_OWNER,
+	VHOST_GET_FEATURES,
+	VHOST_SET_FEATURES,
+	VHOST_SET_MEM_TABLE,
+	VHOST_SET_LOG_BASE,
+	VHOST_SET_LOG_FD,
+	VHOST_SET_VRING_NUM,
+	VHOST_SET_VRING_ADDR,
+	VHOST_SET_VRING_BASE,
+	VHOST_GET_VRING_BASE,
+	VHOST_SET_VRING_KICK,
+	VHOST_SET_VRING_CALL,
+	VHOST_SET_VRING_ERR,
+	VHOST_SET_VRING_BUSYLOOP_TIMEOUT,
+	VHOST_GET_VRING_BUSYLOOP_TIMEOUT,
+	VHOST_SET_VRING_ENDIAN,
+	VHOST_GET_VRING_ENDIAN,
+	VHOST_SET_BACKEND_FEATURES,
+	VHOST_GET_BACKEND_FEATURES,
+	VHOST_NEW_WORKER,
+	_IOW(VHOST_VIRTIO, 0x9, struct vhost_worker_state),
+	VHOST_ATTACH_VRING_WORKER,
+	VHOST_GET_VRING_WORKER,
+	_IOW(VHOST_VIRTIO, 0x84, uint8_t),
+	_IOR(VHOST_VIRTIO, 0x85, uint8_t),
+	_IOW(VHOST_VIRTIO, 0x83, uint64_t),
 	_IOW(VHOST_VIRTIO, 0x30, struct vhost_vring_file),
 };
 #define REQUESTS (sizeof(requests) / sizeof(*requests))
@@ -75,8 +104,10 @@ struct thread { struct fuzz *fuzz; unsigned index, seed; pthread_t thread; };
 
 static uint64_t random_word(unsigned *seed)
 {
-	static const uint64_t special[] = { 0, 1, 2, 511, 512, 4096, 0x7fffffff, 0x80000000, 0xffffffff, 0x100000000, 0x7ffffffff000,
-		0x7fffffffffff, 0x800000000000, 0xffff800000010000, 0xffff888000000000, 0xffffffff81000000, 0xfffffffffffff000, UINT64_MAX };
+	static const uint64_t special[] = { 0, 1, 2, 511, 512, 4096, 0x7fffffff, 0x80000000,
+		0xffffffff, 0x100000000, 0x7ffffffff000, 0x7fffffffffff, 0x800000000000,
+		0xffff800000010000, 0xffff888000000000, 0xffffffff81000000, 0xfffffffffffff000,
+		UINT64_MAX };
 	uint64_t word = (uint64_t)rand_r(seed) << 40 ^ (uint64_t)rand_r(seed) << 20 ^ rand_r(seed);
 
 	switch (rand_r(seed) % 4) {
@@ -92,7 +123,9 @@ static int random_fd(struct fuzz *fuzz, unsigned *seed)
 
 	if (which < DESCRIPTORS)
 		return fuzz->fds[which];
-	return which == DESCRIPTORS ? -1 : which == DESCRIPTORS + 1 ? fuzz->guest.fd : (int)random_word(seed);
+	return which == DESCRIPTORS       ? -1
+	       : which == DESCRIPTORS + 1 ? fuzz->guest.fd
+					  : (int)random_word(seed);
 }
 
 /* An argument that is right, for most fields. */
@@ -105,39 +138,58 @@ static void fill(struct thread *thread, unsigned long request, void *at)
 
 	switch (request) {
 	case RINGDISK_VBLK_SETUP:
-		*(struct ringdisk_vblk_setup *)at = (struct ringdisk_vblk_setup){ .version = RINGDISK_VBLK_VERSION, .queues = guest->queues };
+		*(struct ringdisk_vblk_setup *)at =
+			(struct ringdisk_vblk_setup){ .version = RINGDISK_VBLK_VERSION,
+				.queues = guest->queues };
 		break;
 	case RINGDISK_VBLK_SET_DISK:
-		*(struct ringdisk_vblk_disk *)at = (struct ringdisk_vblk_disk){ .fd = rand_r(seed) % 3 ? fuzz->fds[0] : random_fd(fuzz, seed),
-			.engine = rand_r(seed) % 3, .flags = rand_r(seed) % 3, .block_bytes = 512u << rand_r(seed) % 4,
-			.memory_align = 1u << rand_r(seed) % 13, .ranges_max = 16, .range_sectors_max = 1 << 16, .capacity = 1 << 20 };
+		*(struct ringdisk_vblk_disk *)at =
+			(struct ringdisk_vblk_disk){ .fd = rand_r(seed) % 3 ? fuzz->fds[0]
+									    : random_fd(fuzz, seed),
+				.engine = rand_r(seed) % 3,
+				.flags = rand_r(seed) % 3,
+				.block_bytes = 512u << rand_r(seed) % 4,
+				.memory_align = 1u << rand_r(seed) % 13,
+				.ranges_max = 16,
+				.range_sectors_max = 1 << 16,
+				.capacity = 1 << 20 };
 		break;
 	case VHOST_SET_FEATURES:
 		*(uint64_t *)at = BLK_FEATURES ^ (rand_r(seed) % 3 ? 0 : 1ull << rand_r(seed) % 64);
 		break;
 	case VHOST_SET_MEM_TABLE: {
-		struct { struct vhost_memory head; struct vhost_memory_region regions[4]; } table = { .head.nregions = 1 + rand_r(seed) % 2 };
+		struct {
+			struct vhost_memory head;
+			struct vhost_memory_region regions[4];
+		} table = { .head.nregions = 1 + rand_r(seed) % 2 };
 
-		table.regions[0] = (struct vhost_memory_region){ .guest_phys_addr = GUEST_BASE, .memory_size = MEMORY_BYTES,
+		table.regions[0] = (struct vhost_memory_region){ .guest_phys_addr = GUEST_BASE,
+			.memory_size = MEMORY_BYTES,
 			.userspace_addr = (uintptr_t)guest->memory };
-		table.regions[1] = (struct vhost_memory_region){ .guest_phys_addr = random_word(seed), .memory_size = random_word(seed),
-			.userspace_addr = random_word(seed) };
+		table.regions[1] =
+			(struct vhost_memory_region){ .guest_phys_addr = random_word(seed),
+				.memory_size = random_word(seed),
+				.userspace_addr = random_word(seed) };
 		memcpy(at, &table, sizeof(table));
 		break;
 	}
 	case VHOST_SET_VRING_ADDR:
-		*(struct vhost_vring_addr *)at = (struct vhost_vring_addr){ .index = index, .desc_user_addr = (uintptr_t)ring->desc,
-			.avail_user_addr = (uintptr_t)ring->avail, .used_user_addr = (uintptr_t)ring->used };
+		*(struct vhost_vring_addr *)at = (struct vhost_vring_addr){ .index = index,
+			.desc_user_addr = (uintptr_t)ring->desc,
+			.avail_user_addr = (uintptr_t)ring->avail,
+			.used_user_addr = (uintptr_t)ring->used };
 		break;
 	case VHOST_SET_VRING_NUM:
 		*(struct vhost_vring_state *)at = (struct vhost_vring_state){ index, 1u << rand_r(seed) % 12 };
 		break;
 	case VHOST_SET_VRING_KICK:
-		*(struct vhost_vring_file *)at = (struct vhost_vring_file){ index, rand_r(seed) % 3 ? ring->kick : random_fd(fuzz, seed) };
+		*(struct vhost_vring_file *)at = (struct vhost_vring_file){ index,
+			rand_r(seed) % 3 ? ring->kick : random_fd(fuzz, seed) };
 		break;
 	case VHOST_SET_VRING_CALL:
 	case VHOST_SET_VRING_ERR:
-		*(struct vhost_vring_file *)at = (struct vhost_vring_file){ index, rand_r(seed) % 3 ? ring->call : random_fd(fuzz, seed) };
+		*(struct vhost_vring_file *)at = (struct vhost_vring_file){ index,
+			rand_r(seed) % 3 ? ring->call : random_fd(fuzz, seed) };
 		break;
 	case RINGDISK_VBLK_SET_CACHE:
 		*(uint32_t *)at = rand_r(seed) % 3;
@@ -171,7 +223,10 @@ static void *call(void *argument)
 		if (rand_r(seed) % 32 == 0)
 			at = (void *)(uintptr_t)random_word(seed);
 		if (rand_r(seed) % 64 == 0)
-			ioctl(fd, (rand_r(seed) % 2 ? VHOST_VIRTIO : RINGDISK_VBLK_MAGIC) << 8 | rand_r(seed) % 256 | (unsigned)rand_r(seed) << 16, at);
+			ioctl(fd,
+				(rand_r(seed) % 2 ? VHOST_VIRTIO : RINGDISK_VBLK_MAGIC) << 8 |
+					rand_r(seed) % 256 | (unsigned)rand_r(seed) << 16,
+				at);
 		atomic_fetch_add(&fuzz->tally->called[which], 1);
 		if (!ioctl(fd, requests[which], at))
 			atomic_fetch_add(&fuzz->tally->succeeded[which], 1);
@@ -180,7 +235,9 @@ static void *call(void *argument)
 			struct ring *ring = &fuzz->guest.rings[rand_r(seed) % fuzz->guest.queues];
 
 			if (rand_r(seed) % 4 == 0)
-				ring->desc[rand_r(seed) % 64] = (struct vring_desc){ random_word(seed), random_word(seed), random_word(seed), random_word(seed) };
+				ring->desc[rand_r(seed) % 64] =
+					(struct vring_desc){ random_word(seed), random_word(seed),
+						random_word(seed), random_word(seed) };
 			if (rand_r(seed) % 4 == 0)
 				ring->avail->idx += rand_r(seed) % 4;
 			else if (rand_r(seed) % 64 == 0)
@@ -201,8 +258,11 @@ static void seed_rings(struct fuzz *fuzz)
 
 		for (unsigned i = 0; i < 16; i++) {
 			headers[i] = (struct virtio_blk_outhdr){ .type = i % 6, .sector = 8 * i };
-			ring_add(&fuzz->guest, ring, (struct segment[]){ { &headers[i], 16, false }, { data + 8192 * i + i % 3, 4096, i % 6 == 0 },
-				{ data + 8192 * i + 8000, 1, true } }, 3, i & 1);
+			ring_add(&fuzz->guest, ring,
+				(struct segment[]){ { &headers[i], 16, false },
+					{ data + 8192 * i + i % 3, 4096, i % 6 == 0 },
+					{ data + 8192 * i + 8000, 1, true } },
+				3, i & 1);
 		}
 		for (unsigned i = 16; i < RING_SIZE; i++)
 			ring->avail->ring[i] = ring->avail->ring[i % 16];
@@ -313,7 +373,8 @@ void test_fuzz(struct disk *disk, unsigned seconds)
 	printf("seed %u, %u s\n", seed, seconds);
 	fuzz.disk = *disk;
 	fuzz.shared = open(device_path, O_RDWR | O_CLOEXEC);
-	fuzz.tally = mmap(NULL, sizeof(*fuzz.tally), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	fuzz.tally = mmap(NULL, sizeof(*fuzz.tally), PROT_READ | PROT_WRITE,
+		MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 	CHECK(fuzz.tally != MAP_FAILED, "mmap");
 	/* Errors of children are theirs. */
 	int silent = open("/dev/null", O_WRONLY);
@@ -345,19 +406,28 @@ void test_fuzz(struct disk *disk, unsigned seconds)
 		}
 	}
 	for (unsigned i = 0; i < REQUESTS; i++) {
-		unsigned long called = atomic_load(&fuzz.tally->called[i]), succeeded = atomic_load(&fuzz.tally->succeeded[i]);
+		unsigned long called = atomic_load(&fuzz.tally->called[i]),
+			      succeeded = atomic_load(&fuzz.tally->succeeded[i]);
 
 		total += called;
-		printf("%s%02lx.%02lx %lu of %lu", i % 6 ? ", " : i ? "\n  " : "  ", requests[i] >> 8 & 0xff, requests[i] & 0xff, succeeded, called);
-		if (requests[i] == RINGDISK_VBLK_START || requests[i] == RINGDISK_VBLK_STOP || requests[i] == VHOST_ATTACH_VRING_WORKER)
+		printf("%s%02lx.%02lx %lu of %lu",
+			i % 6 ? ", "
+			: i   ? "\n  "
+			      : "  ",
+			requests[i] >> 8 & 0xff, requests[i] & 0xff, succeeded, called);
+		if (requests[i] == RINGDISK_VBLK_START || requests[i] == RINGDISK_VBLK_STOP ||
+			requests[i] == VHOST_ATTACH_VRING_WORKER)
 			CHECK(succeeded, "call %lx never succeeded", requests[i]);
 	}
-	printf("\n%lu calls on %lu devices, %lu processes killed, %lu requests served\n", total, atomic_load(&fuzz.tally->devices),
-	       atomic_load(&fuzz.tally->kills), atomic_load(&fuzz.tally->served));
+	printf("\n%lu calls on %lu devices, %lu processes killed, %lu requests served\n", total,
+		atomic_load(&fuzz.tally->devices), atomic_load(&fuzz.tally->kills),
+		atomic_load(&fuzz.tally->served));
 	CHECK(atomic_load(&fuzz.tally->served), "nothing was served");
 	/* The device works as ever. */
 	guest_run(&guest, disk, 2);
-	CHECK(transfer(&guest, &guest.rings[1], true, 0, take(&guest, 4096, 4096), 4096) == VIRTIO_BLK_S_OK, "a write after all that");
+	CHECK(transfer(&guest, &guest.rings[1], true, 0, take(&guest, 4096, 4096), 4096) ==
+			VIRTIO_BLK_S_OK,
+		"a write after all that");
 	guest_stop(&guest);
 	guest_close(&guest);
 }

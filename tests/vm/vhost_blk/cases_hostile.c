@@ -22,7 +22,8 @@
 #define IN_FLIGHT 20
 
 /* Child: owns the device, begins requests, says so and waits to be killed. */
-static void owner(struct guest *guest, struct disk *disk, int ready, struct virtio_blk_outhdr *headers, uint8_t *statuses, uint8_t *data)
+static void owner(struct guest *guest, struct disk *disk, int ready,
+	struct virtio_blk_outhdr *headers, uint8_t *statuses, uint8_t *data)
 {
 	struct ring *ring = &guest->rings[0];
 	struct ringdisk_vblk_stats stats;
@@ -35,11 +36,17 @@ static void owner(struct guest *guest, struct disk *disk, int ready, struct virt
 	guest_workers(guest);
 	guest_start(guest);
 	for (unsigned i = 0; i < IN_FLIGHT; i++) {
-		headers[i] = (struct virtio_blk_outhdr){ .type = i % 4 == 3 ? VIRTIO_BLK_T_OUT : VIRTIO_BLK_T_IN, .sector = 8 * i };
+		headers[i] = (struct virtio_blk_outhdr){
+			.type = i % 4 == 3 ? VIRTIO_BLK_T_OUT : VIRTIO_BLK_T_IN, .sector = 8 * i
+		};
 		statuses[i] = 0xff;
 		/* Each fifth one misaligned: they go through a bounce. */
-		CHECK(ring_add(guest, ring, (struct segment[]){ { &headers[i], 16, false },
-			{ data + 8192 * i + (i % 5 == 4), 4096, headers[i].type == VIRTIO_BLK_T_IN }, { &statuses[i], 1, true } }, 3, false) >= 0,
+		CHECK(ring_add(guest, ring,
+			      (struct segment[]){ { &headers[i], 16, false },
+				      { data + 8192 * i + (i % 5 == 4), 4096,
+					      headers[i].type == VIRTIO_BLK_T_IN },
+				      { &statuses[i], 1, true } },
+			      3, false) >= 0,
 			"the ring is full");
 	}
 	ring_publish(ring);
@@ -55,7 +62,8 @@ static void owner(struct guest *guest, struct disk *disk, int ready, struct virt
 		pause();
 }
 
-/* The owner dies with requests in flight: each is answered all the same, and then it is gone. The disk takes its time (null_blk, 1 s). */
+/* The owner dies with requests in flight: each is answered all the same, and then it is gone. The
+ * disk takes its time (null_blk, 1 s). */
 void test_kill(struct disk *disk, unsigned times)
 {
 	for (unsigned time = 0; time < times; time++) {
@@ -108,7 +116,8 @@ static void kick(struct ring *ring)
 	CHECK(write(ring->kick, &one, sizeof(one)) == sizeof(one), "kick");
 }
 
-/* Rings that break every rule. Each ends its own queue only, and STOP and START make it whole again. */
+/* Rings that break every rule. Each ends its own queue only, and STOP and START make it whole
+ * again. */
 void test_rings(struct disk *disk)
 {
 	struct guest guest;
@@ -127,8 +136,12 @@ void test_rings(struct disk *disk)
 
 		*header = (struct virtio_blk_outhdr){ .type = VIRTIO_BLK_T_IN };
 		for (unsigned i = 0; i < 4; i++)
-			desc[i] = (struct vring_desc){ .addr = guest_address(&guest, data + 1024 * i), .len = i ? 512 : 16,
-				.flags = (i ? VRING_DESC_F_WRITE : 0) | (i < 3 ? VRING_DESC_F_NEXT : 0), .next = i + 1 };
+			desc[i] =
+				(struct vring_desc){ .addr = guest_address(&guest, data + 1024 * i),
+					.len = i ? 512 : 16,
+					.flags = (i ? VRING_DESC_F_WRITE : 0) |
+						 (i < 3 ? VRING_DESC_F_NEXT : 0),
+					.next = i + 1 };
 		ring->avail->ring[ring->avail_next % RING_SIZE] = 0;
 		switch (kind) {
 		case 0: desc[0].addr = 0; break;				/* not memory */
@@ -136,7 +149,10 @@ void test_rings(struct disk *disk)
 		case 2: desc[1].addr = UINT64_MAX - 100; break;			/* wraps around */
 		case 3: desc[2].next = 1; desc[2].flags |= VRING_DESC_F_NEXT; break; /* a loop */
 		case 4: desc[1].next = RING_SIZE; break;			/* no descriptor */
-		case 5: desc[1].flags = VRING_DESC_F_NEXT; desc[0].flags |= VRING_DESC_F_WRITE; break; /* read behind written */
+		case 5:
+			desc[1].flags = VRING_DESC_F_NEXT;
+			desc[0].flags |= VRING_DESC_F_WRITE;
+			break; /* read behind written */
 		case 6: desc[0].len = 15; break;				/* half a header */
 		case 7: desc[0].flags = 0; break;				/* no status */
 		case 8: ring->avail->ring[ring->avail_next % RING_SIZE] = RING_SIZE; break; /* no head */
@@ -157,35 +173,46 @@ void test_rings(struct disk *disk)
 		ring->shown = ring->avail_next - 1;
 		ring_publish(ring);
 		kick(ring);
-		CHECK(ring_reported_error(ring, breaks ? 10000 : 300) == breaks, "ring %u: the error eventfd", kind);
+		CHECK(ring_reported_error(ring, breaks ? 10000 : 300) == breaks,
+			"ring %u: the error eventfd", kind);
 		/* Vhost says it first, then the module, which then knows it. */
-		for (unsigned tries = 0; breaks && tries < 1000 && stats_of(&guest, 0).state == RINGDISK_VBLK_RUNNING; tries++)
+		for (unsigned tries = 0; breaks && tries < 1000 &&
+					 stats_of(&guest, 0).state == RINGDISK_VBLK_RUNNING;
+			tries++)
 			nap_ms(10);
-		CHECK(stats_of(&guest, 0).state == (breaks ? RINGDISK_VBLK_BROKEN : RINGDISK_VBLK_RUNNING), "ring %u: state %u", kind,
-		      stats_of(&guest, 0).state);
-		CHECK(transfer(&guest, other, false, 0, data, 4096) == VIRTIO_BLK_S_OK, "ring %u: the other queue", kind);
+		CHECK(stats_of(&guest, 0).state ==
+				(breaks ? RINGDISK_VBLK_BROKEN : RINGDISK_VBLK_RUNNING),
+			"ring %u: state %u", kind, stats_of(&guest, 0).state);
+		CHECK(transfer(&guest, other, false, 0, data, 4096) == VIRTIO_BLK_S_OK,
+			"ring %u: the other queue", kind);
 		CHECK(!device_ioctl(&guest, RINGDISK_VBLK_STOP, &zero), "STOP");
 		/* Both have said it. */
 		ring_reported_error(ring, 0);
 		ring_reset(ring);
 		ring_attach(&guest, 0);
 		CHECK(!device_ioctl(&guest, RINGDISK_VBLK_START, &zero), "START");
-		CHECK(transfer(&guest, ring, false, 0, data, 4096) == VIRTIO_BLK_S_OK, "ring %u: it is not whole again", kind);
+		CHECK(transfer(&guest, ring, false, 0, data, 4096) == VIRTIO_BLK_S_OK,
+			"ring %u: it is not whole again", kind);
 	}
 	/* Memory of the rings themselves goes away: an error, then nothing. */
-	CHECK(mmap(guest.memory, 4096 * 16, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED, "mmap");
+	CHECK(mmap(guest.memory, 4096 * 16, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1,
+		      0) != MAP_FAILED,
+		"mmap");
 	kick(ring);
 	CHECK(ring_reported_error(ring, 10000), "rings without memory: the error eventfd");
 	guest_close(&guest);
 }
 
-static void refused(struct guest *guest, unsigned long request, const void *argument, int error, const char *what)
+static void refused(struct guest *guest, unsigned long request, const void *argument, int error,
+	const char *what)
 {
 	errno = 0;
-	CHECK(device_ioctl(guest, request, argument) == -1 && errno == error, "%s was not refused with %d", what, error);
+	CHECK(device_ioctl(guest, request, argument) == -1 && errno == error,
+		"%s was not refused with %d", what, error);
 }
 
-/* Ioctls in wrong orders, with wrong numbers, from another process; descriptors of the wrong kind. */
+/* Ioctls in wrong orders, with wrong numbers, from another process; descriptors of the wrong kind.
+ */
 void test_control(struct disk *disk)
 {
 	struct guest guest;
@@ -195,14 +222,17 @@ void test_control(struct disk *disk)
 	struct vhost_vring_state number = { 0, 2048 };
 	struct ringdisk_vblk_stats stats = { .queue = 0 };
 	uint32_t zero = 0, many = 100, two = 2, all = RINGDISK_VBLK_ALL;
-	uint64_t features = BLK_FEATURES, packed = features | 1ull << VIRTIO_F_RING_PACKED, legacy = 1ull << VIRTIO_BLK_F_FLUSH;
+	uint64_t features = BLK_FEATURES, packed = features | 1ull << VIRTIO_F_RING_PACKED,
+		 legacy = 1ull << VIRTIO_BLK_F_FLUSH;
 	int fd, pipes[2], status;
 	pid_t child;
 
 	guest_new(&guest, 2);
 	guest.fd = open(device_path, O_RDWR | O_CLOEXEC);
 	CHECK(guest.fd >= 0, "open");
-	CHECK(!device_ioctl(&guest, RINGDISK_VBLK_INFO, &info) && info.version == RINGDISK_VBLK_VERSION && info.queues_max >= 16, "INFO");
+	CHECK(!device_ioctl(&guest, RINGDISK_VBLK_INFO, &info) &&
+			info.version == RINGDISK_VBLK_VERSION && info.queues_max >= 16,
+		"INFO");
 	refused(&guest, RINGDISK_VBLK_INFO, (void *)1, EFAULT, "INFO nowhere");
 	refused(&guest, RINGDISK_VBLK_START, &zero, EINVAL, "START before SETUP");
 	refused(&guest, VHOST_SET_OWNER, NULL, EINVAL, "SET_OWNER before SETUP");
@@ -224,8 +254,10 @@ void test_control(struct disk *disk)
 
 	/* Rings, but no memory. */
 	guest.fd = open(device_path, O_RDWR | O_CLOEXEC);
-	CHECK(!device_ioctl(&guest, RINGDISK_VBLK_SETUP, &setup) && !device_ioctl(&guest, VHOST_SET_OWNER, NULL) &&
-	      !device_ioctl(&guest, VHOST_SET_FEATURES, &features), "a device without memory");
+	CHECK(!device_ioctl(&guest, RINGDISK_VBLK_SETUP, &setup) &&
+			!device_ioctl(&guest, VHOST_SET_OWNER, NULL) &&
+			!device_ioctl(&guest, VHOST_SET_FEATURES, &features),
+		"a device without memory");
 	close(disk_open(&opened));
 	guest_disk(&guest, &opened);
 	ring_attach(&guest, 0);
@@ -247,23 +279,29 @@ void test_control(struct disk *disk)
 	CHECK(!pipe(pipes), "pipe");
 	CHECK(try_disk(&guest, &opened, pipes[0]) == -1 && errno == EINVAL, "a pipe as disk");
 	CHECK(try_disk(&guest, &opened, 9999) == -1 && errno == EBADF, "no descriptor as disk");
-	int directory = open("/tmp", O_RDONLY), null = open("/dev/null", O_RDWR), reader = open(disk->path, O_RDONLY | O_DIRECT);
+	int directory = open("/tmp", O_RDONLY), null = open("/dev/null", O_RDWR),
+	    reader = open(disk->path, O_RDONLY | O_DIRECT);
 	CHECK(try_disk(&guest, &opened, directory) == -1 && errno == EINVAL, "a directory as disk");
 	CHECK(try_disk(&guest, &opened, null) == -1 && errno == EINVAL, "/dev/null as disk");
 	CHECK(try_disk(&guest, &opened, reader) == -1 && errno == EBADF, "a disk that cannot be written");
 	CHECK(try_disk(&guest, &opened, guest.fd) == -1 && errno == EINVAL, "the device as its own disk");
 	int proc = open("/proc/self/mem", O_RDWR);
 	CHECK(try_disk(&guest, &opened, proc) == -1, "a process as disk");
-	int others[] = { eventfd(0, 0), epoll_create1(0), socket(AF_UNIX, SOCK_STREAM, 0), timerfd_create(CLOCK_MONOTONIC, 0),
-		open(device_path, O_RDWR), open("/dev/zero", O_RDWR), open("/sys/kernel/debug", O_RDONLY), pipes[1] };
+	int others[] = { eventfd(0, 0), epoll_create1(0), socket(AF_UNIX, SOCK_STREAM, 0),
+		timerfd_create(CLOCK_MONOTONIC, 0), open(device_path, O_RDWR),
+		open("/dev/zero", O_RDWR), open("/sys/kernel/debug", O_RDONLY), pipes[1] };
 	for (unsigned i = 0; i < sizeof(others) / sizeof(*others); i++) {
 		struct vhost_vring_file file = { 0, others[i] };
 
-		CHECK(try_disk(&guest, &opened, others[i]) == -1 && errno == EINVAL, "descriptor of kind %u as disk", i);
+		CHECK(try_disk(&guest, &opened, others[i]) == -1 && errno == EINVAL,
+			"descriptor of kind %u as disk", i);
 		/* Only the first is an eventfd. */
-		CHECK(!device_ioctl(&guest, VHOST_SET_VRING_KICK, &file) == !i, "descriptor of kind %u as kick", i);
-		CHECK(!device_ioctl(&guest, VHOST_SET_VRING_CALL, &file) == !i, "descriptor of kind %u as call", i);
-		CHECK(!device_ioctl(&guest, VHOST_SET_VRING_ERR, &file) == !i, "descriptor of kind %u as error", i);
+		CHECK(!device_ioctl(&guest, VHOST_SET_VRING_KICK, &file) == !i,
+			"descriptor of kind %u as kick", i);
+		CHECK(!device_ioctl(&guest, VHOST_SET_VRING_CALL, &file) == !i,
+			"descriptor of kind %u as call", i);
+		CHECK(!device_ioctl(&guest, VHOST_SET_VRING_ERR, &file) == !i,
+			"descriptor of kind %u as error", i);
 		close(others[i]);
 	}
 	int path = open(disk->path, O_PATH);
@@ -309,7 +347,9 @@ void test_control(struct disk *disk)
 		_exit(0);
 	}
 	CHECK(waitpid(child, &status, 0) == child && !status, "the other process");
-	CHECK(transfer(&guest, &guest.rings[1], false, 0, take(&guest, 4096, 4096), 4096) == VIRTIO_BLK_S_OK, "a read after all that");
+	CHECK(transfer(&guest, &guest.rings[1], false, 0, take(&guest, 4096, 4096), 4096) ==
+			VIRTIO_BLK_S_OK,
+		"a read after all that");
 	guest_stop(&guest);
 	guest_close(&guest);
 }

@@ -44,7 +44,8 @@ static uint8_t *publish(struct guest *guest, const struct crowd *crowd)
 	for (unsigned i = 0; i < crowd->ranges; i++)
 		ranges[i] = (struct virtio_blk_discard_write_zeroes){ .num_sectors = crowd->range_sectors };
 	for (unsigned i = 0; i < crowd->count; i++) {
-		struct segment segments[] = { { header, sizeof(*header), false }, data, { &statuses[i], 1, true } };
+		struct segment segments[] = { { header, sizeof(*header), false }, data,
+			{ &statuses[i], 1, true } };
 
 		CHECK(ring_add(guest, ring, segments, 3, true) >= 0, "the ring is full");
 	}
@@ -83,16 +84,30 @@ void test_crowd(struct disk *disk)
 	guest_run(&guest, disk, 1);
 	queues_up(&guest, &(struct crowd){ .type = VIRTIO_BLK_T_IN, .count = 24, .bytes = 16 * MIB }, 4);
 	queues_up(&guest, &(struct crowd){ .type = VIRTIO_BLK_T_IN, .count = 3, .bytes = 64 * MIB }, 1);
-	queues_up(&guest, &(struct crowd){ .type = VIRTIO_BLK_T_WRITE_ZEROES, .count = 64, .ranges = 2, .range_sectors = 2048 }, 4);
-	queues_up(&guest, &(struct crowd){ .type = VIRTIO_BLK_T_DISCARD, .count = 64, .ranges = 2, .range_sectors = 2048 }, 4);
+	queues_up(&guest,
+		&(struct crowd){ .type = VIRTIO_BLK_T_WRITE_ZEROES,
+			.count = 64,
+			.ranges = 2,
+			.range_sectors = 2048 },
+		4);
+	queues_up(&guest,
+		&(struct crowd){ .type = VIRTIO_BLK_T_DISCARD,
+			.count = 64,
+			.ranges = 2,
+			.range_sectors = 2048 },
+		4);
 	guest_stop(&guest);
 	guest_close(&guest);
 }
 
-/* Dies with requests to write zeroes: what was taken is done, as far as one range of each; the rest stays in the ring. */
+/* Dies with requests to write zeroes: what was taken is done, as far as one range of each; the rest
+ * stays in the ring. */
 static void dies_with(struct disk *disk, unsigned ranges)
 {
-	struct crowd crowd = { .type = VIRTIO_BLK_T_WRITE_ZEROES, .count = 128, .ranges = ranges, .range_sectors = 32 * MIB / 512 };
+	struct crowd crowd = { .type = VIRTIO_BLK_T_WRITE_ZEROES,
+		.count = 128,
+		.ranges = ranges,
+		.range_sectors = 32 * MIB / 512 };
 	unsigned answered = 0, failed = 0;
 	struct guest guest;
 	uint8_t *statuses;
@@ -121,7 +136,8 @@ static void dies_with(struct disk *disk, unsigned ranges)
 	printf("%u ranges: %u answered, %u of them with an error\n", ranges, answered, failed);
 	CHECK(answered == guest.rings[0].used->idx, "the ring says %u", guest.rings[0].used->idx);
 	CHECK(answered > 0 && answered < crowd.count / 2, "%u were done first", answered);
-	/* One range is finished. Of several, those that are not make an error, of at most what was in flight. */
+	/* One range is finished. Of several, those that are not make an error, of at most what was
+	 * in flight. */
 	CHECK(failed <= (ranges == 1 ? 0u : 4u), "%u failed", failed);
 }
 
@@ -134,12 +150,18 @@ void test_closing(struct disk *disk)
 static void zero_sixteen(struct guest *guest, struct disk *disk)
 {
 	guest_run_on(guest, disk);
-	queues_up(guest, &(struct crowd){ .type = VIRTIO_BLK_T_WRITE_ZEROES, .count = 16, .ranges = 16, .range_sectors = 2048 }, 4);
+	queues_up(guest,
+		&(struct crowd){ .type = VIRTIO_BLK_T_WRITE_ZEROES,
+			.count = 16,
+			.ranges = 16,
+			.range_sectors = 2048 },
+		4);
 	guest_stop(guest);
 	guest_close(guest);
 }
 
-/* What kworkers do for a guest is charged to its owner's cgroup: I/O of a disk, memory of a file in memory. */
+/* What kworkers do for a guest is charged to its owner's cgroup: I/O of a disk, memory of a file in
+ * memory. */
 void test_charged(struct disk *disk)
 {
 	struct guest guest;
@@ -152,7 +174,9 @@ void test_charged(struct disk *disk)
 	if (S_ISREG(stat.st_mode)) {
 		int fd = open(disk->path, O_RDWR);
 
-		CHECK(fd >= 0 && !fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, 64 * MIB), "a hole");
+		CHECK(fd >= 0 && !fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,
+					 64 * MIB),
+			"a hole");
 		close(fd);
 		disk->block = 4096;
 		before = counted("memory.stat", "\nshmem ");
@@ -191,12 +215,15 @@ static void read_eighty(struct guest *guest, struct disk *disk)
 	guest_run_on(guest, disk);
 	data = take(guest, 80 * MIB, 4096);
 	for (unsigned i = 0; i < 80 * 16; i++)
-		CHECK(!transfer(guest, &guest->rings[0], false, 128 * (i % 16), data + i * 65536, 65536), "read %u", i);
+		CHECK(!transfer(guest, &guest->rings[0], false, 128 * (i % 16), data + i * 65536,
+			      65536),
+			"read %u", i);
 	guest_stop(guest);
 	guest_close(guest);
 }
 
-/* At the limit of its cgroup a guest's memory is swapped out, as with any other reader: its owner is not killed. */
+/* At the limit of its cgroup a guest's memory is swapped out, as with any other reader: its owner
+ * is not killed. */
 void test_reclaim(struct disk *disk)
 {
 	struct guest guest;
@@ -212,7 +239,8 @@ void test_reclaim(struct disk *disk)
 	make_cgroup();
 	put(CGROUP "/memory.max", "40M");
 	status = in_cgroup(read_eighty, &guest, disk);
-	printf("ends with %#x, %llu times out of memory\n", status, (unsigned long long)counted("memory.events", "oom_kill "));
+	printf("ends with %#x, %llu times out of memory\n", status,
+		(unsigned long long)counted("memory.events", "oom_kill "));
 	CHECK(!status && !counted("memory.events", "oom_kill "), "killed");
 	/* There must be room for what comes back. */
 	put(CGROUP "/memory.max", "max");
@@ -242,9 +270,14 @@ void test_swap(struct disk *disk)
 		return;
 	}
 	/* While it is served. */
-	CHECK(transfer(&guest, &guest.rings[0], true, 65536, data, 4096) == VIRTIO_BLK_S_IOERR, "a write was taken");
-	CHECK(request(&guest, &guest.rings[0], VIRTIO_BLK_T_WRITE_ZEROES, 0, &segment, 1, false) == VIRTIO_BLK_S_IOERR, "zeroes were taken");
-	CHECK(request(&guest, &guest.rings[0], VIRTIO_BLK_T_DISCARD, 0, &segment, 1, false) == VIRTIO_BLK_S_IOERR, "a discard was taken");
+	CHECK(transfer(&guest, &guest.rings[0], true, 65536, data, 4096) == VIRTIO_BLK_S_IOERR,
+		"a write was taken");
+	CHECK(request(&guest, &guest.rings[0], VIRTIO_BLK_T_WRITE_ZEROES, 0, &segment, 1, false) ==
+			VIRTIO_BLK_S_IOERR,
+		"zeroes were taken");
+	CHECK(request(&guest, &guest.rings[0], VIRTIO_BLK_T_DISCARD, 0, &segment, 1, false) ==
+			VIRTIO_BLK_S_IOERR,
+		"a discard was taken");
 	CHECK(!transfer(&guest, &guest.rings[0], false, 65536, data, 4096), "a read");
 	guest_stop(&guest);
 	/* And before it is. */

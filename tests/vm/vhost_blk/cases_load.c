@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT OR Apache-2.0 */
-/* What happens when there is much of it: many requests, several queues, stop and start meanwhile. */
+/* What happens when there is much of it: many requests, several queues, stop and start meanwhile.
+ */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <errno.h>
@@ -79,21 +80,24 @@ static bool stamped(const uint8_t *data, uint64_t block, uint32_t generation)
 
 static void submit(struct load *load, struct slot *slot)
 {
-	struct segment segments[3] = { { &slot->header, 16, false }, { slot->data, BLOCK, false }, { &slot->status, 1, true } };
+	struct segment segments[3] = { { &slot->header, 16, false }, { slot->data, BLOCK, false },
+		{ &slot->status, 1, true } };
 	uint64_t block;
 
 	do
 		block = rand_r(&load->seed) % load->blocks;
 	while (load->verify && load->busy[block]);
 	slot->block = block;
-	slot->write = load->verify ? !load->generation[block] || rand_r(&load->seed) % 2 : load->mixed && rand_r(&load->seed) % 2;
+	slot->write = load->verify ? !load->generation[block] || rand_r(&load->seed) % 2
+				   : load->mixed && rand_r(&load->seed) % 2;
 	if (load->verify) {
 		load->busy[block] = true;
 		if (slot->write)
 			stamp(slot->data, load->first + block, ++load->generation[block]);
 	}
 	slot->status = 0xff;
-	slot->header = (struct virtio_blk_outhdr){ .type = slot->write ? VIRTIO_BLK_T_OUT : VIRTIO_BLK_T_IN,
+	slot->header = (struct virtio_blk_outhdr){ .type = slot->write ? VIRTIO_BLK_T_OUT
+								       : VIRTIO_BLK_T_IN,
 		.sector = (load->first + block) * (BLOCK / 512) };
 	segments[1].device_writes = !slot->write;
 	slot->head = ring_add(load->guest, load->ring, segments, 3, true);
@@ -106,12 +110,15 @@ static void finish(struct load *load, int head)
 
 	while (slot->head != head)
 		slot++;
-	CHECK(slot->status == VIRTIO_BLK_S_OK || (load->may_fail && slot->status == VIRTIO_BLK_S_IOERR), "queue %u: status %u",
-	      load->ring->index, slot->status);
+	CHECK(slot->status == VIRTIO_BLK_S_OK ||
+			(load->may_fail && slot->status == VIRTIO_BLK_S_IOERR),
+		"queue %u: status %u", load->ring->index, slot->status);
 	load->failed += slot->status != VIRTIO_BLK_S_OK;
 	if (load->verify) {
-		CHECK(slot->write || stamped(slot->data, load->first + slot->block, load->generation[slot->block]),
-		      "queue %u: block %llu is not as it was written", load->ring->index, (unsigned long long)slot->block);
+		CHECK(slot->write || stamped(slot->data, load->first + slot->block,
+					     load->generation[slot->block]),
+			"queue %u: block %llu is not as it was written", load->ring->index,
+			(unsigned long long)slot->block);
 		load->busy[slot->block] = false;
 	}
 	slot->head = -1;
@@ -145,20 +152,28 @@ static void *run(void *argument)
 	}
 	getrusage(RUSAGE_THREAD, &usage);
 	clock_gettime(CLOCK_THREAD_CPUTIME_ID, &spent);
-	__atomic_fetch_add(&load->guest->own_ns, spent.tv_sec * 1000000000ull + spent.tv_nsec, __ATOMIC_RELAXED);
+	__atomic_fetch_add(&load->guest->own_ns, spent.tv_sec * 1000000000ull + spent.tv_nsec,
+		__ATOMIC_RELAXED);
 	__atomic_fetch_add(&load->guest->own_switches, usage.ru_nvcsw + usage.ru_nivcsw, __ATOMIC_RELAXED);
 	return NULL;
 }
 
-static void begin(struct load *loads, struct guest *guest, const struct disk *disk, uint64_t requests, bool verify, bool mixed,
-		  atomic_bool *end)
+static void begin(struct load *loads, struct guest *guest, const struct disk *disk,
+	uint64_t requests, bool verify, bool mixed, atomic_bool *end)
 {
 	for (unsigned i = 0; i < guest->queues; i++) {
 		struct load *load = &loads[i];
 		uint64_t blocks = disk->capacity / BLOCK / guest->queues;
 
-		*load = (struct load){ .guest = guest, .ring = &guest->rings[i], .first = i * blocks, .blocks = blocks < 4096 ? blocks : 4096,
-			.requests = requests, .verify = verify, .mixed = mixed, .seed = i + 1, .end = end };
+		*load = (struct load){ .guest = guest,
+			.ring = &guest->rings[i],
+			.first = i * blocks,
+			.blocks = blocks < 4096 ? blocks : 4096,
+			.requests = requests,
+			.verify = verify,
+			.mixed = mixed,
+			.seed = i + 1,
+			.end = end };
 		load->slots = take(guest, DEPTH * sizeof(*load->slots), 64);
 		load->generation = calloc(load->blocks, sizeof(*load->generation));
 		load->busy = calloc(load->blocks, sizeof(*load->busy));
@@ -196,9 +211,11 @@ static void report(struct guest *guest, const char *what, uint64_t done, double 
 		rounds += stats.rounds;
 		batches += stats.batches;
 	}
-	printf("%s: %llu requests in %.2f s, %.0f/s; requests per kick %.1f, per call %.1f, per batch %.1f, per look %.1f\n", what,
-	       (unsigned long long)done, seconds, done / seconds, (double)done / (kicks ? kicks : 1), (double)done / (calls ? calls : 1),
-	       (double)done / (batches ? batches : 1), (double)done / (rounds ? rounds : 1));
+	printf("%s: %llu requests in %.2f s, %.0f/s; requests per kick %.1f, per call %.1f, per "
+	       "batch %.1f, per look %.1f\n",
+		what, (unsigned long long)done, seconds, done / seconds,
+		(double)done / (kicks ? kicks : 1), (double)done / (calls ? calls : 1),
+		(double)done / (batches ? batches : 1), (double)done / (rounds ? rounds : 1));
 }
 
 /* Each block is read back as it was last written, over four queues with a worker each. */
@@ -221,8 +238,8 @@ void test_verify(struct disk *disk)
 struct cost { uint64_t worker_ns, worker_switches, idle_ticks; };
 
 /*
- * Of the workers; and how long the first CPU was idle, in ticks of 10 ms. Everything runs there when instructions
- * are counted (bench/vm/vhost-blk).
+ * Of the workers; and how long the first CPU was idle, in ticks of 10 ms. Everything runs there
+ * when instructions are counted (bench/vm/vhost-blk).
  */
 static struct cost cost_now(void)
 {
@@ -272,16 +289,19 @@ static struct cost cost_now(void)
 }
 
 /* One line for bench/vm/vhost-blk, each figure per request. */
-static void report_cost(const struct guest *guest, const struct cost *from, uint64_t done, double seconds)
+static void report_cost(
+	const struct guest *guest, const struct cost *from, uint64_t done, double seconds)
 {
 	struct cost to = cost_now();
 	/* The guest's threads have ended, and have said what they took. */
 	uint64_t own_ns = guest->own_ns, own_switches = guest->own_switches;
 	double busy_ns = seconds * 1e9 - (to.idle_ticks - from->idle_ticks) * 1e7;
 
-	printf("row: worker ns %.0f, all but the guest's threads ns %.0f, the guest's threads ns %.0f, switches of workers %.3f, of the guest %.3f\n",
-	       (double)(to.worker_ns - from->worker_ns) / done, (busy_ns - own_ns) / done, (double)own_ns / done,
-	       (double)(to.worker_switches - from->worker_switches) / done, (double)own_switches / done);
+	printf("row: worker ns %.0f, all but the guest's threads ns %.0f, the guest's threads ns "
+	       "%.0f, switches of workers %.3f, of the guest %.3f\n",
+		(double)(to.worker_ns - from->worker_ns) / done, (busy_ns - own_ns) / done,
+		(double)own_ns / done, (double)(to.worker_switches - from->worker_switches) / done,
+		(double)own_switches / done);
 }
 
 /* Random reads; with `workers` 1, of one worker for all queues. */
@@ -320,7 +340,8 @@ void test_load(struct disk *disk, unsigned queues, unsigned workers)
 	guest_close(&guest);
 }
 
-/* The rings are taken away and given back while the guest goes on: nothing is lost or done twice (heads are checked when they are used). */
+/* The rings are taken away and given back while the guest goes on: nothing is lost or done twice
+ * (heads are checked when they are used). */
 void test_round_trips(struct disk *disk, unsigned rounds)
 {
 	struct load loads[QUEUES_MAX];
@@ -341,7 +362,9 @@ void test_round_trips(struct disk *disk, unsigned rounds)
 			struct vhost_vring_state base = { q, 0 };
 
 			CHECK(!device_ioctl(&guest, VHOST_GET_VRING_BASE, &base), "GET_VRING_BASE");
-			CHECK(base.num == __atomic_load_n(&guest.rings[q].used->idx, __ATOMIC_ACQUIRE), "base and used differ");
+			CHECK(base.num == __atomic_load_n(
+						  &guest.rings[q].used->idx, __ATOMIC_ACQUIRE),
+				"base and used differ");
 			CHECK(!device_ioctl(&guest, VHOST_SET_VRING_BASE, &base), "SET_VRING_BASE");
 			CHECK(!device_ioctl(&guest, RINGDISK_VBLK_START, &q), "START");
 		}
@@ -392,8 +415,8 @@ static void serve(struct guest *guest, struct disk *disk)
 }
 
 /*
- * The guest goes on while owners are killed and follow one another, at any step of theirs: nothing is lost, answered twice or with an
- * error, and every block holds what was written.
+ * The guest goes on while owners are killed and follow one another, at any step of theirs: nothing
+ * is lost, answered twice or with an error, and every block holds what was written.
  */
 void test_crash(struct disk *disk, unsigned times)
 {
@@ -424,7 +447,8 @@ void test_crash(struct disk *disk, unsigned times)
 		CHECK(waitpid(child, &status, 0) == child, "waitpid");
 		CHECK(WIFSIGNALED(status), "the owner failed");
 	}
-	printf("%llu requests of %u owners in %.1f s\n", (unsigned long long)done, times + 1, now() - start);
+	printf("%llu requests of %u owners in %.1f s\n", (unsigned long long)done, times + 1,
+		now() - start);
 }
 
 struct race { struct guest *guest; atomic_bool *end; unsigned seed; pthread_t thread; };
@@ -484,7 +508,8 @@ void test_races(struct disk *disk)
 	guest_close(&guest);
 }
 
-/* Workers are threads of ours: as many as asked for, each with its ring, placed as the thread that made them. */
+/* Workers are threads of ours: as many as asked for, each with its ring, placed as the thread that
+ * made them. */
 void test_workers(struct disk *disk)
 {
 	cpu_set_t before, one;
@@ -533,8 +558,11 @@ void test_workers(struct disk *disk)
 			fclose(file);
 	}
 	closedir(directory);
-	CHECK(tasks[0] == 5 && tasks[1] == 4, "%u worker threads, %u of them on CPU 1", tasks[0], tasks[1]);
-	CHECK(transfer(&guest, &guest.rings[3], false, 0, take(&guest, 4096, 4096), 4096) == VIRTIO_BLK_S_OK, "a read");
+	CHECK(tasks[0] == 5 && tasks[1] == 4, "%u worker threads, %u of them on CPU 1", tasks[0],
+		tasks[1]);
+	CHECK(transfer(&guest, &guest.rings[3], false, 0, take(&guest, 4096, 4096), 4096) ==
+			VIRTIO_BLK_S_OK,
+		"a read");
 	guest_stop(&guest);
 	guest_close(&guest);
 }
@@ -549,8 +577,8 @@ static int write_to(const char *path, const char *what)
 }
 
 /*
- * The disk goes away under load (null_blk, switched off and on again; scsi_debug, deleted for good): errors from then on, and all is
- * answered.
+ * The disk goes away under load (null_blk, switched off and on again; scsi_debug, deleted for
+ * good): errors from then on, and all is answered.
  */
 void test_removal(struct disk *disk)
 {
@@ -567,17 +595,23 @@ void test_removal(struct disk *disk)
 		loads[i].may_fail = true;
 	usleep(300000);
 	CHECK(realpath(disk->path, real), "%s", disk->path);
-	snprintf(path, sizeof(path), scsi ? "/sys/block/%.64s/device/delete" : "/sys/kernel/config/nullb/%.64s/power", strrchr(real, '/') + 1);
+	snprintf(path, sizeof(path),
+		scsi ? "/sys/block/%.64s/device/delete" : "/sys/kernel/config/nullb/%.64s/power",
+		strrchr(real, '/') + 1);
 	CHECK(write_to(path, scsi ? "1" : "0") == 1, "%s", path);
 	usleep(300000);
 	atomic_store(&end, true);
 	done = end_all(loads, &guest);
 	for (unsigned i = 0; i < guest.queues; i++)
 		failed += loads[i].failed;
-	CHECK(failed && failed < done, "%llu of %llu requests failed", (unsigned long long)failed, (unsigned long long)done);
-	printf("%llu requests, %llu of them after the removal\n", (unsigned long long)done, (unsigned long long)failed);
+	CHECK(failed && failed < done, "%llu of %llu requests failed", (unsigned long long)failed,
+		(unsigned long long)done);
+	printf("%llu requests, %llu of them after the removal\n", (unsigned long long)done,
+		(unsigned long long)failed);
 	/* Flushes and slow operations, too. */
-	CHECK(request(&guest, &guest.rings[0], VIRTIO_BLK_T_FLUSH, 0, NULL, 0, false) != VIRTIO_BLK_S_UNSUPP, "a flush");
+	CHECK(request(&guest, &guest.rings[0], VIRTIO_BLK_T_FLUSH, 0, NULL, 0, false) !=
+			VIRTIO_BLK_S_UNSUPP,
+		"a flush");
 	guest_stop(&guest);
 	guest_close(&guest);
 	CHECK(scsi || write_to(path, "1") == 1, "%s", path);

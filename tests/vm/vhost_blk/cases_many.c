@@ -29,7 +29,9 @@ static long kernel_kib(void)
 
 	CHECK(file, "/proc/meminfo");
 	while (fgets(line, sizeof(line), file))
-		for (unsigned i = 0; sscanf(line, "%63s %ld", name, &value) == 2 && i < sizeof(fields) / sizeof(*fields); i++)
+		for (unsigned i = 0; sscanf(line, "%63s %ld", name, &value) == 2 &&
+				     i < sizeof(fields) / sizeof(*fields);
+			i++)
 			if (!strcmp(name, fields[i]))
 				sum += value;
 	fclose(file);
@@ -84,8 +86,9 @@ static long unaccounted(struct guest *guest, unsigned count, bool owned)
 	host = kernel_kib() - host;
 	charged = counted_memory("\nkernel ") / 1024 - charged;
 	rest = (host - charged) * 1024 / (long)count;
-	printf("%u devices of %u queues%s: %ld KiB of the kernel, %ld of them on the cgroup's account; for each %ld bytes on nobody's\n",
-	       count, guest->queues, owned ? " with an owner" : "", host, charged, rest);
+	printf("%u devices of %u queues%s: %ld KiB of the kernel, %ld of them on the cgroup's "
+	       "account; for each %ld bytes on nobody's\n",
+		count, guest->queues, owned ? " with an owner" : "", host, charged, rest);
 	return rest;
 }
 
@@ -174,8 +177,8 @@ static uint8_t *publish_zeroes(struct guest *guest)
 	*range = (struct virtio_blk_discard_write_zeroes){ .num_sectors = 8 };
 	memset(statuses, 0xff, 4);
 	for (unsigned i = 0; i < 4; i++) {
-		struct segment segments[] = { { header, sizeof(*header), false }, { range, sizeof(*range), false },
-			{ &statuses[i], 1, true } };
+		struct segment segments[] = { { header, sizeof(*header), false },
+			{ range, sizeof(*range), false }, { &statuses[i], 1, true } };
 
 		CHECK(ring_add(guest, &guest->rings[0], segments, 3, false) >= 0, "the ring is full");
 	}
@@ -183,7 +186,8 @@ static uint8_t *publish_zeroes(struct guest *guest)
 	return statuses;
 }
 
-/* A process that does the same, after all others, and is killed with it. Where its statuses are is stored at the end of the guest's memory. */
+/* A process that does the same, after all others, and is killed with it. Where its statuses are is
+ * stored at the end of the guest's memory. */
 static pid_t die_stuck(struct guest *guest, struct disk *disk)
 {
 	volatile uint8_t *is_stuck = guest->memory + MEMORY_BYTES - 1;
@@ -222,13 +226,14 @@ static void check_died(struct guest *guest, pid_t child)
 		failed += statuses[i] != 0xff && statuses[i] != VIRTIO_BLK_S_OK;
 	}
 	printf("of a killed process %u are answered, %u of them with an error\n", answered, failed);
-	CHECK(answered && !failed && answered == guest->rings[0].used->idx, "%u answered, %u failed, used %u", answered, failed,
-	      guest->rings[0].used->idx);
+	CHECK(answered && !failed && answered == guest->rings[0].used->idx,
+		"%u answered, %u failed, used %u", answered, failed, guest->rings[0].used->idx);
 }
 
 /*
- * Disks of a file system that is frozen, many of them, all of whose zeroes wait: the kernel's threads that wait with them are limited, and the
- * disk of another process is served. One of them is killed.
+ * Disks of a file system that is frozen, many of them, all of whose zeroes wait: the kernel's
+ * threads that wait with them are limited, and the disk of another process is served. One of them
+ * is killed.
  */
 void test_stuck(struct disk *disk)
 {

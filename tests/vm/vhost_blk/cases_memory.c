@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT OR Apache-2.0 */
-/* Memory of all kinds as the guest's; disks that change or go away meanwhile; addresses that change while they are used. */
+/* Memory of all kinds as the guest's; disks that change or go away meanwhile; addresses that change
+ * while they are used. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -31,8 +32,10 @@ static void use(struct guest *guest, const char *kind)
 		for (unsigned at = 0; at < PIECE; at++)
 			out[odd + at] = at * 7 + (at >> 8) + i;
 		memset(in, 0, 2 * PIECE);
-		CHECK(transfer(guest, ring, true, 128 * i, out + odd, PIECE) == VIRTIO_BLK_S_OK, "%s: a write", kind);
-		CHECK(transfer(guest, ring, false, 128 * i, in + odd, PIECE) == VIRTIO_BLK_S_OK, "%s: a read", kind);
+		CHECK(transfer(guest, ring, true, 128 * i, out + odd, PIECE) == VIRTIO_BLK_S_OK,
+			"%s: a write", kind);
+		CHECK(transfer(guest, ring, false, 128 * i, in + odd, PIECE) == VIRTIO_BLK_S_OK,
+			"%s: a read", kind);
 		CHECK(!memcmp(in + odd, out + odd, PIECE), "%s: read back differently", kind);
 	}
 }
@@ -49,7 +52,8 @@ static int file_at(const char *path)
 /* The guest's memory as hosts have it: pages of several sizes, files, private or shared. */
 void test_memory(struct disk *disk)
 {
-	static const char *const kinds[] = { "memfd", "hugetlb", "ext4", "tmpfs", "private", "private file" };
+	static const char *const kinds[] = { "memfd", "hugetlb", "ext4", "tmpfs", "private",
+		"private file" };
 
 	for (unsigned kind = 0; kind < 6; kind++) {
 		int fd = -1, flags = kind < 4 ? MAP_SHARED : MAP_PRIVATE;
@@ -75,7 +79,8 @@ void test_memory(struct disk *disk)
 	}
 }
 
-/* Pieces of the guest's memory that cannot be had: errors of the requests that name them, and nothing else. */
+/* Pieces of the guest's memory that cannot be had: errors of the requests that name them, and
+ * nothing else. */
 void test_holes(struct disk *disk)
 {
 	struct guest guest;
@@ -93,23 +98,34 @@ void test_holes(struct disk *disk)
 	gone = take(&guest, 8192, 4096);
 	memset(none, 1, 8192);
 	CHECK(!mprotect(none, 8192, PROT_NONE) && !mprotect(read_only, 8192, PROT_READ), "mprotect");
-	CHECK(mmap(gone, 8192, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0) == gone && !ftruncate(file, 0), "mmap");
+	CHECK(mmap(gone, 8192, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0) == gone &&
+			!ftruncate(file, 0),
+		"mmap");
 	/* Two of each kind: an engine, and by copies. */
 	for (unsigned odd = 0; odd < 2; odd++) {
-		CHECK(transfer(&guest, ring, false, 0, none + odd, 4096) == VIRTIO_BLK_S_IOERR, "a read to PROT_NONE");
-		CHECK(transfer(&guest, ring, true, 0, none + odd, 4096) == VIRTIO_BLK_S_IOERR, "a write of PROT_NONE");
-		CHECK(transfer(&guest, ring, false, 0, read_only + odd, 4096) == VIRTIO_BLK_S_IOERR, "a read to read-only memory");
-		CHECK(transfer(&guest, ring, true, 0, read_only + odd, 4096) == VIRTIO_BLK_S_OK, "a write of read-only memory");
-		CHECK(transfer(&guest, ring, false, 0, gone + odd, 4096) == VIRTIO_BLK_S_IOERR, "a read to a file that is too short");
-		CHECK(transfer(&guest, ring, true, 0, gone + odd, 4096) == VIRTIO_BLK_S_IOERR, "a write of a file that is too short");
+		CHECK(transfer(&guest, ring, false, 0, none + odd, 4096) == VIRTIO_BLK_S_IOERR,
+			"a read to PROT_NONE");
+		CHECK(transfer(&guest, ring, true, 0, none + odd, 4096) == VIRTIO_BLK_S_IOERR,
+			"a write of PROT_NONE");
+		CHECK(transfer(&guest, ring, false, 0, read_only + odd, 4096) == VIRTIO_BLK_S_IOERR,
+			"a read to read-only memory");
+		CHECK(transfer(&guest, ring, true, 0, read_only + odd, 4096) == VIRTIO_BLK_S_OK,
+			"a write of read-only memory");
+		CHECK(transfer(&guest, ring, false, 0, gone + odd, 4096) == VIRTIO_BLK_S_IOERR,
+			"a read to a file that is too short");
+		CHECK(transfer(&guest, ring, true, 0, gone + odd, 4096) == VIRTIO_BLK_S_IOERR,
+			"a write of a file that is too short");
 	}
-	/* Memory that cannot be pinned. What is copied is the kernel's affair; that it is answered is ours. */
+	/* Memory that cannot be pinned. What is copied is the kernel's affair; that it is answered
+	 * is ours. */
 	secret_fd = syscall(SYS_memfd_secret, 0);
 	if (secret_fd >= 0 && !ftruncate(secret_fd, 8192) &&
 	    mmap(secret, 8192, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, secret_fd, 0) == secret) {
 		secret[0] = 1;
-		CHECK(transfer(&guest, ring, false, 0, secret, 4096) == VIRTIO_BLK_S_IOERR, "a read to secret memory");
-		CHECK(transfer(&guest, ring, true, 0, secret, 4096) == VIRTIO_BLK_S_IOERR, "a write of secret memory");
+		CHECK(transfer(&guest, ring, false, 0, secret, 4096) == VIRTIO_BLK_S_IOERR,
+			"a read to secret memory");
+		CHECK(transfer(&guest, ring, true, 0, secret, 4096) == VIRTIO_BLK_S_IOERR,
+			"a write of secret memory");
 		printf("memory that cannot be pinned: refused\n");
 	} else {
 		printf("no memory here that cannot be pinned (errno %d)\n", errno);
@@ -126,10 +142,14 @@ void test_holes(struct disk *disk)
 		CHECK(transfer(&guest, ring, true, 0, fine, 4096) == VIRTIO_BLK_S_OK, "a write");
 		CHECK(!ioctl(fd, BLKROSET, &on), "BLKROSET");
 		memset(fine, 0x22, 4096);
-		CHECK(transfer(&guest, ring, true, 0, fine, 4096) == VIRTIO_BLK_S_IOERR, "a write of a device that became read-only");
-		CHECK(transfer(&guest, ring, true, 0, fine + 1, 2048) == VIRTIO_BLK_S_IOERR, "a copied write of it");
+		CHECK(transfer(&guest, ring, true, 0, fine, 4096) == VIRTIO_BLK_S_IOERR,
+			"a write of a device that became read-only");
+		CHECK(transfer(&guest, ring, true, 0, fine + 1, 2048) == VIRTIO_BLK_S_IOERR,
+			"a copied write of it");
 		CHECK(!ioctl(fd, BLKROSET, &off), "BLKROSET 0");
-		CHECK(transfer(&guest, ring, false, 0, fine, 4096) == VIRTIO_BLK_S_OK && fine[0] == 0x11, "it was written");
+		CHECK(transfer(&guest, ring, false, 0, fine, 4096) == VIRTIO_BLK_S_OK &&
+				fine[0] == 0x11,
+			"it was written");
 		close(fd);
 	}
 	guest_stop(&guest);
@@ -154,7 +174,12 @@ void test_holes(struct disk *disk)
 	guest_close(&guest);
 }
 
-struct change { struct guest *guest; struct vhost_vring_addr *address; atomic_bool *end; atomic_ulong calls; };
+struct change {
+	struct guest *guest;
+	struct vhost_vring_addr *address;
+	atomic_bool *end;
+	atomic_ulong calls;
+};
 
 static void *change_addresses(void *argument)
 {
@@ -168,8 +193,9 @@ static void *change_addresses(void *argument)
 }
 
 /*
- * A ring is broken with requests in flight, and its owner says another address for it: one of the kernel's, with an index that changes
- * between the check of the module and that of vhost. Completions must not go there. For a disk that takes its time (null_blk, 30 ms).
+ * A ring is broken with requests in flight, and its owner says another address for it: one of the
+ * kernel's, with an index that changes between the check of the module and that of vhost.
+ * Completions must not go there. For a disk that takes its time (null_blk, 30 ms).
  */
 void test_addresses(struct disk *disk)
 {
@@ -177,7 +203,8 @@ void test_addresses(struct disk *disk)
 	struct ring *ring = &guest.rings[0];
 	uint8_t *data;
 	/* A hole: nothing is ever mapped there. */
-	struct vhost_vring_addr address = { .desc_user_addr = 0xffff800000010000, .avail_user_addr = 0xffff800000020000,
+	struct vhost_vring_addr address = { .desc_user_addr = 0xffff800000010000,
+		.avail_user_addr = 0xffff800000020000,
 		.used_user_addr = 0xffff800000030000 };
 	volatile unsigned *index = &address.index;
 	atomic_bool end = false;
@@ -193,8 +220,12 @@ void test_addresses(struct disk *disk)
 		CHECK(!device_ioctl(&guest, RINGDISK_VBLK_STOP, &one), "STOP");
 		for (unsigned i = 0; i < 8; i++) {
 			header[i] = (struct virtio_blk_outhdr){ .type = VIRTIO_BLK_T_IN, .sector = 8 * i };
-			CHECK(ring_add(&guest, ring, (struct segment[]){ { &header[i], 16, false }, { data + 4096 * (i + 1), 4096, true },
-				{ data + 1024 + i, 1, true } }, 3, false) >= 0, "the ring is full");
+			CHECK(ring_add(&guest, ring,
+				      (struct segment[]){ { &header[i], 16, false },
+					      { data + 4096 * (i + 1), 4096, true },
+					      { data + 1024 + i, 1, true } },
+				      3, false) >= 0,
+				"the ring is full");
 		}
 		/* And one that breaks the ring. */
 		ring->avail->ring[ring->avail_next++ % RING_SIZE] = RING_SIZE;
@@ -208,11 +239,14 @@ void test_addresses(struct disk *disk)
 		pthread_join(thread, NULL);
 		CHECK(ring_reported_error(ring, 10000), "the ring is not broken");
 		CHECK(!device_ioctl(&guest, RINGDISK_VBLK_STOP, &zero), "STOP");
-		CHECK(__atomic_load_n(&ring->used->idx, __ATOMIC_ACQUIRE) == 8, "round %u: %u of 8 were used", round, ring->used->idx);
+		CHECK(__atomic_load_n(&ring->used->idx, __ATOMIC_ACQUIRE) == 8,
+			"round %u: %u of 8 were used", round, ring->used->idx);
 		ring_reset(ring);
 		ring_attach(&guest, 0);
 		ring_attach(&guest, 1);
-		CHECK(!device_ioctl(&guest, RINGDISK_VBLK_START, &zero) && !device_ioctl(&guest, RINGDISK_VBLK_START, &one), "START");
+		CHECK(!device_ioctl(&guest, RINGDISK_VBLK_START, &zero) &&
+				!device_ioctl(&guest, RINGDISK_VBLK_START, &one),
+			"START");
 	}
 	printf("%lu changes of addresses\n", atomic_load(&change.calls));
 	CHECK(transfer(&guest, ring, false, 0, data, 4096) == VIRTIO_BLK_S_OK, "a read after all that");

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: MIT OR Apache-2.0 */
 /*
- * Whose rights a disk is written with: those of who starts its rings, not of who opened the device or the disk, nor of who made the worker.
- * On a file system whose blocks are used up but for those that are reserved for root.
+ * Whose rights a disk is written with: those of who starts its rings, not of who opened the device
+ * or the disk, nor of who made the worker. On a file system whose blocks are used up but for those
+ * that are reserved for root.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -21,7 +22,9 @@
 
 static void become_nobody(void)
 {
-	CHECK(!setgroups(0, NULL) && !setresgid(NOBODY, NOBODY, NOBODY) && !setresuid(NOBODY, NOBODY, NOBODY), "setresuid");
+	CHECK(!setgroups(0, NULL) && !setresgid(NOBODY, NOBODY, NOBODY) &&
+			!setresuid(NOBODY, NOBODY, NOBODY),
+		"setresuid");
 }
 
 /* Takes all blocks that an ordinary user may have. */
@@ -51,8 +54,8 @@ static void fill(const char *directory)
 		_exit(0);
 	}
 	CHECK(waitpid(child, &status, 0) == child && !status, "the file system could not be filled");
-	CHECK(!statvfs(directory, &left) && !left.f_bavail && left.f_bfree * left.f_bsize > 8 << 20, "%lu blocks are left, %lu for all",
-	      left.f_bfree, left.f_bavail);
+	CHECK(!statvfs(directory, &left) && !left.f_bavail && left.f_bfree * left.f_bsize > 8 << 20,
+		"%lu blocks are left, %lu for all", left.f_bfree, left.f_bavail);
 }
 
 /* Statuses of what is asked of the disk: where it has blocks, and where it wants new ones. */
@@ -73,8 +76,9 @@ static struct answers ask(struct guest *guest, unsigned turn)
 	answers.aligned = transfer(guest, ring, true, hole, data, 4096);
 	answers.misaligned = transfer(guest, ring, true, hole + 128, data + 1, 4096);
 	answers.zeroes = request(guest, ring, VIRTIO_BLK_T_WRITE_ZEROES, 0, &segment, 1, false);
-	printf("read %d, write of a block that is there %d; that is not: %d, misaligned %d, zeroes %d\n", answers.read, answers.old,
-	       answers.aligned, answers.misaligned, answers.zeroes);
+	printf("read %d, write of a block that is there %d; that is not: %d, misaligned %d, zeroes "
+	       "%d\n",
+		answers.read, answers.old, answers.aligned, answers.misaligned, answers.zeroes);
 	return answers;
 }
 
@@ -114,7 +118,8 @@ static void serve(struct disk *disk, enum moment moment, unsigned turn)
 	}
 	answers = ask(&guest, turn);
 	CHECK(!answers.read && !answers.old, "blocks that are there");
-	CHECK(answers.aligned == none && answers.misaligned == none && answers.zeroes == none, "blocks that are not there, moment %d", moment);
+	CHECK(answers.aligned == none && answers.misaligned == none && answers.zeroes == none,
+		"blocks that are not there, moment %d", moment);
 	guest_stop(&guest);
 	guest_close(&guest);
 	close(fd);
@@ -122,7 +127,8 @@ static void serve(struct disk *disk, enum moment moment, unsigned turn)
 
 void test_rights(struct disk *disk)
 {
-	static const char *const moments[] = { "never", "before SET_OWNER", "before SET_DISK", "before START", "before the second START" };
+	static const char *const moments[] = { "never", "before SET_OWNER", "before SET_DISK",
+		"before START", "before the second START" };
 	unsigned failed = 0;
 	char directory[300];
 

@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: MIT OR Apache-2.0 */
 /*
- * What a hand-over waits for, traced: grace periods of RCU. Each is some milliseconds on an idle host and many more on a busy one, while
- * nobody serves the guest, so their number must not grow with the number of queues.
+ * What a hand-over waits for, traced: grace periods of RCU. Each is some milliseconds on an idle
+ * host and many more on a busy one, while nobody serves the guest, so their number must not grow
+ * with the number of queues.
  *
- * Ftrace writes down each call of this thread to what waits for a grace period. In an instance of its own: others may trace as well.
+ * Ftrace writes down each call of this thread to what waits for a grace period. In an instance of
+ * its own: others may trace as well.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -37,8 +39,8 @@ static void trace_write(const char *name, const char *words, int flags)
 
 static void trace_begin(void)
 {
-	static const char *const waits[] = { "synchronize_rcu", "synchronize_rcu_expedited", "synchronize_srcu",
-		"synchronize_srcu_expedited", "rcu_barrier" };
+	static const char *const waits[] = { "synchronize_rcu", "synchronize_rcu_expedited",
+		"synchronize_srcu", "synchronize_srcu_expedited", "rcu_barrier" };
 	char thread[16];
 
 	CHECK(!mkdir(TRACING, 0700) || errno == EEXIST, "mkdir %s", TRACING);
@@ -93,13 +95,18 @@ static void begin_reads(struct guest *guest, struct ring *ring, uint8_t *data)
 	for (unsigned i = 0; i < IN_FLIGHT; i++) {
 		headers[i] = (struct virtio_blk_outhdr){ .type = VIRTIO_BLK_T_IN, .sector = 8 * i };
 		statuses[i] = 0xff;
-		CHECK(ring_add(guest, ring, (struct segment[]){ { &headers[i], 16, false }, { data + 4096 * (i + 1), 4096, true },
-			{ &statuses[i], 1, true } }, 3, true) >= 0, "the ring is full");
+		CHECK(ring_add(guest, ring,
+			      (struct segment[]){ { &headers[i], 16, false },
+				      { data + 4096 * (i + 1), 4096, true },
+				      { &statuses[i], 1, true } },
+			      3, true) >= 0,
+			"the ring is full");
 	}
 	ring_publish(ring);
 }
 
-/* Over and back, with four queues, of a new device and of one that was used before; the disk takes its time (null_blk, 30 ms). */
+/* Over and back, with four queues, of a new device and of one that was used before; the disk takes
+ * its time (null_blk, 30 ms). */
 void test_grace_periods(struct disk *disk)
 {
 	struct guest guest;

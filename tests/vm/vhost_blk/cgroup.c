@@ -14,7 +14,8 @@ void put(const char *name, const char *value)
 {
 	int fd = open(name, O_WRONLY);
 
-	CHECK(fd >= 0 && write(fd, value, strlen(value)) == (ssize_t)strlen(value), "%s: %s", name, strerror(errno));
+	CHECK(fd >= 0 && write(fd, value, strlen(value)) == (ssize_t)strlen(value), "%s: %s", name,
+		strerror(errno));
 	close(fd);
 }
 

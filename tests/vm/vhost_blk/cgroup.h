@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT OR Apache-2.0 */
-/* A cgroup for one test at a time. Every call ends the program with a message when something is not as it must be. */
+/* A cgroup for one test at a time. Every call ends the program with a message when something is not
+ * as it must be. */
 #ifndef CGROUP_H
 #define CGROUP_H
 
@@ -16,7 +17,8 @@ void make_cgroup(void);
 int in_cgroup(void (*what)(struct guest *, struct disk *), struct guest *guest, struct disk *disk);
 /* The sum of what stands behind a word in a file of the cgroup, or 0. */
 uint64_t counted(const char *file, const char *word);
-/* The same of memory.stat, once all of it is there: Linux gathers the last MiB or so of a machine with few CPUs every two seconds. */
+/* The same of memory.stat, once all of it is there: Linux gathers the last MiB or so of a machine
+ * with few CPUs every two seconds. */
 uint64_t counted_memory(const char *word);
 void remove_cgroup(void);
 

@@ -106,9 +106,12 @@ void guest_memory(struct guest *guest, unsigned queues, int fd, int flags)
 
 void guest_set_up(struct guest *guest, uint64_t features)
 {
-	struct { struct vhost_memory head; struct vhost_memory_region region; } table = {
+	struct { struct vhost_memory head; struct vhost_memory_region region;
+	} table = {
 		.head.nregions = 1,
-		.region = { .guest_phys_addr = GUEST_BASE, .memory_size = MEMORY_BYTES, .userspace_addr = (uintptr_t)guest->memory },
+		.region = { .guest_phys_addr = GUEST_BASE,
+			.memory_size = MEMORY_BYTES,
+			.userspace_addr = (uintptr_t)guest->memory },
 	};
 	struct ringdisk_vblk_setup setup = { .version = RINGDISK_VBLK_VERSION, .queues = guest->queues };
 
@@ -219,8 +222,8 @@ void guest_stop(struct guest *guest)
 		must(guest, VHOST_SET_VRING_KICK, &kick, "SET_VRING_KICK -1");
 		must(guest, VHOST_GET_VRING_BASE, &base, "GET_VRING_BASE");
 		/* A split ring has no other state: what was taken was used. */
-		CHECK(base.num == __atomic_load_n(&ring->used->idx, __ATOMIC_ACQUIRE), "queue %u: base %u, used %u", i, base.num,
-		      ring->used->idx);
+		CHECK(base.num == __atomic_load_n(&ring->used->idx, __ATOMIC_ACQUIRE),
+			"queue %u: base %u, used %u", i, base.num, ring->used->idx);
 	}
 }
 
@@ -255,7 +258,8 @@ struct ringdisk_vblk_stats stats_of(struct guest *guest, unsigned index)
 	return stats;
 }
 
-static void write_desc(const struct guest *guest, struct vring_desc *desc, const struct segment *segment, bool more, uint16_t next)
+static void write_desc(const struct guest *guest, struct vring_desc *desc,
+	const struct segment *segment, bool more, uint16_t next)
 {
 	desc->addr = guest_address(guest, segment->at);
 	desc->len = segment->len;
@@ -263,7 +267,8 @@ static void write_desc(const struct guest *guest, struct vring_desc *desc, const
 	desc->next = next;
 }
 
-int ring_add(struct guest *guest, struct ring *ring, const struct segment *segments, unsigned count, bool indirect)
+int ring_add(struct guest *guest, struct ring *ring, const struct segment *segments, unsigned count,
+	bool indirect)
 {
 	uint16_t head = ring->free_head, at = head;
 
@@ -276,8 +281,10 @@ int ring_add(struct guest *guest, struct ring *ring, const struct segment *segme
 		for (unsigned i = 0; i < count; i++)
 			write_desc(guest, &table[i], &segments[i], i + 1 < count, i + 1);
 		at = ring->desc[head].next;
-		ring->desc[head] = (struct vring_desc){ .addr = guest_address(guest, table), .len = count * sizeof(*table),
-			.flags = VRING_DESC_F_INDIRECT, .next = at };
+		ring->desc[head] = (struct vring_desc){ .addr = guest_address(guest, table),
+			.len = count * sizeof(*table),
+			.flags = VRING_DESC_F_INDIRECT,
+			.next = at };
 		count = 1;
 	} else {
 		for (unsigned i = 0; i < count; i++) {
@@ -320,7 +327,8 @@ int ring_pop(struct ring *ring, uint32_t *written)
 
 	if (__atomic_load_n(&ring->used->idx, __ATOMIC_ACQUIRE) == ring->used_next)
 		return -1;
-	CHECK(used->id < RING_SIZE && ring->length[used->id], "chain %u was used, which is not in flight", used->id);
+	CHECK(used->id < RING_SIZE && ring->length[used->id],
+		"chain %u was used, which is not in flight", used->id);
 	head = used->id;
 	if (written)
 		*written = used->len;
@@ -351,8 +359,9 @@ int ring_wait(struct ring *ring, uint32_t *written, int limit_ms)
 		head = ring_pop(ring, written);
 		if (head >= 0)
 			return head;
-		CHECK(poll(&call, 1, limit_ms) > 0, "queue %u: nothing was used within %d ms (in flight: %u descriptors)", ring->index,
-		      limit_ms, RING_SIZE - ring->free);
+		CHECK(poll(&call, 1, limit_ms) > 0,
+			"queue %u: nothing was used within %d ms (in flight: %u descriptors)",
+			ring->index, limit_ms, RING_SIZE - ring->free);
 		if (!eventfd_read(ring->call, &count))
 			ring->calls += count;
 	}
@@ -366,8 +375,8 @@ bool ring_reported_error(struct ring *ring, int limit_ms)
 	return poll(&error, 1, limit_ms) > 0 && !eventfd_read(ring->error, &count);
 }
 
-int request(struct guest *guest, struct ring *ring, uint32_t type, uint64_t sector, const struct segment *data, unsigned count,
-	    bool indirect)
+int request(struct guest *guest, struct ring *ring, uint32_t type, uint64_t sector,
+	const struct segment *data, unsigned count, bool indirect)
 {
 	static __thread struct { struct virtio_blk_outhdr header; uint8_t status; } *part;
 	static __thread struct guest *part_of;
@@ -392,7 +401,8 @@ int request(struct guest *guest, struct ring *ring, uint32_t type, uint64_t sect
 	return part->status;
 }
 
-int transfer(struct guest *guest, struct ring *ring, bool write, uint64_t sector, void *at, uint32_t len)
+int transfer(
+	struct guest *guest, struct ring *ring, bool write, uint64_t sector, void *at, uint32_t len)
 {
 	struct segment data = { at, len, !write };
 

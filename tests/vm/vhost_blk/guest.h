@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT OR Apache-2.0 */
 /*
- * A guest that is none: memory, split rings and requests of a virtio-blk driver, on /dev/vhost-blk itself. For tests of the module; no
- * daemon takes part.
+ * A guest that is none: memory, split rings and requests of a virtio-blk driver, on /dev/vhost-blk
+ * itself. For tests of the module; no daemon takes part.
  *
  * Every call ends the program with a message when something is not as it must be.
  */
@@ -25,9 +25,11 @@
 #define RING_SIZE 256
 #define ENTRIES_MAX 64
 
-#define BLK_FEATURES (1ull << VIRTIO_F_VERSION_1 | 1ull << VIRTIO_RING_F_INDIRECT_DESC | 1ull << VIRTIO_RING_F_EVENT_IDX | \
-		      1ull << VIRTIO_BLK_F_FLUSH | 1ull << VIRTIO_BLK_F_CONFIG_WCE | 1ull << VIRTIO_BLK_F_MQ | \
-		      1ull << VIRTIO_BLK_F_DISCARD | 1ull << VIRTIO_BLK_F_WRITE_ZEROES)
+#define BLK_FEATURES                                                                               \
+	(1ull << VIRTIO_F_VERSION_1 | 1ull << VIRTIO_RING_F_INDIRECT_DESC |                        \
+		1ull << VIRTIO_RING_F_EVENT_IDX | 1ull << VIRTIO_BLK_F_FLUSH |                     \
+		1ull << VIRTIO_BLK_F_CONFIG_WCE | 1ull << VIRTIO_BLK_F_MQ |                        \
+		1ull << VIRTIO_BLK_F_DISCARD | 1ull << VIRTIO_BLK_F_WRITE_ZEROES)
 
 /* Headers of Debian 12 are older than workers. */
 #ifndef VHOST_NEW_WORKER
@@ -110,7 +112,8 @@ void *take(struct guest *guest, size_t bytes, size_t align);
 uint64_t guest_address(const struct guest *guest, const void *at);
 
 /* Adds a chain, in a table when there is to be one. Returns its head, or -1: the ring is full. */
-int ring_add(struct guest *guest, struct ring *ring, const struct segment *segments, unsigned count, bool indirect);
+int ring_add(struct guest *guest, struct ring *ring, const struct segment *segments, unsigned count,
+	bool indirect);
 void ring_publish(struct ring *ring);
 /* A kick, wanted or not. */
 void eventfd_kick(struct ring *ring);
@@ -121,8 +124,9 @@ int ring_wait(struct ring *ring, uint32_t *written, int limit_ms);
 bool ring_reported_error(struct ring *ring, int limit_ms);
 
 /* One request, waited for. Returns its status. */
-int request(struct guest *guest, struct ring *ring, uint32_t type, uint64_t sector, const struct segment *data, unsigned count,
-	    bool indirect);
-int transfer(struct guest *guest, struct ring *ring, bool write, uint64_t sector, void *at, uint32_t len);
+int request(struct guest *guest, struct ring *ring, uint32_t type, uint64_t sector,
+	const struct segment *data, unsigned count, bool indirect);
+int transfer(struct guest *guest, struct ring *ring, bool write, uint64_t sector, void *at,
+	uint32_t len);
 
 #endif

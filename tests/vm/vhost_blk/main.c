@@ -2,8 +2,8 @@
 /*
  * Tests of the module vhost_blk, one for each run:  driver TEST DISK ENGINE [ARGUMENT]
  *
- * DISK: a block device or file, whose content is lost. ENGINE: kiocb, bio or default. Prints a line for a test that passed; ends with 1 and a
- * reason otherwise.
+ * DISK: a block device or file, whose content is lost. ENGINE: kiocb, bio or default. Prints a line
+ * for a test that passed; ends with 1 and a reason otherwise.
  */
 #include <stdio.h>
 #include <stdlib.h>

@@ -8,12 +8,10 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use ringdisk_messages::{Wait, receive};
-use ringdisk_ring::{Errno, Fd, Ring};
+use ringdisk_ring::{Errno, Fd, POLL_IN, Ring};
 use rustix::net::{SendFlags, send};
 
-/// `POLLIN` (poll(2)).
-pub(super) const POLL_IN: u32 = 0x1;
-/// `POLLOUT`.
+/// `POLLOUT` (poll(2)).
 const POLL_OUT: u32 = 0x4;
 /// Nothing but what comes unasked: `POLLHUP` and `POLLERR`. A peer that only said all it has to say
 /// (a shell's pipe) still waits for the answer.

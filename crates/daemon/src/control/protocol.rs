@@ -34,6 +34,7 @@ use self::checkpoint::{Begin, Dirty, End};
 use self::jobs::{JobCommand, Terms};
 pub use crate::control::refusal::Refusal;
 use crate::helper::approval::Allows;
+use crate::size::SizeChange;
 use crate::terminal::visible;
 
 /// Version of what is said here; changes when an older client would misunderstand.
@@ -45,24 +46,12 @@ pub const REQUEST_BYTES_MAX: usize = 64 << 10;
 /// Longest reply that a client takes, bytes: counters of 64 queues are 100 KiB.
 pub const REPLY_BYTES_MAX: usize = 4 << 20;
 
-/// The size that a disk shall have.
-#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum NewSize {
-    /// So many bytes.
-    To(u64),
-    /// So many bytes more.
-    Grow(u64),
-    /// So many bytes less.
-    Shrink(u64),
-}
-
 /// Arguments of `resize`.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Resize {
     /// The size that is asked for.
-    pub size: NewSize,
+    pub size: SizeChange,
     #[serde(default)]
     /// The disk may lose its end.
     pub shrink: bool,

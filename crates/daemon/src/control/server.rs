@@ -19,12 +19,12 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use ringdisk_disk::Progress;
-use ringdisk_ring::{Config, Fd, Ring, Runtime};
+use ringdisk_ring::{Config, Fd, POLL_IN, Ring, Runtime};
 use rustix::net::sockopt::socket_peercred;
 use serde_json::Value;
 
 use crate::control::follow::Follower;
-use crate::control::lines::{Line, Lines, POLL_IN};
+use crate::control::lines::{Line, Lines};
 use crate::control::protocol::{self, Refusal, Request};
 use crate::control::registry::{Listening, user};
 

@@ -12,9 +12,9 @@
 use std::fs;
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use ringdisk_export::HandOverState;
+use ringdisk_export::{HandOverState, wait_until};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use rustix::io::{ReadWriteFlags, preadv2};
@@ -107,14 +107,7 @@ impl Succession {
     /// Waits, for a second at most, until a process has claimed the right, as a successor does that
     /// was not killed. Returns whether one has.
     pub(super) fn is_claimed_soon(&self) -> bool {
-        let begun = Instant::now();
-        while !self.is_claimed() {
-            if begun.elapsed() > CLAIM_LIMIT {
-                return false;
-            }
-            std::thread::sleep(CLAIM_POLL_INTERVAL);
-        }
-        true
+        wait_until(CLAIM_LIMIT, CLAIM_POLL_INTERVAL, || self.is_claimed())
     }
 
     /// Another descriptor of the eventfd.

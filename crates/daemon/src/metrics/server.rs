@@ -1,9 +1,9 @@
 //! Answers HTTP requests for metrics and health: `--metrics ADDRESS`.
 //!
 //! Promises: `GET` of `/metrics`, `/healthz` and `/readyz`, and nothing else; a client gets one
-//! answer, and [`LIMIT`] for its request and for reading that. At most [`CLIENTS_MAX`] at once;
-//! further ones wait in the socket. Half requests, endless ones and slow readers cost one place
-//! each until then, and never a queue thread. One thread, which sleeps while nobody asks.
+//! answer, and [`CLIENT_LIMIT`] for its request and for reading that. At most [`CLIENTS_MAX`] at
+//! once; further ones wait in the socket. Half requests, endless ones and slow readers cost one
+//! place each until then, and never a queue thread. One thread, which sleeps while nobody asks.
 //!
 //! `/healthz` says that the process answers; `/readyz` that all of its disks are served without a
 //! fault (503 otherwise, with the reason).
@@ -25,8 +25,8 @@ use super::{Sample, render};
 const CLIENTS_MAX: usize = 128;
 /// Longest request with its headers, bytes.
 const REQUEST_BYTES_MAX: usize = 8 << 10;
-/// How long a client may take for its request, and for reading the answer.
-const LIMIT: Duration = Duration::from_secs(5);
+/// How long a client may take for its request and for reading the answer (5 s).
+const CLIENT_LIMIT: Duration = Duration::from_secs(5);
 /// Pause after a failed accept (no descriptors left).
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
@@ -117,7 +117,7 @@ impl Work {
             }
             let (source, health) = (&self.source, &self.health);
             self.clients.retain_mut(|client| {
-                now.duration_since(client.since) < LIMIT
+                now.duration_since(client.since) < CLIENT_LIMIT
                     && client.go_on(&|path| answer(path, source, health))
             });
         }
@@ -137,7 +137,8 @@ impl Work {
             fds.extend(self.listeners.iter().map(|it| PollFd::new(it, PollFlags::IN)));
         }
         // The oldest client is the first one.
-        let late = self.clients.first().map(|client| LIMIT.saturating_sub(client.since.elapsed()));
+        let late =
+            self.clients.first().map(|client| CLIENT_LIMIT.saturating_sub(client.since.elapsed()));
         let limit = pause.into_iter().chain(late).min();
         let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
         let _ = poll(&mut fds, limit.as_ref());

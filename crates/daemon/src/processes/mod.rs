@@ -26,8 +26,8 @@ use crate::mount_users::{self, Place};
 pub use entry::{Entry, State};
 pub use text::{jobs as text_jobs, problems, table as text_table};
 
-/// How long servers may take to answer.
-const LIMIT: Duration = Duration::from_secs(2);
+/// How long servers may take to answer one question (2 s).
+pub const ANSWER_LIMIT: Duration = Duration::from_secs(2);
 
 /// Every control socket of this user, or of all for root, with what its server says to `command`.
 pub fn ask_all(command: &Command, limit: Duration) -> Vec<(Found, Asked)> {
@@ -46,7 +46,7 @@ pub fn list(look_for_users: bool) -> Result<Vec<Entry>, Failure> {
     let user = registry::user();
     let mut mounts = table::ours()?;
     mounts.retain(|mount| user == 0 || owner_of(mount) == Some(user));
-    let answered = ask_all(&Command::Describe, LIMIT);
+    let answered = ask_all(&Command::Describe, ANSWER_LIMIT);
     let mut entries = Vec::new();
     let mut served = HashSet::new();
     for (found, asked) in answered {

@@ -9,8 +9,9 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use ringdisk_export::retry_while;
 use rustix::fs::{AtFlags, Gid, Mode, OFlags, chownat, fchmod};
 use rustix::io::Errno;
 use rustix::net::{
@@ -169,13 +170,7 @@ pub(super) fn check(path: &Path) -> Result<Option<(u64, u64)>, Failure> {
         )
         .hint("give another name, or remove that file if nobody needs it"));
     }
-    let end = Instant::now() + LEFT;
-    let mut probed = probe(path);
-    while probed.is_ok() && Instant::now() < end {
-        std::thread::sleep(POLL_INTERVAL);
-        probed = probe(path);
-    }
-    match probed {
+    match retry_while(LEFT, POLL_INTERVAL, Result::is_ok, || probe(path)) {
         Err(Errno::CONNREFUSED) => Ok(Some((meta.dev(), meta.ino()))),
         // It went between two looks.
         Err(Errno::NOENT) => Ok(None),

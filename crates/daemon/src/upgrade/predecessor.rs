@@ -19,6 +19,7 @@ use crate::helper;
 use crate::keep::succession::{self, Succession};
 use crate::stopping::Stop;
 use ringdisk_disk::Disk;
+use ringdisk_export::{HandOverState, HandedOver};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt::socket_peercred;
 
@@ -181,87 +182,120 @@ fn next(listener: &UnixListener) -> Option<UnixStream> {
 }
 
 /// Hands the disks over to a process. Returns whether it has them.
-fn give(mut stream: &UnixStream, ours: &Ours, given: &AtomicBool) -> io::Result<bool> {
-    stream.set_read_timeout(Some(STEP))?;
-    stream.set_write_timeout(Some(STEP))?;
-    match link::receive_word(stream)? {
-        None => return Ok(false),
-        Some(ASK) => {}
-        Some(_) => return Err(io::ErrorKind::InvalidData.into()),
-    }
-    let (wanted, kind) = (link::receive_view(stream)?, ours.export.kind());
-    let noun = kind.noun();
-    if let Err(why) = ours.check(&wanted) {
-        let who = kind.clients();
-        tracing::warn!("the {noun} is not handed over: {who} would find another one: {why}");
-        link::send_refusal(stream, &Refusal::Unlike(why))?;
-        return Ok(false);
-    }
-    // Dropping this lets the exports go on here.
-    let moving: Result<Vec<Moving<'_>>, _> =
-        ours.disks.iter().map(|given| given.jobs.begin_move()).collect();
-    let moving = match moving {
-        Ok(moving) => moving,
-        Err(failure) => {
-            let why = format!("{}; try it again in a moment", failure.message());
-            link::send_refusal(stream, &Refusal::Now(why))?;
+fn give(stream: &UnixStream, ours: &Ours, given: &AtomicBool) -> io::Result<bool> {
+    let Some(wanted) = wanted(stream)? else { return Ok(false) };
+    let prepared = match begin(ours, &wanted).and_then(|moving| prepare(ours, moving)) {
+        Ok(prepared) => prepared,
+        Err(refusal) => {
+            link::send_refusal(stream, &refusal)?;
             return Ok(false);
         }
     };
+    prepared.give(stream, given).map(|()| true)
+}
+
+/// What a process asks for; `None`: it has left without a word.
+///
+/// Errors: it says something else, or nothing in time.
+fn wanted(stream: &UnixStream) -> io::Result<Option<ClientView>> {
+    stream.set_read_timeout(Some(STEP))?;
+    stream.set_write_timeout(Some(STEP))?;
+    match link::receive_word(stream)? {
+        None => Ok(None),
+        Some(ASK) => link::receive_view(stream).map(Some),
+        Some(_) => Err(io::ErrorKind::InvalidData.into()),
+    }
+}
+
+/// Has the jobs and the other changes of the disks make ready for a hand-over. The jobs go on here
+/// when the value is dropped.
+///
+/// Errors: why the successor that wants this gets nothing.
+fn begin<'a>(ours: &'a Ours, wanted: &ClientView) -> Result<Vec<Moving<'a>>, Refusal> {
+    let kind = ours.export.kind();
+    ours.check(wanted).map_err(|why| {
+        let (noun, who) = (kind.noun(), kind.clients());
+        tracing::warn!("the {noun} is not handed over: {who} would find another one: {why}");
+        Refusal::Unlike(why)
+    })?;
+    let moving: Result<Vec<Moving<'_>>, _> =
+        ours.disks.iter().map(|given| given.jobs.begin_move()).collect();
+    let moving = moving.map_err(|failure| {
+        Refusal::Now(format!("{}; try it again in a moment", failure.message()))
+    })?;
     let jobs: Vec<_> = moving.iter().map(Moving::progresses).collect();
     if !jobs.iter().all(Vec::is_empty) && !wanted.takes_jobs() {
         let why = "a job is under way, and the other version does not go on with it; wait until it \
                    is done, or cancel it";
-        link::send_refusal(stream, &Refusal::Now(String::from(why)))?;
-        return Ok(false);
+        return Err(Refusal::Now(String::from(why)));
     }
     for (given, jobs) in ours.disks.iter().zip(jobs) {
         if let Some(disk) = given.disk.upgrade() {
             disk.suspend_for_hand_over(jobs);
         }
     }
-    let (state, still) = match ours.export.hand_over() {
-        Ok((mut state, still)) => {
-            let mut each = moving.iter().enumerate();
-            let packed = each.try_for_each(|(disk, moving)| {
-                moving.stand_still().and_then(|jobs| handed::pack(&mut state, disk, jobs))
-            });
-            let packed = packed.and_then(|()| {
-                let right = ours.right.as_ref();
-                right.map_or(Ok(()), |right| succession::pack(&mut state, right))
-            });
-            if let Err(why) = packed {
-                tracing::warn!("the {noun} is not handed over: {why}");
-                link::send_refusal(stream, &Refusal::Now(why))?;
-                return Ok(false);
-            }
-            (state, still)
+    Ok(moving)
+}
+
+/// Has the export and its jobs stand still, and packs their state.
+///
+/// Errors: why the successor does not get it.
+fn prepare<'a>(ours: &Ours, moving: Vec<Moving<'a>>) -> Result<Prepared<'a>, Refusal> {
+    let noun = ours.export.kind().noun();
+    let (mut state, still) = ours.export.hand_over().map_err(|error| {
+        tracing::warn!("the {noun} is not handed over: {error}");
+        Refusal::of(&error)
+    })?;
+    let mut each = moving.iter().enumerate();
+    let packed = each.try_for_each(|(disk, moving)| {
+        moving.stand_still().and_then(|jobs| handed::pack(&mut state, disk, jobs))
+    });
+    let packed = packed.and_then(|()| {
+        let right = ours.right.as_ref();
+        right.map_or(Ok(()), |right| succession::pack(&mut state, right))
+    });
+    packed.map_err(|why| {
+        tracing::warn!("the {noun} is not handed over: {why}");
+        Refusal::Now(why)
+    })?;
+    Ok(Prepared { moving, still, state })
+}
+
+/// An export that stands still. When this is dropped before the successor has it, the export goes
+/// on here, and then its jobs do.
+struct Prepared<'a> {
+    still: HandedOver,
+    moving: Vec<Moving<'a>>,
+    state: HandOverState,
+}
+
+impl Prepared<'_> {
+    /// Sends the state to the successor, and ends here once that one is ready.
+    ///
+    /// Errors: the successor is not ready, or has given up waiting; the export stood still for too
+    /// long.
+    fn give(self, mut stream: &UnixStream, given: &AtomicBool) -> io::Result<()> {
+        let Prepared { moving, still, state } = self;
+        link::send(stream, &state)?;
+        drop(state);
+        if link::receive_word(stream)? != Some(READY) {
+            return Err(io::ErrorKind::InvalidData.into());
         }
-        Err(error) => {
-            tracing::warn!("the {noun} is not handed over: {error}");
-            link::send_refusal(stream, &Refusal::of(&error))?;
-            return Ok(false);
+        // One that has given up waiting (this process may have been stopped for a while) serves
+        // nothing.
+        if has_left(stream) {
+            return Err(io::ErrorKind::BrokenPipe.into());
         }
-    };
-    link::send(stream, &state)?;
-    drop(state);
-    if link::receive_word(stream)? != Some(READY) {
-        return Err(io::ErrorKind::InvalidData.into());
+        given.store(true, Ordering::Release);
+        if !still.commit() {
+            given.store(false, Ordering::Release);
+            return Err(io::Error::other("it took too long"));
+        }
+        moving.into_iter().for_each(|moving| moving.have_moved(peer(stream)));
+        // From here on the other process serves, whether it hears this or not.
+        let _ = stream.write_all(&[GO]);
+        Ok(())
     }
-    // A successor that has given up waiting serves nothing: this process may have been stopped for
-    // a while.
-    if has_left(stream) {
-        return Err(io::ErrorKind::BrokenPipe.into());
-    }
-    given.store(true, Ordering::Release);
-    if !still.commit() {
-        given.store(false, Ordering::Release);
-        return Err(io::Error::other("it took too long"));
-    }
-    moving.into_iter().for_each(|moving| moving.have_moved(peer(stream)));
-    // From here on the other process serves, whether it hears this or not.
-    let _ = stream.write_all(&[GO]);
-    Ok(true)
 }
 
 /// The pid of the other process; 0: the system does not tell.

@@ -434,11 +434,8 @@ fn resized(window: Window, before: Bytes, after: Bytes) -> Resized {
 }
 
 fn mode_of(mode: Preallocation) -> Result<ringdisk_storage::Preallocation, Error> {
-    use ringdisk_storage::Preallocation as Mode;
     match mode {
-        Preallocation::Off => Ok(Mode::Off),
-        Preallocation::Falloc => Ok(Mode::Falloc),
-        Preallocation::Full => Ok(Mode::Full),
+        Preallocation::Off | Preallocation::Falloc | Preallocation::Full => Ok(mode.of_data()),
         Preallocation::Metadata => Err(Error::new(
             ErrorKind::Invalid,
             "a raw image has no metadata that could be prepared; write off, falloc or full",

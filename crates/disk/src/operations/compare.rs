@@ -9,10 +9,10 @@
 #[cfg(test)]
 mod tests;
 
-use ringdisk_qcow2::Bytes;
 use std::cell::{Cell, RefCell};
 
 use futures_util::future::join_all;
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::{Errno, IoBuf, Ring};
 
 use crate::limits::SECTOR_BYTES;
@@ -21,7 +21,7 @@ use crate::task_mutex::TaskMutex;
 use crate::{BlockStatus, Disk, Error, Progress};
 
 /// Bytes that are compared at once.
-const CHUNK_BYTES: u64 = 1 << 20;
+const CHUNK_BYTES: Bytes = Bytes(1 << 20);
 /// Pieces under way: each reads two disks.
 const TASKS: usize = 4;
 /// Bytes that are compared together: they stay in the first-level cache.
@@ -56,12 +56,12 @@ pub enum Difference {
     /// In the block status of a range; with `strict` only.
     Status {
         /// First byte of the range.
-        offset: u64,
+        offset: GuestOffset,
     },
     /// In content.
     Content {
         /// First byte of the first sector (512 bytes) that differs.
-        offset: u64,
+        offset: GuestOffset,
     },
 }
 
@@ -71,7 +71,7 @@ type Outcome = Result<(), Finding>;
 /// The end of a comparison, with its place.
 #[derive(Clone, Copy, Debug)]
 struct Finding {
-    offset: u64,
+    offset: GuestOffset,
     what: What,
 }
 
@@ -98,8 +98,8 @@ enum Sides {
 
 #[derive(Clone, Copy, Debug)]
 struct Piece {
-    offset: u64,
-    len: u64,
+    offset: GuestOffset,
+    len: Bytes,
     sides: Sides,
 }
 
@@ -109,9 +109,9 @@ struct Comparing<'a> {
     is_strict: bool,
     progress: &'a Progress,
     mutex: TaskMutex,
-    at: Cell<u64>,
+    at: Cell<GuestOffset>,
     /// The present run: its end, and the disks to read (`None`: no disk).
-    run: Cell<Option<(u64, Option<Sides>)>>,
+    run: Cell<Option<(GuestOffset, Option<Sides>)>>,
     first: RefCell<Option<Finding>>,
 }
 
@@ -139,7 +139,7 @@ pub async fn compare(
         is_strict: options.strict,
         progress,
         mutex: TaskMutex::default(),
-        at: Cell::new(0),
+        at: Cell::new(GuestOffset::ZERO),
         run: Cell::new(None),
         first: RefCell::default(),
     };
@@ -176,7 +176,7 @@ impl Comparing<'_> {
                 Err(finding) => return self.found(finding),
             };
             match self.piece(&piece, &buffers).await {
-                Ok(()) => self.progress.add_done(Bytes(piece.len)),
+                Ok(()) => self.progress.add_done(piece.len),
                 Err(finding) => return self.found(finding),
             }
         }
@@ -192,13 +192,13 @@ impl Comparing<'_> {
     /// The next piece that has to be read; `None` at the end.
     async fn next(&self) -> Result<Option<Piece>, Finding> {
         let _pass = self.mutex.lock().await;
-        let total = self.progress.total();
+        let total = GuestOffset::after(self.progress.total());
         loop {
             let at = self.at.get();
             if self.progress.is_cancelled() {
                 return Err(Finding { offset: at, what: What::Cancelled });
             }
-            if at >= total.0 {
+            if at >= total {
                 return Ok(None);
             }
             let (end, sides) = match self.run.get() {
@@ -208,27 +208,27 @@ impl Comparing<'_> {
             self.run.set(Some((end, sides)));
             let Some(sides) = sides else {
                 self.at.set(end);
-                self.progress.add_done(Bytes(end - at));
+                self.progress.add_done(end - at);
                 continue;
             };
-            let end = end.min(at - at % CHUNK_BYTES + CHUNK_BYTES);
+            let end = end.min(at.align_down(CHUNK_BYTES) + CHUNK_BYTES);
             self.at.set(end);
             return Ok(Some(Piece { offset: at, len: end - at, sides }));
         }
     }
 
     /// The run at `at`: its end, and the disks to read.
-    async fn look(&self, at: u64) -> Result<(u64, Option<Sides>), Finding> {
+    async fn look(&self, at: GuestOffset) -> Result<(GuestOffset, Option<Sides>), Finding> {
         let left = self.status(at, 0).await?;
         let right = self.status(at, 1).await?;
         let (left, right) = match (left, right) {
             (Some(left), Some(right)) => (left, right),
             // Past the end of one disk the other must be zero.
             (Some(left), None) => {
-                return Ok((at + left.len.0, Some(Sides::Left).filter(|_| !left.zero)));
+                return Ok((at + left.len, Some(Sides::Left).filter(|_| !left.zero)));
             }
             (None, Some(right)) => {
-                return Ok((at + right.len.0, Some(Sides::Right).filter(|_| !right.zero)));
+                return Ok((at + right.len, Some(Sides::Right).filter(|_| !right.zero)));
             }
             (None, None) => return Err(self.failed(at, 0, false, Errno::IO)),
         };
@@ -241,24 +241,24 @@ impl Comparing<'_> {
             (true, false) => Some(Sides::Right),
             (false, false) => Some(Sides::Both),
         };
-        Ok((at + left.len.min(right.len).0, sides))
+        Ok((at + left.len.min(right.len), sides))
     }
 
     /// The block status of a disk; `None` past its end.
-    async fn status(&self, at: u64, side: usize) -> Result<Option<BlockStatus>, Finding> {
+    async fn status(&self, at: GuestOffset, side: usize) -> Result<Option<BlockStatus>, Finding> {
         let disk = self.disks[side];
-        let left = disk.size().saturating_sub(Bytes(at));
+        let left = GuestOffset::after(disk.size()).saturating_sub(at);
         if left == Bytes::ZERO {
             return Ok(None);
         }
-        match disk.block_status(self.ring, at, left).await {
+        match disk.block_status(self.ring, at.0, left).await {
             Ok(status) if status.len > Bytes::ZERO => Ok(Some(status)),
             Ok(_) => Err(self.failed(at, side, false, Errno::IO)),
             Err(errno) => Err(self.failed(at, side, false, errno)),
         }
     }
 
-    fn failed(&self, offset: u64, side: usize, is_reading: bool, errno: Errno) -> Finding {
+    fn failed(&self, offset: GuestOffset, side: usize, is_reading: bool, errno: Errno) -> Finding {
         Finding { offset, what: What::Failed { is_right: side == 1, is_reading, errno } }
     }
 
@@ -288,13 +288,13 @@ impl Comparing<'_> {
         match place {
             None => Ok(()),
             Some(place) => {
-                Err(Finding { offset: piece.offset + place as u64, what: What::Content })
+                Err(Finding { offset: piece.offset + Bytes::of(place), what: What::Content })
             }
         }
     }
 
-    async fn read(&self, offset: u64, side: usize, buf: &IoBuf) -> Outcome {
-        match self.disks[side].read(self.ring, offset, buf).await {
+    async fn read(&self, offset: GuestOffset, side: usize, buf: &IoBuf) -> Outcome {
+        match self.disks[side].read(self.ring, offset.0, buf).await {
             Ok(done) => {
                 buf.slice(done.min(buf.len())..buf.len()).fill(0);
                 Ok(())

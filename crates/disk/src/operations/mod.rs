@@ -15,12 +15,13 @@ pub use compare::{CompareOptions, Comparison, Difference, compare};
 pub use convert::{ConvertOptions, ConvertReport, convert};
 pub use convert::{SPARSE_BYTES_DEFAULT, TASKS_DEFAULT, TASKS_MAX, UNREADABLE_MAX};
 pub use rebase::{Rebase, rebase};
+use ringdisk_qcow2::GuestOffset;
 use ringdisk_ring::Errno;
 
 use crate::{Cause, Error};
 
 /// The place of a byte cannot be found.
-fn cannot_look_up(name: &str, offset: u64, errno: Errno) -> Error {
+fn cannot_look_up(name: &str, offset: GuestOffset, errno: Errno) -> Error {
     let doing = format!(
         "cannot find byte {offset} of the disk in '{name}': its tables are damaged, or cannot be \
          read"

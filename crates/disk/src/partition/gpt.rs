@@ -4,17 +4,19 @@
 //! [`ARRAY_MAX`] bytes at most. Where the first header is damaged the one at the end of the disk is
 //! used, and that is logged.
 
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 
 use super::{Partition, Scheme, Source, Table, read};
+use crate::limits::SECTOR_BYTES;
 use crate::{Error, ErrorKind};
 
-/// Sector sizes that a table may count in, bytes; the table does not state its own.
-const SECTORS: [u64; 2] = [512, 4096];
-/// The largest array of entries that is read, bytes: 8192 entries of the usual size, 64 times what
+/// Sector sizes that a table may count in; the table does not state its own.
+const SECTORS: [Bytes; 2] = [SECTOR_BYTES, Bytes(4096)];
+/// The largest array of entries that is read: 8192 entries of the usual size, 64 times what
 /// tools make.
-const ARRAY_MAX: u64 = 1 << 20;
+const ARRAY_MAX: Bytes = Bytes(1 << 20);
 /// Sizes that an entry may have, bytes: a power of two times the first.
 const ENTRY_MIN: u32 = 128;
 const ENTRY_MAX: u32 = 4096;
@@ -37,6 +39,18 @@ struct Header {
     entries: U32,
     entry_bytes: U32,
     array_crc: U32,
+}
+
+impl Header {
+    /// Length of the array of entries.
+    fn array_bytes(&self) -> Bytes {
+        Bytes::from(self.entry_bytes.get()) * u64::from(self.entries.get())
+    }
+}
+
+/// The first byte of sector `number`; `None`: past the end of any disk.
+fn start_of(number: u64, sector: Bytes) -> Option<GuestOffset> {
+    sector.checked_mul(number).map(GuestOffset::after)
 }
 
 /// Used bytes of a header.
@@ -81,12 +95,15 @@ pub(super) async fn table(source: &impl Source) -> Result<Table, Error> {
 }
 
 /// The table whose header is in a sector; `None` when there is none that can be used.
-async fn table_at(source: &impl Source, sector: u64, at: u64) -> Result<Option<Table>, Error> {
-    let Some(start) = at.checked_mul(sector) else { return Ok(None) };
+///
+/// * `sector`: its size.
+/// * `at`: its number.
+async fn table_at(source: &impl Source, sector: Bytes, at: u64) -> Result<Option<Table>, Error> {
+    let Some(start) = start_of(at, sector) else { return Ok(None) };
     let Some(bytes) = read(source, start, sector).await? else { return Ok(None) };
     let Some(header) = header(&bytes, at) else { return Ok(None) };
-    let array_bytes = u64::from(header.entries.get()) * u64::from(header.entry_bytes.get());
-    let array_at = header.array_sector.get().checked_mul(sector);
+    let array_bytes = header.array_bytes();
+    let array_at = start_of(header.array_sector.get(), sector);
     let Some(array_at) = array_at.filter(|_| array_bytes <= ARRAY_MAX) else { return Ok(None) };
     let Some(array) = read(source, array_at, array_bytes).await? else { return Ok(None) };
     if libdeflater::crc32(&array) != header.array_crc.get() {
@@ -97,23 +114,28 @@ async fn table_at(source: &impl Source, sector: u64, at: u64) -> Result<Option<T
     let entries = (1..).zip(array.chunks_exact(entry_bytes));
     let partitions =
         entries.filter_map(|(number, bytes)| partition(number, bytes, &header, sector)).collect();
-    let mut own = vec![(0, 2 * sector), (start, sector), (array_at, array_bytes)];
+    let mut own = vec![(GuestOffset::ZERO, 2 * sector), (start, sector), (array_at, array_bytes)];
     own.extend(copy(source, sector, header.other_sector.get()).await?);
     Ok(Some(Table { scheme: Scheme::Gpt, partitions, own, damage: None }))
 }
 
-/// The byte ranges of the table's copy, to protect them: first byte and length, bytes.
+/// The ranges of the table's copy, to protect them: first byte and length.
 ///
+/// * `sector`: size of a sector.
 /// * `at`: the sector of its header.
-async fn copy(source: &impl Source, sector: u64, at: u64) -> Result<Vec<(u64, u64)>, Error> {
-    let Some(start) = at.checked_mul(sector) else { return Ok(Vec::new()) };
+async fn copy(
+    source: &impl Source,
+    sector: Bytes,
+    at: u64,
+) -> Result<Vec<(GuestOffset, Bytes)>, Error> {
+    let Some(start) = start_of(at, sector) else { return Ok(Vec::new()) };
     let Some(bytes) = read(source, start, sector).await? else { return Ok(Vec::new()) };
     let mut own = vec![(start, sector)];
     if let Some(header) = header(&bytes, at)
-        && let Some(array_at) = header.array_sector.get().checked_mul(sector)
+        && let Some(array_at) = start_of(header.array_sector.get(), sector)
     {
-        let len = u64::from(header.entries.get()) * u64::from(header.entry_bytes.get());
-        let is_there = array_at.checked_add(len).is_some_and(|end| end <= source.size());
+        let (len, end) = (header.array_bytes(), GuestOffset::after(source.size()));
+        let is_there = array_at.checked_add(len).is_some_and(|last| last <= end);
         own.extend(is_there.then_some((array_at, len)));
     }
     Ok(own)
@@ -140,14 +162,14 @@ fn header(bytes: &[u8], at: u64) -> Option<Header> {
 }
 
 /// The partition of an entry; `None` when the entry is unused.
-fn partition(number: u32, bytes: &[u8], header: &Header, sector: u64) -> Option<Partition> {
+fn partition(number: u32, bytes: &[u8], header: &Header, sector: Bytes) -> Option<Partition> {
     let (entry, _) = Entry::read_from_prefix(bytes).ok()?;
     if entry.kind == [0; 16] {
         return None;
     }
     let (first, last) = (entry.first.get(), entry.last.get());
-    let start = first.checked_mul(sector);
-    let len = last.checked_sub(first).and_then(|more| more.checked_add(1)?.checked_mul(sector));
+    let start = start_of(first, sector);
+    let len = last.checked_sub(first).and_then(|more| sector.checked_mul(more.checked_add(1)?));
     let is_usable = header.first_usable.get() <= first && last <= header.last_usable.get();
     let fault = match (start, len) {
         (_, None) if last < first => Some("it ends before it begins"),
@@ -157,6 +179,6 @@ fn partition(number: u32, bytes: &[u8], header: &Header, sector: u64) -> Option<
         }
         _ => None,
     };
-    let (start, len) = (start.unwrap_or(u64::MAX), len.unwrap_or(0));
+    let (start, len) = (start.unwrap_or(GuestOffset(u64::MAX)), len.unwrap_or_default());
     Some(Partition { number, start, len, is_extended: false, fault })
 }

@@ -5,6 +5,7 @@
 //! device with larger ones. Partitions are counted, and so numbered, as the kernel does
 //! (`block/partitions/msdos.c`).
 
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use zerocopy::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, KnownLayout, Unaligned};
 
@@ -42,17 +43,22 @@ impl Entry {
     }
 
     /// * `base`: sector that the entry counts from.
-    /// * `sector`: bytes.
-    fn partition(&self, number: u32, base: u64, sector: u64) -> Partition {
+    /// * `sector`: its size.
+    fn partition(&self, number: u32, base: u64, sector: Bytes) -> Partition {
         // Three numbers of 32 bits: no product of them with a sector overflows.
         Partition {
             number,
-            start: (base + u64::from(self.start.get())) * sector,
+            start: start_of(base + u64::from(self.start.get()), sector),
             len: u64::from(self.sectors.get()) * sector,
             is_extended: self.is_extended(),
             fault: None,
         }
     }
+}
+
+/// The first byte of sector `number`, which is the sum of a few numbers of 32 bits.
+fn start_of(number: u64, sector: Bytes) -> GuestOffset {
+    GuestOffset::after(number * sector)
 }
 
 /// The four entries of a boot sector.
@@ -82,7 +88,7 @@ pub(super) fn is_protective(entries: &Entries) -> bool {
 /// * `entries`: of the first sector.
 pub(super) async fn table(source: &impl Source, entries: &Entries) -> Result<Table, Error> {
     let sector = source.sector();
-    let own = vec![(0, sector)];
+    let own = vec![(GuestOffset::ZERO, sector)];
     let mut table = Table { scheme: Scheme::Mbr, partitions: Vec::new(), own, damage: None };
     for (number, entry) in (1..).zip(entries).filter(|(_, entry)| entry.is_used()) {
         table.partitions.push(entry.partition(number, 0, sector));
@@ -101,14 +107,14 @@ async fn logical(source: &impl Source, table: &mut Table, extended: &Entry) -> R
     // The record, and how long the entry that leads to it says that it is with its partition.
     let (mut at, mut len) = (base, u64::from(extended.sectors.get()));
     for _ in 0..RECORDS_MAX {
-        let bytes = read(source, at * sector, SECTOR_BYTES.0).await?;
+        let bytes = read(source, start_of(at, sector), SECTOR_BYTES).await?;
         let Some(entries) = bytes.as_deref().and_then(raw_entries) else {
             // An empty extended partition needs no record.
             let is_damage = at != base || bytes.is_none();
             table.note(is_damage, format!("there is no boot record at sector {at}"));
             return Ok(());
         };
-        table.own.push((at * sector, sector));
+        table.own.push((start_of(at, sector), sector));
         data_of(table, &entries, Record { at, len, sector }, base..end);
         let Some(next) = entries.iter().find(|entry| entry.is_extended()) else { return Ok(()) };
         (at, len) = (base + u64::from(next.start.get()), u64::from(next.sectors.get()));
@@ -121,7 +127,7 @@ async fn logical(source: &impl Source, table: &mut Table, extended: &Entry) -> R
             );
             return Ok(());
         }
-        if table.own.contains(&(at * sector, sector)) {
+        if table.own.contains(&(start_of(at, sector), sector)) {
             table.note(true, format!("the chain of boot records comes back to sector {at}"));
             return Ok(());
         }
@@ -136,8 +142,8 @@ struct Record {
     at: u64,
     /// With its partition, as the entry says that leads to it.
     len: u64,
-    /// Bytes.
-    sector: u64,
+    /// Size of a sector.
+    sector: Bytes,
 }
 
 /// Adds the partitions that a boot record names. The first two entries are for them and for the

@@ -18,11 +18,10 @@ mod mbr;
 #[cfg(test)]
 mod tests;
 
-use ringdisk_qcow2::{Bytes, GuestOffset};
 use std::fmt::Write as _;
 
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::{Errno, IoBuf, Ring};
-
 use ringdisk_storage::Kind;
 
 use crate::graph::Window;
@@ -37,40 +36,40 @@ const LISTED_MAX: usize = 24;
 
 /// The source of a partition table.
 pub(crate) trait Source {
-    /// Size of the disk, bytes.
-    fn size(&self) -> u64;
+    /// Size of the disk.
+    fn size(&self) -> Bytes;
 
-    /// Sector size that an MBR counts in, bytes; the MBR does not state it.
-    fn sector(&self) -> u64 {
-        SECTOR_BYTES.0
+    /// Sector size that an MBR counts in; the MBR does not state it.
+    fn sector(&self) -> Bytes {
+        SECTOR_BYTES
     }
 
     /// Reads bytes; fewer at the end of the disk only.
-    async fn read(&self, offset: u64, len: usize) -> Result<Vec<u8>, Errno>;
+    async fn read(&self, offset: GuestOffset, len: usize) -> Result<Vec<u8>, Errno>;
 }
 
 /// A disk on a ring.
 struct OnDisk<'a>(&'a Ring, &'a Disk);
 
 impl Source for OnDisk<'_> {
-    fn size(&self) -> u64 {
-        self.1.size().0
+    fn size(&self) -> Bytes {
+        self.1.size()
     }
 
     /// The sector size of the kernel: the logical block of the device at the bottom of the chain,
     /// if there is one.
-    fn sector(&self) -> u64 {
+    fn sector(&self) -> Bytes {
         let layers = self.1.layers();
         let device = layers.last().and_then(|layer| match &layer.node {
             Node::Raw(raw) => Some(&raw.storage).filter(|it| it.kind() == Kind::BlockDevice),
             Node::Qcow2(_) | Node::Null(_) | Node::Frozen(_) => None,
         });
-        device.map_or(SECTOR_BYTES.0, |device| u64::from(device.device_limits().logical_block))
+        device.map_or(SECTOR_BYTES, |device| Bytes::from(device.device_limits().logical_block))
     }
 
-    async fn read(&self, offset: u64, len: usize) -> Result<Vec<u8>, Errno> {
+    async fn read(&self, offset: GuestOffset, len: usize) -> Result<Vec<u8>, Errno> {
         let buf = IoBuf::new(len, BUFFER_ALIGN);
-        let done = self.1.read(self.0, offset, &buf).await?;
+        let done = self.1.read(self.0, offset.0, &buf).await?;
         let mut bytes = vec![0; len];
         buf.copy_to_slice(0, &mut bytes);
         bytes.truncate(done);
@@ -92,10 +91,10 @@ pub(crate) enum Scheme {
 pub(crate) struct Partition {
     /// As the kernel numbers it, from 1 on.
     pub(crate) number: u32,
-    /// First byte on the disk, bytes.
-    pub(crate) start: u64,
-    /// Length, bytes.
-    pub(crate) len: u64,
+    /// First byte on the disk.
+    pub(crate) start: GuestOffset,
+    /// Length.
+    pub(crate) len: Bytes,
     /// It is a container of logical partitions.
     pub(crate) is_extended: bool,
     /// The error in its numbers, if there is one.
@@ -103,12 +102,13 @@ pub(crate) struct Partition {
 }
 
 impl Partition {
-    fn end(&self) -> u64 {
+    fn end(&self) -> GuestOffset {
         self.start.saturating_add(self.len)
     }
 
-    fn meets(&self, start: u64, len: u64) -> bool {
-        self.len > 0 && len > 0 && self.start < start.saturating_add(len) && start < self.end()
+    fn meets(&self, start: GuestOffset, len: Bytes) -> bool {
+        let is_any = !self.len.is_zero() && !len.is_zero();
+        is_any && self.start < start.saturating_add(len) && start < self.end()
     }
 }
 
@@ -117,8 +117,8 @@ impl Partition {
 pub(crate) struct Table {
     pub(crate) scheme: Scheme,
     pub(crate) partitions: Vec<Partition>,
-    /// Byte ranges of the table itself: first byte and length, bytes.
-    pub(crate) own: Vec<(u64, u64)>,
+    /// Ranges of the table itself: first byte and length.
+    pub(crate) own: Vec<(GuestOffset, Bytes)>,
     /// Why the list may be incomplete.
     pub(crate) damage: Option<String>,
 }
@@ -147,7 +147,7 @@ pub(crate) async fn find(
 ///
 /// Errors: as [`find`].
 pub(crate) async fn table(source: &impl Source) -> Result<Table, Error> {
-    let first = read(source, 0, SECTOR_BYTES.0).await?;
+    let first = read(source, GuestOffset::ZERO, SECTOR_BYTES).await?;
     let Some(entries) = first.as_deref().and_then(mbr::entries) else {
         return Err(Error::new(
             ErrorKind::Invalid,
@@ -162,10 +162,15 @@ pub(crate) async fn table(source: &impl Source) -> Result<Table, Error> {
 }
 
 /// Reads a whole range; `None` when the disk ends before it does.
-async fn read(source: &impl Source, offset: u64, len: u64) -> Result<Option<Vec<u8>>, Error> {
+async fn read(
+    source: &impl Source,
+    offset: GuestOffset,
+    len: Bytes,
+) -> Result<Option<Vec<u8>>, Error> {
     // Nothing here asks for more than `gpt::TABLE_MAX`.
     let wanted = usize::try_from(len).unwrap_or(usize::MAX);
-    let inside = offset.checked_add(len).is_some_and(|end| end <= source.size());
+    let inside =
+        offset.checked_add(len).is_some_and(|end| end <= GuestOffset::after(source.size()));
     if !inside {
         return Ok(None);
     }
@@ -179,10 +184,10 @@ async fn read(source: &impl Source, offset: u64, len: u64) -> Result<Option<Vec<
 impl Table {
     /// The bytes of partition `number`.
     ///
-    /// * `size`: of the disk, bytes.
+    /// * `size`: of the disk.
     ///
     /// Errors: as [`find`].
-    pub(crate) fn window(&self, number: u32, size: u64) -> Result<Window, Error> {
+    pub(crate) fn window(&self, number: u32, size: Bytes) -> Result<Window, Error> {
         let refuse = |text: String| Err(Error::new(ErrorKind::Invalid, text));
         let Some(asked) = self.partitions.iter().find(|each| each.number == number) else {
             return refuse(format!("there is no such partition; {}", self.list()));
@@ -198,7 +203,7 @@ impl Table {
         if let Some(fault) = asked.fault {
             return refuse(format!("its entry in the table makes no sense: {fault}{by_hand}"));
         }
-        if end > size {
+        if end > GuestOffset::after(size) {
             return refuse(format!(
                 "it ends at byte {end}, past the end of the disk at {size} bytes: the disk was \
                  cut, or the table is that of another one"
@@ -219,7 +224,7 @@ impl Table {
         if self.own.iter().any(|&(start, len)| asked.meets(start, len)) {
             return refuse(format!("it lies over the partition table itself{by_hand}"));
         }
-        Ok(Window::new(GuestOffset(start), Some(Bytes(len))))
+        Ok(Window::new(start, Some(len)))
     }
 
     /// The list of partitions, for messages.

@@ -1,11 +1,11 @@
 //! Tables that are built here, byte by byte, and tables that mean harm.
 
-use ringdisk_qcow2::{Bytes, GuestOffset};
 use std::cell::Cell;
 use std::future::Future;
 use std::pin::pin;
 use std::task::{Context, Poll, Waker};
 
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::Errno;
 use ringdisk_testkit::sim::Prng;
 
@@ -38,7 +38,7 @@ impl Memory {
     }
 
     fn window(&self, number: u32) -> Result<Window, Error> {
-        self.table()?.window(number, self.size)
+        self.table()?.window(number, Bytes(self.size))
     }
 
     fn refusal(&self, number: u32) -> String {
@@ -47,15 +47,15 @@ impl Memory {
 }
 
 impl Source for Memory {
-    fn size(&self) -> u64 {
-        self.size
+    fn size(&self) -> Bytes {
+        Bytes(self.size)
     }
 
-    fn sector(&self) -> u64 {
-        self.sector
+    fn sector(&self) -> Bytes {
+        Bytes(self.sector)
     }
 
-    async fn read(&self, offset: u64, len: usize) -> Result<Vec<u8>, Errno> {
+    async fn read(&self, GuestOffset(offset): GuestOffset, len: usize) -> Result<Vec<u8>, Errno> {
         self.reads.set(self.reads.get() + 1);
         let inside = self.size.saturating_sub(offset).min(len as u64);
         let mut bytes = vec![0; usize::try_from(inside).expect("small")];
@@ -196,7 +196,7 @@ fn the_sectors_of_an_mbr_are_those_of_the_device() {
         assert_eq!(disk.window(number).expect("a partition"), expected, "{number}");
     }
     let own = disk.table().expect("a table").own;
-    assert_eq!(own, [(0, 4096), (4_096_000, 4096), (6_144_000, 4096), (10_240_000, 4096)]);
+    assert_eq!(own, [0, 4_096_000, 6_144_000, 10_240_000].map(|at| (GuestOffset(at), Bytes(4096))));
 }
 
 /// Source: the loop over records in the kernel's `block/partitions/msdos.c`.
@@ -389,7 +389,7 @@ fn a_gpt_whose_checksums_do_not_fit_is_not_believed() {
     // Each byte that means something: header, then the array's first entry.
     for at in (512..512 + 92).chain(1024..1024 + 128) {
         let mut disk = gpt.disk();
-        let byte = now(disk.read(at, 1)).expect("memory")[0];
+        let byte = now(disk.read(GuestOffset(at), 1)).expect("memory")[0];
         disk.put(at, &[byte ^ 0x10]);
         assert_eq!(disk.table().expect_err("damaged").kind(), ErrorKind::Corrupt, "byte {at}");
     }
@@ -451,19 +451,19 @@ fn no_table_gives_a_window_that_is_not_its_own() {
         assert!(disk.reads.get() < READS_MAX);
         assert!(table.partitions.len() <= 8192);
         for each in &table.partitions {
-            let Ok(window) = table.window(each.number, disk.size) else { continue };
+            let Ok(window) = table.window(each.number, Bytes(disk.size)) else { continue };
             windows += 1;
-            let (first, end) = (window.start.0, window.end.0);
-            assert!(end <= disk.size && first < end);
+            let (first, end) = (window.start, window.end);
+            assert!(end <= GuestOffset(disk.size) && first < end);
             // Not over any other partition but the one that holds it, and not over the table.
             let others = table.partitions.iter().filter(|other| other.number != each.number);
             for other in others.filter(|other| !(other.is_extended && each.number > 4)) {
                 let other_end = other.start.saturating_add(other.len);
-                let apart = other.len == 0 || other_end <= first || end <= other.start;
+                let apart = other.len.is_zero() || other_end <= first || end <= other.start;
                 assert!(apart, "{window:?} and {other:?}");
             }
-            for (start, len) in &table.own {
-                assert!(start + len <= first || end <= *start);
+            for &(start, len) in &table.own {
+                assert!(start + len <= first || end <= start);
             }
         }
     }

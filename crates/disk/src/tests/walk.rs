@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use ringdisk_ring::Ring;
 use ringdisk_testkit::limits::{full, quick};
-use ringdisk_testkit::process::patient;
+use ringdisk_testkit::process::{LIMIT, patient};
 use ringdisk_testkit::sim::Prng;
 use tempfile::TempDir;
 
@@ -40,8 +40,6 @@ const LOOK: u32 = 6;
 const RESTART: u32 = 18;
 /// Layers at most.
 const DEPTH_MAX: usize = 6;
-/// Nothing that is waited for takes so long.
-const LIMIT: Duration = Duration::from_secs(60);
 
 /// The disk, and what is known of it.
 struct Walk {

@@ -12,8 +12,9 @@ use std::ffi::OsString;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use ringdisk_export::wait_until;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::mount::UnmountFlags;
@@ -225,10 +226,7 @@ impl Mount {
     ///
     /// * `limit`: how long at most.
     pub(crate) fn wait_closed(&self, limit: Duration) {
-        let deadline = Instant::now() + limit;
-        while !self.is_closed() && Instant::now() < deadline {
-            std::thread::sleep(CLOSED_POLL_INTERVAL);
-        }
+        wait_until(limit, CLOSED_POLL_INTERVAL, || self.is_closed());
     }
 
     /// Whether the connection takes no more requests.

@@ -1,5 +1,7 @@
 //! Exports of this process as files: the protocol, its transports, mounts, depth and failures.
 
+#![allow(clippy::unwrap_used)]
+
 #[path = "../common/mod.rs"]
 mod common;
 mod depth;

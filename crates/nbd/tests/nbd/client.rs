@@ -20,9 +20,9 @@ use ringdisk_nbd_protocol::options::{
 use ringdisk_nbd_protocol::reply::{Chunk, ErrorPayload, ReplyHead};
 use ringdisk_nbd_protocol::request::{Request, Style};
 use ringdisk_ring::{Config, Runtime};
+use ringdisk_testkit::process::LIMIT;
 use tempfile::TempDir;
 
-pub(crate) const LIMIT: Duration = Duration::from_secs(30);
 pub(crate) const STYLES: [Style; 3] = [Style::Simple, Style::Structured, Style::Extended];
 
 /// An export at a socket. Dropping it stops it.

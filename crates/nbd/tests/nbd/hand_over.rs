@@ -9,8 +9,9 @@ use ringdisk_nbd::{Export, Handed, NamedDisk, StopHandle};
 use ringdisk_nbd_protocol::numbers::command;
 use ringdisk_nbd_protocol::request::{Request, Style};
 use ringdisk_ring::{Config, Runtime};
+use ringdisk_testkit::process::LIMIT;
 
-use super::client::{Client, LIMIT, STYLES, Server, data, null, options, raw, request};
+use super::client::{Client, STYLES, Server, data, null, options, raw, request};
 
 /// The export goes to another one of this process, as a successor in another process takes it.
 fn hand_over(server: &mut Server) {

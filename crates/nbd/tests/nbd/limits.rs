@@ -9,10 +9,10 @@ use ringdisk_nbd::{CONNECTION_BYTES_MAX, Export, NamedDisk, NbdOptions};
 use ringdisk_nbd_protocol::numbers::{command, errno, option, option_reply};
 use ringdisk_nbd_protocol::options::InfoRequest;
 use ringdisk_nbd_protocol::request::{Request, Style};
-use ringdisk_testkit::process::{patient, until};
+use ringdisk_testkit::process::{LIMIT, patient, until};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 
-use crate::client::{Client, LIMIT, STYLES, Server, null, options, request};
+use crate::client::{Client, STYLES, Server, null, options, request};
 
 const SIZE: u64 = 64 << 20;
 

@@ -1,6 +1,7 @@
 //! The server against a client that speaks the protocol by hand: what the protocol has, and what it
 //! does not.
 
+#![allow(clippy::unwrap_used)]
 #![allow(clippy::cast_possible_truncation)]
 
 mod changes;

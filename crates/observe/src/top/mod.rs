@@ -25,8 +25,8 @@ use rustix::termios::tcgetwinsize;
 
 use crate::watch::printed;
 
-/// How long processes may take.
-const LIMIT: Duration = Duration::from_secs(1);
+/// How long servers may take to answer for one screen (1 s).
+const SCREEN_LIMIT: Duration = Duration::from_secs(1);
 /// How often a signal is looked for.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Width of the table where standard output is no terminal.
@@ -90,7 +90,7 @@ pub fn run(options: &Options) -> Result<(), Failure> {
 
 /// What all processes say now.
 fn samples() -> Vec<Sample> {
-    let asked = processes::ask_all(&Command::Metrics, LIMIT);
+    let asked = processes::ask_all(&Command::Metrics, SCREEN_LIMIT);
     let of = |answer: Answer| match answer {
         Answer::Value(value) => metrics::from_json(&value),
         _ => Vec::new(),

@@ -38,6 +38,29 @@ pub enum Preallocation {
     Full,
 }
 
+impl Preallocation {
+    /// The mode of that name; `None`: there is none.
+    pub fn of_word(word: &str) -> Option<Preallocation> {
+        Some(match word {
+            "off" => Preallocation::Off,
+            "metadata" => Preallocation::Metadata,
+            "falloc" => Preallocation::Falloc,
+            "full" => Preallocation::Full,
+            _ => return None,
+        })
+    }
+
+    /// What it means for the space of the data.
+    pub fn of_data(self) -> ringdisk_storage::Preallocation {
+        use ringdisk_storage::Preallocation as Mode;
+        match self {
+            Preallocation::Off | Preallocation::Metadata => Mode::Off,
+            Preallocation::Falloc => Mode::Falloc,
+            Preallocation::Full => Mode::Full,
+        }
+    }
+}
+
 /// What a new image shall be like. `Default`: an empty disk with what `qemu-img create` chooses.
 #[derive(Clone, Debug)]
 pub struct CreateOptions {
@@ -228,12 +251,7 @@ impl Maker<'_> {
         offset: HostOffset,
         len: Bytes,
     ) -> Result<(), Errno> {
-        use ringdisk_storage::Preallocation as Mode;
-        let mode = match self.plan.preallocation {
-            Preallocation::Off | Preallocation::Metadata => Mode::Off,
-            Preallocation::Falloc => Mode::Falloc,
-            Preallocation::Full => Mode::Full,
-        };
+        let mode = self.plan.preallocation.of_data();
         if len == Bytes::ZERO {
             return Ok(());
         }

@@ -97,52 +97,20 @@ impl Config {
         let mut prng = Prng::new(seed ^ 0x00c0_ffee);
         let extended = prng.below(5) == 0 && !wanted.full_table;
         let version = if prng.below(6) == 0 && !extended { 2 } else { 3 };
-        let version = if wanted.lazy || wanted.data_file || wanted.bitmap || wanted.full_table {
-            3
-        } else {
-            version
-        };
-        let cluster_bits = match prng.below(10) {
-            _ if wanted.full_table => 9,
-            _ if extended => 14 + u32::from(prng.below(4) == 0),
-            0..=3 => 9,
-            4 | 5 => 10,
-            6 | 7 => 12,
-            8 => 13,
-            _ => 16,
-        };
-        let snapshots = matches!(wanted.between, Some(Between::Snapshots | Between::Both));
-        let refcount_order = match (version, prng.below(8)) {
-            (2, _) => 4,
-            _ if wanted.full_table => 6,
-            // Pieces of compressed data share a cluster, and each snapshot counts all of them
-            // again: small counts cannot.
-            (_, 0..3) if snapshots && wanted.compressed => 4,
-            (_, 0) if !snapshots && !wanted.compressed => 0,
-            (_, 1) => {
-                if snapshots {
-                    2
-                } else {
-                    1
-                }
-            }
-            (_, 2) => 3,
-            (_, 3) => 6,
-            (_, 4) => 5,
-            _ => 4,
-        };
+        let needs_3 = wanted.lazy || wanted.data_file || wanted.bitmap || wanted.full_table;
+        let version = if needs_3 { 3 } else { version };
+        let cluster_bits = cluster_bits(&mut prng, &wanted, extended);
+        let refcount_order = refcount_order(&mut prng, &wanted, version);
         let entry = if extended { 16 } else { 8 };
         let covers = ((1u64 << cluster_bits) / entry) << cluster_bits;
         // Some L2 tables; the end is inside a cluster.
-        let size = covers * (2 + prng.below(if cluster_bits < 12 { 12 } else { 2 }))
+        let mut size = covers * (2 + prng.below(if cluster_bits < 12 { 12 } else { 2 }))
             + covers / 2
             + SECTOR * 3;
-        let size = if wanted.full_table {
+        if wanted.full_table {
             // A cluster of the L1 table has 64 entries.
-            size + (NEARLY_FULL_L1 + 25 * prng.below(4)) * 64 * covers
-        } else {
-            size
-        };
+            size += (NEARLY_FULL_L1 + 25 * prng.below(4)) * 64 * covers;
+        }
         let below = match wanted.backing {
             false => Below::NOTHING,
             true => {
@@ -193,6 +161,35 @@ impl Config {
 
     pub(crate) fn cluster(&self) -> u64 {
         1 << self.shape.cluster_bits
+    }
+}
+
+fn cluster_bits(prng: &mut Prng, wanted: &Wanted, extended: bool) -> u32 {
+    match prng.below(10) {
+        _ if wanted.full_table => 9,
+        _ if extended => 14 + u32::from(prng.below(4) == 0),
+        0..=3 => 9,
+        4 | 5 => 10,
+        6 | 7 => 12,
+        8 => 13,
+        _ => 16,
+    }
+}
+
+fn refcount_order(prng: &mut Prng, wanted: &Wanted, version: u32) -> u32 {
+    let snapshots = matches!(wanted.between, Some(Between::Snapshots | Between::Both));
+    match (version, prng.below(8)) {
+        (2, _) => 4,
+        _ if wanted.full_table => 6,
+        // Pieces of compressed data share a cluster, and each snapshot counts all of them again:
+        // small counts cannot.
+        (_, 0..3) if snapshots && wanted.compressed => 4,
+        (_, 0) if !snapshots && !wanted.compressed => 0,
+        (_, 1) => 1 + u32::from(snapshots),
+        (_, 2) => 3,
+        (_, 3) => 6,
+        (_, 4) => 5,
+        _ => 4,
     }
 }
 

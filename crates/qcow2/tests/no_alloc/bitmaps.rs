@@ -6,7 +6,8 @@ use ringdisk_qcow2::{GuestOffset, Nothing, OpenOptions, Qcow2};
 use ringdisk_ring::IoBuf;
 use ringdisk_storage::{Lock, Storage};
 
-use crate::ALLOCATIONS;
+use ringdisk_testkit::allocations::of_this_thread;
+
 use crate::common::{Images, MIB, runtime};
 
 /// Allocations of 1000 writes to space that is there, recorded by so many bitmaps.
@@ -27,11 +28,11 @@ fn allocations(bitmaps: u32) -> u64 {
         let buf = IoBuf::new(4096, 4096);
         // The first write marks the bitmaps and loads the L2 table.
         image.write(&ring, GuestOffset(0), &buf, &Nothing).await.expect("room");
-        let before = ALLOCATIONS.get();
+        let before = of_this_thread();
         for number in 0..1000 {
             image.write(&ring, GuestOffset(number * 8192), &buf, &Nothing).await.expect("room");
         }
-        let allocations = ALLOCATIONS.get() - before;
+        let allocations = of_this_thread() - before;
         image.close(&ring).await.expect("a clean close");
         allocations
     })

@@ -1,6 +1,7 @@
 //! A cached look-up allocates nothing: counted.
 
-use crate::ALLOCATIONS;
+use ringdisk_testkit::allocations::of_this_thread;
+
 use crate::common::{Images, KIB, MIB, mixed, open, read_all, runtime};
 use ringdisk_qcow2::{Bytes, GuestOffset};
 
@@ -12,7 +13,7 @@ fn allocations_of_cached_look_ups(options: &str, cluster: u64) -> u64 {
     let image = open(&mut runtime, &path);
     // Loads every slice.
     read_all(&mut runtime, &image, &[], 70_000);
-    let before = ALLOCATIONS.get();
+    let before = of_this_thread();
     let mut found = 0;
     for len in [1, 4 * KIB, MIB, 40 * MIB] {
         for at in (0..40 * MIB).step_by(100_001) {
@@ -20,7 +21,7 @@ fn allocations_of_cached_look_ups(options: &str, cluster: u64) -> u64 {
             found += u64::from(extent.is_some());
         }
     }
-    let allocations = ALLOCATIONS.get() - before;
+    let allocations = of_this_thread() - before;
     assert_eq!(found, 4 * (40 * MIB).div_ceil(100_001));
     allocations
 }

@@ -10,9 +10,9 @@ use ringdisk_console::operation::Operation;
 use ringdisk_daemon::control::client::Client;
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::new_file::NewFiles;
+use ringdisk_observe::job_texts;
 
 use crate::cli::BackupJobArgs;
-use crate::commands::job_texts;
 
 /// Begins a backup, and waits for its end unless it runs in the background.
 ///

@@ -7,20 +7,20 @@ use ringdisk_console::operation::Operation;
 use ringdisk_console::output::{json_text, without_text};
 use ringdisk_daemon::control::client::{ANSWER, Client, Timeout};
 use ringdisk_daemon::control::protocol::{
-    Accel, Command, Commit, CopyOnRead, Limit, NewBacking, NewSize, Resize, Snapshot, Stop, Stream,
+    Accel, Command, Commit, CopyOnRead, Limit, NewBacking, Resize, Snapshot, Stop, Stream,
 };
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::mount_lock;
 use ringdisk_daemon::new_file::check_new_name;
-use ringdisk_daemon::size::{SizeChange, human_size_exact};
+use ringdisk_daemon::size::human_size_exact;
 use ringdisk_daemon::terminal::{self, shell_word, visible, visible_lines};
 use ringdisk_disk::Progress;
 use ringdisk_images::inspect;
-use ringdisk_observe::watch;
+use ringdisk_observe::{job_texts, watch};
 use serde_json::Value;
 
 use crate::cli::{CtlArgs, CtlCommand, PREALLOCATION, ProgressArgs, word_of};
-use crate::commands::{backup_job, checkpoint, job_texts, mirror};
+use crate::commands::{backup_job, checkpoint, mirror};
 
 /// How long a server may take to end after it was told to: it flushes the image.
 const STOP_WAIT: Duration = Duration::from_secs(60);
@@ -248,11 +248,7 @@ fn command_of(command: &CtlCommand) -> Result<Command, Failure> {
         CtlCommand::Accel { on } => Command::Accel(Accel { on: *on }),
         CtlCommand::CopyOnRead { on } => Command::CopyOnRead(CopyOnRead { on: *on }),
         CtlCommand::Resize { size, shrink, preallocation } => Command::Resize(Resize {
-            size: match *size {
-                SizeChange::To(size) => NewSize::To(size),
-                SizeChange::Grow(by) => NewSize::Grow(by),
-                SizeChange::Shrink(by) => NewSize::Shrink(by),
-            },
+            size: *size,
             shrink: *shrink,
             preallocation: Some(word_of(PREALLOCATION, *preallocation).to_owned()),
         }),

@@ -11,11 +11,11 @@ use ringdisk_daemon::control::protocol::jobs::{JobCommand, NewSpeed};
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::job_text;
 use ringdisk_daemon::terminal::{self, visible_lines};
+use ringdisk_observe::job_texts;
 use ringdisk_observe::jobs::{all, connect_for_waiting, find, flat, named};
 use serde_json::Value;
 
 use crate::cli::{JobArgs, JobWork, ProgressArgs};
-use crate::commands::job_texts;
 
 const QUIET: ProgressArgs = ProgressArgs { progress: false, quiet: true };
 

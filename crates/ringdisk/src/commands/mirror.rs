@@ -11,10 +11,10 @@ use ringdisk_daemon::control::client::Client;
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::new_file::NewFiles;
 use ringdisk_daemon::terminal::{self, visible};
+use ringdisk_observe::job_texts;
 use ringdisk_observe::jobs::wait;
 
 use crate::cli::{CtlArgs, MirrorArgs};
-use crate::commands::job_texts;
 
 /// Begins a mirror, and waits as the user asks.
 ///

@@ -4,14 +4,12 @@ use std::path::Path;
 use std::time::Duration;
 
 use ringdisk_testkit::mount::text;
-use ringdisk_testkit::process::{run, until};
+use ringdisk_testkit::process::{LIMIT, run, until};
 use serde_json::Value;
 
 use super::keep::kill;
 use crate::common::serving::{Daemon, Place, ctl, judge, load, meanwhile, serve_command, stats};
 use crate::common::tools::{Ran, child_of, ringdisk};
-
-const LIMIT: Duration = Duration::from_secs(30);
 
 fn job(place: &Place, work: &str, words: &[&str]) -> Ran {
     ringdisk(Path::new("/"), &[&["job", work, text(&place.socket)], words].concat())

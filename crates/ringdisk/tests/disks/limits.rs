@@ -1,18 +1,15 @@
 //! `--limit` of disks for virtual machines and NBD clients: groups, ends, hand-overs.
 
 use std::path::Path;
-use std::time::Duration;
 
 use ringdisk_testkit::model::Request;
 use ringdisk_testkit::mount::text;
-use ringdisk_testkit::process::{Process, command, ok_words, until};
+use ringdisk_testkit::process::{LIMIT, Process, command, ok_words, until};
 use serde_json::Value;
 
 use crate::common::program;
 use crate::common::serving::{Daemon, Place, ctl, load, meanwhile, serve_command};
 use crate::common::tools::ringdisk;
-
-const LIMIT: Duration = Duration::from_secs(30);
 
 fn limits(socket: &Path) -> Value {
     serde_json::from_str(&ctl(socket, &["limit", "--json"]).ok().out).expect("JSON")

@@ -1,6 +1,8 @@
 //! `ringdisk serve`: disks of virtual machines, their upgrades, kills and migrations; disks of NBD
 //! clients.
 
+#![allow(clippy::unwrap_used)]
+
 mod checkpoint;
 mod checkpoint_fleece;
 mod checkpoint_hangs;

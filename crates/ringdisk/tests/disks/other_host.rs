@@ -5,20 +5,17 @@
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::process::Command;
-use std::time::Duration;
 
 use ringdisk_testkit::certificates;
 use ringdisk_testkit::limits::{is_root, needs, needs_root};
 use ringdisk_testkit::model::{BaseRule, FrontEnd, Vm, ask, bits, words};
 use ringdisk_testkit::mount::text;
-use ringdisk_testkit::process::{command, has, ok_words, run, until};
+use ringdisk_testkit::process::{LIMIT, command, has, ok_words, run, until};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use crate::common::confined::assert_confined;
 use crate::common::program;
 use crate::common::serving::{Daemon, Place, judge, load, meanwhile, options};
-
-const LIMIT: Duration = Duration::from_secs(30);
 
 /// Two hosts that are connected; dropping them takes them away.
 struct Hosts {

@@ -83,6 +83,73 @@ fn assert_no_errors(image: &Path) {
     assert!(matches!(checked.code(), Some(0 | ONLY_LEAKS)), "{}", checked.output());
 }
 
+/// What the disk shows, from its image.
+fn content(daemon: &Daemon) -> Vec<u8> {
+    let content = match daemon.format {
+        "raw" => daemon.image.clone(),
+        _ => {
+            assert_no_errors(&daemon.image);
+            images::reference(&daemon.image, daemon.format)
+        }
+    };
+    std::fs::read(content).expect("the image")
+}
+
+/// Starts processes until one goes on with the guest; some are killed while they begin.
+///
+/// * `kill`: number of the kill before, for messages.
+fn go_on(daemon: &Daemon, vm: &mut Vm, load: &mut Load, prng: &mut Prng, kill: u64) -> Running {
+    loop {
+        let mut process = daemon.start();
+        let early = prng.below(4) == 0;
+        let pause = Duration::from_micros(prng.below(20_000));
+        let pid = process.0.pid();
+        let rule = match prng.below(3) {
+            0 => BaseRule::Used,
+            1 => BaseRule::Avail,
+            _ => BaseRule::Beginning,
+        };
+        let resumed = std::thread::scope(|scope| {
+            let killer = early.then(|| scope.spawn(move || kill_after(pid, pause)));
+            let resumed = resume(daemon, &mut process, vm, rule, if early { 0 } else { 3 });
+            if let Some(killer) = killer {
+                killer.join().expect("it was killed");
+            }
+            resumed
+        });
+        match resumed {
+            Ok(()) if !early => return process,
+            // Killed while it began; what it answered counts.
+            _ if early => {
+                process.0.wait(LIMIT).expect("it was killed");
+                load.reap(vm);
+            }
+            other => panic!("kill {kill}: {other:?}: {}", process.0.output()),
+        }
+    }
+}
+
+/// Has the guest go on with a process. The child of a process that was killed in its start had the
+/// socket for a moment: then it is tried again, as VMMs do.
+///
+/// * `again`: how often at most.
+fn resume(
+    daemon: &Daemon,
+    process: &mut Running,
+    vm: &mut Vm,
+    rule: BaseRule,
+    again: u32,
+) -> Result<(), Refused> {
+    let mut tries = 0;
+    loop {
+        let front = connect(&mut process.0, &daemon.socket).ok_or(Refused::Gone)?;
+        match vm.resume(front, rule) {
+            Err(Refused::Gone) if tries < again && process.0.ended().is_none() => tries += 1,
+            resumed => return resumed,
+        }
+    }
+}
+
 /// Serves, kills and goes on.
 ///
 /// * `through`: the driver has turned the write cache off.
@@ -134,49 +201,7 @@ fn survive(format: &'static str, packed: bool, through: bool, seed: u64) {
                 load.fill(&mut vm, queue);
             });
         }
-        loop {
-            process = daemon.start();
-            let early = prng.below(4) == 0;
-            let pause = Duration::from_micros(prng.below(20_000));
-            let pid = process.0.pid();
-            let rule = match prng.below(3) {
-                0 => BaseRule::Used,
-                1 => BaseRule::Avail,
-                _ => BaseRule::Beginning,
-            };
-            let resumed = std::thread::scope(|scope| {
-                let killer = early.then(|| scope.spawn(move || kill_after(pid, pause)));
-                let mut tries = 0;
-                let resumed = loop {
-                    let Some(front) = connect(&mut process.0, &daemon.socket) else {
-                        break Err(Refused::Gone);
-                    };
-                    match vm.resume(front, rule) {
-                        // The child of a process that was killed in its start had the socket for a
-                        // moment: again, as VMMs do.
-                        Err(Refused::Gone)
-                            if !early && tries < 3 && process.0.ended().is_none() =>
-                        {
-                            tries += 1;
-                        }
-                        resumed => break resumed,
-                    }
-                };
-                if let Some(killer) = killer {
-                    killer.join().expect("it was killed");
-                }
-                resumed
-            });
-            match resumed {
-                Ok(()) if !early => break,
-                // Killed while it began; what it answered counts.
-                _ if early => {
-                    process.0.wait(LIMIT).expect("it was killed");
-                    load.reap(&mut vm);
-                }
-                other => panic!("kill {kill}: {other:?}: {}", process.0.output()),
-            }
-        }
+        process = go_on(&daemon, &mut vm, &mut load, &mut prng, kill);
         if through {
             assert_eq!(vm.front.config(WRITEBACK, 1).expect("a byte"), [0], "kill {kill}");
         }
@@ -192,14 +217,7 @@ fn survive(format: &'static str, packed: bool, through: bool, seed: u64) {
     process.0.signal(Signal::TERM);
     let ended = process.0.wait(LIMIT).expect("it was asked to end");
     assert!(ended.success(), "{}", process.0.output());
-    let content = match format {
-        "raw" => daemon.image.clone(),
-        _ => {
-            assert_no_errors(&daemon.image);
-            images::reference(&daemon.image, format)
-        }
-    };
-    load.judge(&std::fs::read(content).expect("the image"));
+    load.judge(&content(&daemon));
 }
 
 #[test]

@@ -6,11 +6,11 @@ use std::path::Path;
 use ringdisk_testkit::images::{self, assert_clean};
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::{scratch, text};
-use ringdisk_testkit::process::until;
+use ringdisk_testkit::process::{LIMIT, until};
 
 use super::jobs::{
-    LIMIT, WRITTEN, assert_pattern, assert_written, beside_a_writer, ctl, job, layers, sample,
-    seen, until_state, write,
+    WRITTEN, assert_pattern, assert_written, beside_a_writer, ctl, job, layers, sample, seen,
+    until_state, write,
 };
 use super::mirror_targets::Server;
 use super::mirrors::{has_room_now, on_a_small_file_system};

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use ringdisk_testkit::images::{self, assert_clean, pattern, piece};
 use ringdisk_testkit::limits::{mount_at, needs_root, part_needs};
 use ringdisk_testkit::mount::{Loop, Mounted, scratch, text};
-use ringdisk_testkit::process::{Process, patient, until};
+use ringdisk_testkit::process::{LIMIT, Process, patient, until};
 use rustix::io::Errno;
 use rustix::process::Signal;
 use rustix::thread::Uid;
@@ -25,8 +25,6 @@ use tempfile::TempDir;
 
 use crate::common::tools::{Ran, names, qemu_img, ringdisk};
 use crate::common::{MIB, program, serve};
-
-const LIMIT: Duration = Duration::from_secs(20);
 
 /// `ringdisk ctl MOUNTPOINT WORDS…`.
 fn ctl(disk: &Mounted, words: &[&str]) -> Ran {

@@ -7,12 +7,11 @@ use std::time::Duration;
 use ringdisk_testkit::images::{self, assert_clean};
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::{FileSystem, Mounted, scratch, text};
-use ringdisk_testkit::process::{Process, until};
+use ringdisk_testkit::process::{LIMIT, Process, until};
 use tempfile::TempDir;
 
 use super::jobs::{
-    LIMIT, WRITTEN, assert_pattern, ctl, following, here, job, layers, overlaid, seen, until_state,
-    write,
+    WRITTEN, assert_pattern, ctl, following, here, job, layers, overlaid, seen, until_state, write,
 };
 use crate::common::MIB;
 

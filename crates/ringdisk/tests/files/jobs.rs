@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use ringdisk_testkit::images::{self, assert_clean, pattern, piece};
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::{Mounted, scratch, text};
-use ringdisk_testkit::process::{Process, ok_words, until};
+use ringdisk_testkit::process::{LIMIT, Process, ok_words, until};
 use rustix::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -15,7 +15,6 @@ use tempfile::TempDir;
 use crate::common::tools::{Ran, qemu_img, ringdisk};
 use crate::common::{MIB, open, program, serve};
 
-pub(super) const LIMIT: Duration = Duration::from_secs(30);
 /// Bytes of the disk; the overlay has the first quarter of them.
 const SIZE: u64 = 64 * MIB;
 pub(super) const WRITTEN: u64 = 16 * MIB;

@@ -2,19 +2,16 @@
 //! wait for nobody.
 
 use std::path::Path;
-use std::time::Duration;
 
 use ringdisk_testkit::fio::Verify;
 use ringdisk_testkit::images::{self, assert_clean};
 use ringdisk_testkit::limits::{needs, needs_root};
 use ringdisk_testkit::mount::{Mounted, scratch, text};
-use ringdisk_testkit::process::{Process, command, has, until};
+use ringdisk_testkit::process::{LIMIT, Process, command, has, until};
 use serde_json::Value;
 
 use crate::common::tools::{Ran, ringdisk};
 use crate::common::{refused, sample, serve, serve_raw};
-
-const LIMIT: Duration = Duration::from_secs(30);
 
 fn ctl(disk: &Mounted, words: &[&str]) -> Ran {
     ringdisk(Path::new("/"), &[&["ctl", disk.text()], words].concat())

@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 use ringdisk_testkit::images::{self, assert_clean};
 use ringdisk_testkit::limits::{mount_at, needs, needs_root};
 use ringdisk_testkit::mount::{Loop, Mounted, text};
-use ringdisk_testkit::process::{Process, command, has, until};
+use ringdisk_testkit::process::{LIMIT, Process, command, has, until};
 use rustix::process::Signal;
 
 use super::jobs::{
-    LIMIT, WRITTEN, assert_pattern, assert_written, beside_a_writer, ctl, here, job, layers,
-    sample, seen, until_state, write,
+    WRITTEN, assert_pattern, assert_written, beside_a_writer, ctl, here, job, layers, sample, seen,
+    until_state, write,
 };
 use crate::common::MIB;
 

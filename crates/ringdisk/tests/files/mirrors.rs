@@ -8,13 +8,13 @@ use std::process::Command;
 use ringdisk_testkit::images::{self, assert_clean, pattern, piece};
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::{FileSystem, scratch, text};
-use ringdisk_testkit::process::{Process, ok_words, until};
+use ringdisk_testkit::process::{LIMIT, Process, ok_words, until};
 use serde_json::Value;
 use tempfile::TempDir;
 
 use super::jobs::{
-    LIMIT, WRITTEN, assert_pattern, assert_written, beside_a_writer, ctl, here, job, layers,
-    sample, seen, until_state, write,
+    WRITTEN, assert_pattern, assert_written, beside_a_writer, ctl, here, job, layers, sample, seen,
+    until_state, write,
 };
 use crate::common::serving::{Daemon, serve_command};
 use crate::common::tools::qemu_img;

@@ -5,19 +5,17 @@
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
 
 use ringdisk_testkit::images::{assert_clean, pattern, piece};
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::{Mounted, scratch, text};
-use ringdisk_testkit::process::{Process, command, until};
+use ringdisk_testkit::process::{LIMIT, Process, command, until};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
 use crate::common::tools::{Ran, qemu_img, ringdisk};
 use crate::common::{MIB, open, program, serve};
 
-const LIMIT: Duration = Duration::from_secs(60);
 const SIZE: u64 = 64 * MIB;
 /// Every second one has data.
 const PIECE: u64 = 4 * MIB;

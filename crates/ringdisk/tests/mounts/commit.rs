@@ -6,18 +6,15 @@ use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
 
 use ringdisk_testkit::images::{self, allocated, assert_clean, pattern, piece};
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::{FileSystem, Loop, Mounted, scratch, text};
-use ringdisk_testkit::process::{Process, ok_words};
+use ringdisk_testkit::process::{LIMIT, Process, ok_words};
 use rustix::io::Errno;
 
 use crate::common::tools::{Ran, described, qemu_img, ringdisk};
 use crate::common::{MIB, program, serve};
-
-const LIMIT: Duration = Duration::from_secs(60);
 
 fn ctl(disk: &Mounted, words: &[&str]) -> Ran {
     ringdisk(Path::new("/"), &[&["ctl", disk.text()], words].concat())

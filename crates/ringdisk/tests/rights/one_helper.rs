@@ -3,20 +3,17 @@
 
 use std::fs;
 use std::path::Path;
-use std::time::Duration;
 
 use ringdisk_testkit::images::{pattern, piece};
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::model::{FrontEnd, Request, Vm, VmOptions};
 use ringdisk_testkit::mount::{Mounted, scratch, text};
-use ringdisk_testkit::process::{Process, command, ok_words, until};
+use ringdisk_testkit::process::{LIMIT, Process, command, ok_words, until};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::common::confined::{assert_confined, children, of_threads};
 use crate::common::tools::ringdisk;
 use crate::common::{MIB, program};
-
-const LIMIT: Duration = Duration::from_secs(30);
 
 /// The server, confined, as the only process beside the one that keeps what it serves.
 ///

@@ -7,12 +7,10 @@ use std::path::Path;
 use ringdisk_testkit::images::{self, assert_clean, qemu_io};
 use ringdisk_testkit::limits::{mount_at, needs, needs_root};
 use ringdisk_testkit::mount::{scratch, text};
-use ringdisk_testkit::process::{command, has, ok, until};
+use ringdisk_testkit::process::{LIMIT, command, has, ok, until};
 
 use crate::common::program;
 use crate::common::tools::ringdisk;
-
-const LIMIT: std::time::Duration = std::time::Duration::from_secs(20);
 
 fn image(directory: &Path) -> std::path::PathBuf {
     let image = directory.join("disk.qcow2");

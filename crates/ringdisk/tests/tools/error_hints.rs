@@ -5,19 +5,17 @@ use std::fs;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::Duration;
 
 use ringdisk_testkit::images::{self, qemu_io};
 use ringdisk_testkit::limits::{is_root, mount_at, needs_root};
 use ringdisk_testkit::mount::{Mounted, for_user, scratch, text, unmount};
-use ringdisk_testkit::process::{command, run, until};
+use ringdisk_testkit::process::{LIMIT, command, run, until};
 use rustix::process::Signal;
 
 use crate::common::tools::{Ran, ringdisk};
 use crate::common::{program, serve};
 
 const NOBODY: u32 = 65534;
-const LIMIT: Duration = Duration::from_secs(20);
 
 fn qcow2(directory: &Path, name: &str) -> std::path::PathBuf {
     let image = directory.join(name);

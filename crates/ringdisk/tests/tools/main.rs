@@ -1,6 +1,8 @@
 //! The commands for images, beside those of `qemu-img`, the command line itself, and the examples
 //! of the README.
 
+#![allow(clippy::unwrap_used)]
+
 mod backup;
 mod backup_rounds;
 mod chain;

@@ -6,10 +6,10 @@ use std::path::Path;
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::{Mounted, scratch, text};
-use ringdisk_testkit::process::until;
+use ringdisk_testkit::process::{LIMIT, until};
 use serde_json::Value;
 
-use super::top::{LIMIT, Terminal};
+use super::top::Terminal;
 use crate::common::tools::{Ran, ringdisk};
 use crate::common::{MIB, open, serve};
 

@@ -5,19 +5,16 @@ use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::Duration;
 
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::{needs, needs_root};
 use ringdisk_testkit::mount::{scratch, text};
-use ringdisk_testkit::process::{ok, ok_words, until};
+use ringdisk_testkit::process::{LIMIT, ok, ok_words, until};
 
 use super::watch::get;
 use crate::common::serve;
 use crate::common::serving::{Daemon, serve_command};
 use crate::common::tools::ringdisk;
-
-const LIMIT: Duration = Duration::from_secs(20);
 
 /// Where promtool is.
 fn promtool() -> Option<String> {

@@ -2,21 +2,18 @@
 
 use std::path::Path;
 use std::process::Command;
-use std::time::Duration;
 
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::model::{FrontEnd, Request, Vm, VmOptions};
 use ringdisk_testkit::mount::{Mounted, scratch, text};
-use ringdisk_testkit::process::{Process, run, until};
+use ringdisk_testkit::process::{LIMIT, Process, run, until};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use crate::common::confined::children;
 use crate::common::tools::ringdisk;
 use crate::common::{program, serve};
-
-const LIMIT: Duration = Duration::from_secs(20);
 
 /// The entry whose place holds this text.
 fn entry(place: &str) -> Option<Value> {

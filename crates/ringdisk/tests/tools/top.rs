@@ -6,18 +6,16 @@ use std::num::NonZero;
 use std::path::Path;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::{Mounted, scratch, text};
-use ringdisk_testkit::process::until;
+use ringdisk_testkit::process::{LIMIT, until};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::common::tools::ringdisk;
 use crate::common::{program, serve};
 
-pub(super) const LIMIT: Duration = Duration::from_secs(20);
 /// Largest terminal of the tests; the emulator has that size.
 const ROWS: NonZero<u16> = NonZero::new(24).expect("rows");
 

@@ -13,15 +13,13 @@ use std::time::Duration;
 use ringdisk_testkit::images::{self, pattern};
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::{scratch, text};
-use ringdisk_testkit::process::{Process, ok_words, until};
+use ringdisk_testkit::process::{LIMIT, Process, ok_words, until};
 use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::common::serving::{Daemon, serve_command};
 use crate::common::tools::ringdisk;
 use crate::common::{MIB, open, program, serve};
-
-const LIMIT: Duration = Duration::from_secs(20);
 
 #[test]
 fn stats_are_one_screen_in_plain_words_and_internals_are_all_counters() {

@@ -19,7 +19,6 @@ use ringdisk_daemon::helper;
 use ringdisk_daemon::keep::jobs::KeptJobs;
 use ringdisk_daemon::keep::succession::Succession;
 use ringdisk_daemon::log_target;
-use ringdisk_daemon::metrics::MetricsServer;
 use ringdisk_daemon::notify::{Notify, Word};
 use ringdisk_daemon::pidfile::Pidfile;
 use ringdisk_daemon::run_as::Wanted;
@@ -28,7 +27,6 @@ use ringdisk_daemon::sockets::MadeSocket;
 use ringdisk_daemon::stopping::Stop;
 use ringdisk_daemon::terminal;
 use ringdisk_daemon::upgrade::{ClientView, DiskToHandOver, SuccessorSocket};
-use ringdisk_daemon::watchdog::Watchdog;
 use ringdisk_disk::Disk;
 use ringdisk_nbd::NamedDisk;
 
@@ -39,7 +37,7 @@ use super::request::Request;
 use super::start::{Begun, KeptDisk};
 use crate::hand_over::{complain_of, handed_over};
 use crate::keep::Kept;
-use crate::metrics::MetricsSockets;
+use crate::observers::Observers;
 use crate::open::ImagePlan;
 use crate::privileges::{self, Inside};
 use crate::start::{control, say_why};
@@ -59,13 +57,7 @@ struct Running {
 /// Disks that are served. The fields are dropped in the order in which others rely on them.
 pub(super) struct Serving<'a> {
     request: &'a Request,
-    /// Answers for Prometheus.
-    answering: Option<MetricsServer>,
-    /// Says to the service manager that the queue threads answer.
-    watchdog: Option<Watchdog>,
-    metrics: MetricsSockets,
-    pidfile: Option<Pidfile>,
-    notify: Arc<Notify>,
+    observers: Observers,
     running: Vec<Running>,
     served: Served,
     listening: Listening,
@@ -99,23 +91,13 @@ impl<'a> Serving<'a> {
         let Attended { running, keepers, listening, served, right } =
             attend_all(request, begun, &handle);
         let successor = successor(&listening, &served, view, &running, right);
-        let notify = match &kept {
-            Some(kept) => Arc::clone(&kept.disks.notify),
-            None => Arc::new(Notify::from_environment()),
-        };
-        let pidfile = Pidfile::create_for(pidfile, request.upgrade)?;
-        let mut metrics = MetricsSockets::make_for(&request.metrics, request.upgrade)?;
+        let (metrics, is_upgrade) = (&request.metrics, request.upgrade);
         let commands: Vec<_> = running.iter().map(|disk| Arc::clone(&disk.commands)).collect();
         // All disks have the same queue threads.
-        let watchdog = Watchdog::start(&notify, commands.get(..1).unwrap_or_default());
-        let answering = metrics.start(commands)?;
+        let observers = Observers::make(kept.as_ref(), pidfile, metrics, is_upgrade, commands, 1)?;
         Ok(Serving {
             request,
-            answering,
-            watchdog,
-            metrics,
-            pidfile,
-            notify,
+            observers,
             running,
             served,
             listening,
@@ -137,13 +119,13 @@ impl<'a> Serving<'a> {
         let mut inside: Vec<Inside<'_>> =
             each.map(|(number, disk)| disk.inside(number, &self.listening)).collect();
         if let Some(first) = inside.first_mut() {
-            first.names.extend(self.metrics.named());
+            first.names.extend(self.observers.metrics.named());
             first.names.extend(self.successor.as_ref().map(SuccessorSocket::named));
         }
         let (word, upgrade) = (self.request.sandbox, self.request.upgrade);
         let mark = self.kept.as_ref().map(|kept| kept.mark.clone()).unwrap_or_default();
-        let pidfile = self.pidfile.as_ref();
-        privileges::give_up(word, user, &inside, pidfile, &self.notify, upgrade, mark)?;
+        let Observers { pidfile, notify, .. } = &self.observers;
+        privileges::give_up(word, user, &inside, pidfile.as_ref(), notify, upgrade, mark)?;
         // Messages of clients are read inside the sandbox only; those that were taken over are
         // served already.
         self.served.release();
@@ -157,7 +139,7 @@ impl<'a> Serving<'a> {
             [only] => only.ready.clone(),
             several => format!("{} disks are served over NBD", several.len()),
         };
-        self.notify.ready(&ready);
+        self.observers.notify.ready(&ready);
         if self.is_resumed {
             terminal::note(format_args!("{ready}, again: clients have to connect anew"));
         } else if !self.request.is_quiet {
@@ -178,8 +160,9 @@ impl<'a> Serving<'a> {
     ///
     /// Errors: why the disks have ended, if nobody asked for that.
     pub(super) fn wait(self) -> Result<u8, Failure> {
-        let Serving { running, served, notify, watcher, listening, successor, pidfile, .. } = self;
-        let (_watchdog, handle) = (self.watchdog, served.handle());
+        let Serving { observers, running, served, watcher, listening, successor, .. } = self;
+        let Observers { notify, pidfile, metrics, watchdog: _watchdog, answering } = observers;
+        let handle = served.handle();
         terminal::serves();
         if let Some(signal) = watcher.enter(Phase::Serving(actions(&running, &handle, &notify))) {
             notify.stopping(&format!("stopping on {signal}"));
@@ -201,8 +184,8 @@ impl<'a> Serving<'a> {
             say_why(&notify, &watcher, result.as_ref().err());
             drop(listening.made);
         }
-        drop(self.answering);
-        drop(self.metrics);
+        drop(answering);
+        drop(metrics);
         for disk in running {
             // The image is free before clients of the control socket hear of the end.
             disk.commands.end(&result);

@@ -3,10 +3,11 @@
 //! Promises: NBD clients read, and write only where that was asked for.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::terminal;
+use ringdisk_export::retry_while;
 use ringdisk_nbd::{NamedDisk, NbdOptions};
 
 use super::nbd_export::{Beside, OpenDisk, Start};
@@ -15,11 +16,11 @@ use crate::nbd::addresses::{Listening, Where, listen, places};
 use crate::nbd::exports::{check_names, named};
 use crate::nbd::request::{DiskRequest, Request};
 use crate::nbd::{Served, options};
+use crate::reopen::FREE_POLL_INTERVAL;
 
 /// The sockets of a process that was killed are gone after this time: the kernel ends its rings
 /// after it.
 const FREE: Duration = Duration::from_secs(3);
-const FREE_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The NBD export that the command line asks for, before any disk is open.
 #[derive(Debug)]
@@ -92,11 +93,7 @@ impl<'a> Wanted<'a> {
 ///
 /// Errors: as [`listen`].
 fn listen_when_free(request: &Request, is_encrypted: bool) -> Result<Listening, Failure> {
-    let begun = Instant::now();
-    loop {
-        match places(request).and_then(|places| listen(places, is_encrypted)) {
-            Err(_) if begun.elapsed() < FREE => std::thread::sleep(FREE_POLL_INTERVAL),
-            listening => return listening,
-        }
-    }
+    retry_while(FREE, FREE_POLL_INTERVAL, Result::is_err, || {
+        places(request).and_then(|places| listen(places, is_encrypted))
+    })
 }

@@ -11,14 +11,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use ringdisk_daemon::background::{self, Background};
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::log_target;
-use ringdisk_daemon::metrics::MetricsServer;
-use ringdisk_daemon::notify::{Notify, Word};
-use ringdisk_daemon::pidfile::Pidfile;
+use ringdisk_daemon::notify::Word;
 use ringdisk_daemon::run_as::Wanted;
 use ringdisk_daemon::signals::{Phase, Watcher};
 use ringdisk_daemon::terminal;
 use ringdisk_daemon::upgrade::SuccessorSocket;
-use ringdisk_daemon::watchdog::Watchdog;
 
 use super::nbd_export::{Attended, Beside};
 use super::ready_text;
@@ -26,7 +23,7 @@ use super::request::Request;
 use super::shutdown::{actions, wait};
 use super::{Running, Started};
 use crate::keep::Kept;
-use crate::metrics::MetricsSockets;
+use crate::observers::Observers;
 use crate::privileges;
 use crate::start::say_why;
 use crate::vhost::Handle;
@@ -34,13 +31,7 @@ use crate::vhost::Handle;
 /// Disks that are served. The fields are dropped in the order in which others rely on them.
 pub(super) struct Serving<'a> {
     request: &'a Request,
-    /// Answers requests of Prometheus.
-    answering: Option<MetricsServer>,
-    /// Reports to the service manager that the queue threads answer.
-    watchdog: Option<Watchdog>,
-    metrics: MetricsSockets,
-    pidfile: Option<Pidfile>,
-    notify: Arc<Notify>,
+    observers: Observers,
     beside: Option<Beside>,
     running: Vec<Running>,
     watcher: Watcher,
@@ -61,28 +52,12 @@ impl<'a> Serving<'a> {
         is_resumed: bool,
         pidfile: Option<&Path>,
     ) -> Result<Serving<'a>, Failure> {
-        let notify = match &kept {
-            Some(kept) => Arc::clone(&kept.disks.notify),
-            None => Arc::new(Notify::from_environment()),
-        };
-        let pidfile = Pidfile::create_for(pidfile, request.upgrade)?;
-        let mut metrics = MetricsSockets::make_for(&request.metrics, request.upgrade)?;
+        let (metrics, is_upgrade) = (&request.metrics, request.upgrade);
         let commands: Vec<_> = running.iter().map(|disk| Arc::clone(&disk.commands)).collect();
-        let watchdog = Watchdog::start(&notify, &commands);
-        let answering = metrics.start(commands)?;
-        Ok(Serving {
-            request,
-            answering,
-            watchdog,
-            metrics,
-            pidfile,
-            notify,
-            beside,
-            running,
-            watcher,
-            kept,
-            is_resumed,
-        })
+        let threads = commands.len();
+        let observers =
+            Observers::make(kept.as_ref(), pidfile, metrics, is_upgrade, commands, threads)?;
+        Ok(Serving { request, observers, beside, running, watcher, kept, is_resumed })
     }
 
     /// Confines the process to what serving needs; then listens to front ends.
@@ -93,7 +68,7 @@ impl<'a> Serving<'a> {
     pub(super) fn confine(&mut self, user: Wanted) -> Result<(), Failure> {
         let mut inside = self.running.iter().map(Running::inside).collect::<Vec<_>>();
         if let Some(first) = inside.first_mut() {
-            first.names.extend(self.metrics.named());
+            first.names.extend(self.observers.metrics.named());
             first.names.extend(self.beside.iter().flat_map(Beside::named));
         }
         let mark = self.kept.as_ref().map(|kept| kept.mark.clone()).unwrap_or_default();
@@ -101,8 +76,8 @@ impl<'a> Serving<'a> {
             self.request.sandbox,
             user,
             &inside,
-            self.pidfile.as_ref(),
-            &self.notify,
+            self.observers.pidfile.as_ref(),
+            &self.observers.notify,
             self.request.upgrade,
             mark,
         )?;
@@ -120,7 +95,7 @@ impl<'a> Serving<'a> {
             [only] => only.ready.clone(),
             several => format!("{} disks are served", several.len()),
         };
-        self.notify.ready(&ready);
+        self.observers.notify.ready(&ready);
         if self.is_resumed {
             terminal::note(format_args!("{ready}: requests that were not answered go on"));
         } else if background.is_some() || !terminal::is_interactive() {
@@ -144,8 +119,14 @@ impl<'a> Serving<'a> {
     ///
     /// Errors: why a disk has ended, if nobody asked for that.
     pub(super) fn wait(self) -> Result<u8, Failure> {
-        let Serving { request, metrics: _metrics, running, notify, watcher, .. } = self;
-        let (_watchdog, _answering) = (self.watchdog, self.answering);
+        let Serving { request, running, watcher, observers, .. } = self;
+        let Observers {
+            notify,
+            pidfile,
+            metrics: _metrics,
+            watchdog: _watchdog,
+            answering: _answering,
+        } = observers;
         let handles: Vec<Handle> = running.iter().map(|disk| disk.served.handle()).collect();
         let beside = self.beside.map(|beside| beside.attend(handles.clone()));
         terminal::serves();
@@ -169,13 +150,13 @@ impl<'a> Serving<'a> {
             if self.kept.is_some() {
                 notify.say(Word::HandedOver, "another process serves the disks");
             }
-            if let Some(pidfile) = self.pidfile {
+            if let Some(pidfile) = pidfile {
                 pidfile.leave();
             }
             return result;
         }
         say_why(&notify, &watcher, result.as_ref().err());
-        drop(self.pidfile);
+        drop(pidfile);
         result.map(|code| self.kept.map_or(code, |kept| kept.code(code)))
     }
 }

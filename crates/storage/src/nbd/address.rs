@@ -413,6 +413,7 @@ mod tests {
     }
 
     #[test]
+    #[expect(clippy::too_many_lines, reason = "a table of addresses")]
     fn addresses_are_parsed_and_shown_as_uris() {
         let tcp = |host: &str, port, export: &[u8]| NbdAddress {
             server: NbdServer::Tcp(host.to_owned(), port),

@@ -1,5 +1,7 @@
 //! Exports of NBD servers as storage: a server that does what each test says, and qemu-nbd.
 
+#![allow(clippy::unwrap_used)]
+
 mod hostile;
 mod lost;
 mod qemu;

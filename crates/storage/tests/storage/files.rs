@@ -12,28 +12,35 @@ use crate::{DIRECT, block_on, buffer, file_system, image, open, read, write};
 /// Bytes of the images of these tests: odd, so that the last block is not whole.
 const LEN: usize = 300_001;
 
+/// Offset and length of an operation: often around blocks and the end, where the mistakes are.
+///
+/// * `len`: of the storage.
+/// * `room`: no operation goes past it.
+fn span(prng: &mut Prng, len: u64, room: u64) -> (u64, u64) {
+    let near = [0, 512, 4096, 65536, len][prng.below(5) as usize];
+    let offset = match prng.below(3) {
+        0 => prng.below(len + 1),
+        1 => near.saturating_sub(prng.below(700)),
+        _ => prng.below(len / 4096 + 1) * 4096,
+    };
+    let len = match prng.below(4) {
+        0 => 4096 * prng.below(8),
+        1 => prng.below(600),
+        2 => prng.below(9000),
+        _ => 512 * prng.below(20),
+    };
+    let offset = offset.min(room);
+    (offset, len.min(room - offset))
+}
+
 /// Random operations of any alignment on the storage and on a vector; they must stay equal.
 pub(crate) async fn compare_with_model(ring: &Ring, storage: &Storage, seed: u64, steps: u32) {
     let mut model = vec![0u8; usize::try_from(storage.len()).unwrap()];
     let growing = storage.kind() == Kind::Regular;
     let mut prng = Prng::new(seed);
     for step in 0..steps {
-        // Often around blocks and the end, where the mistakes are.
-        let near = [0, 512, 4096, 65536, model.len() as u64][prng.below(5) as usize];
-        let offset = match prng.below(3) {
-            0 => prng.below(model.len() as u64 + 1),
-            1 => near.saturating_sub(prng.below(700)),
-            _ => prng.below(model.len() as u64 / 4096 + 1) * 4096,
-        };
-        let len = match prng.below(4) {
-            0 => 4096 * prng.below(8),
-            1 => prng.below(600),
-            2 => prng.below(9000),
-            _ => 512 * prng.below(20),
-        };
         let room = if growing { 400_000 } else { model.len() as u64 };
-        let offset = offset.min(room);
-        let len = len.min(room - offset);
+        let (offset, len) = span(&mut prng, model.len() as u64, room);
         let (start, end) = (offset as usize, (offset + len) as usize);
         let what = prng.below(12);
         let context = format!("seed {seed} step {step}: {what} at {offset} for {len}");

@@ -1,6 +1,7 @@
 //! Storage on real files, file systems and loop devices. Runs as root; what the machine lacks is
 //! skipped loudly.
 
+#![allow(clippy::unwrap_used)]
 #![allow(clippy::cast_possible_truncation)] // Small numbers of the tests themselves.
 
 mod devices;

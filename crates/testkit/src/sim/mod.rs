@@ -41,7 +41,7 @@ use ringdisk_storage::{Errno, Kind, Limits, Storage};
 pub use history::Replay;
 pub use operation::{Held, OpKind, Record};
 pub use prng::Prng;
-pub use rules::{Fault, When};
+pub use rules::{Fault, Injected, When};
 
 use operation::Change;
 use state::State;

@@ -11,9 +11,7 @@ use super::image::Image;
 use super::operation::{Action, Change};
 use super::prng::Prng;
 use super::state::State;
-
-/// What a disk writes in one piece or not at all.
-const SECTOR: u64 = 512;
+use crate::oracle::SECTOR;
 
 /// How much of one change arrives.
 #[derive(Clone, Copy)]

@@ -30,6 +30,32 @@ pub enum Fault {
     Lie,
 }
 
+/// What tables of changes and failures let happen to an operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Injected {
+    /// It fails with EIO.
+    Io,
+    /// It fails with ENOSPC.
+    NoSpace,
+    /// It waits until the test releases it.
+    Hold,
+}
+
+impl Injected {
+    /// All of them.
+    pub const ALL: [Injected; 3] = [Injected::Io, Injected::NoSpace, Injected::Hold];
+
+    /// The rule's part of it.
+    #[must_use]
+    pub fn fault(self) -> Fault {
+        match self {
+            Injected::Io => Fault::Fail(Errno::IO),
+            Injected::NoSpace => Fault::Fail(Errno::NOSPC),
+            Injected::Hold => Fault::Hold,
+        }
+    }
+}
+
 /// Which operations a rule is for. Built like
 /// `When::kind(OpKind::Write).at(0..4096).skip(2).once()`.
 #[derive(Clone, Debug, Default)]

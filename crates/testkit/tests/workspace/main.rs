@@ -12,6 +12,7 @@ mod metadata;
 mod named_tests;
 mod paths;
 mod pipes;
+mod sizes;
 mod tree;
 mod unsafe_code;
 mod widths;

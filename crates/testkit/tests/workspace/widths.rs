@@ -1,6 +1,6 @@
 //! The width of lines: at most 100 columns.
 //!
-//! Promises: counts characters in Rust, Python, shell and Markdown. Tables and code blocks of
+//! Promises: counts characters in Rust, Python, C, shell and Markdown. Tables and code blocks of
 //! Markdown may be wider, as they cannot be wrapped, and so may a line that is one long word.
 
 use std::path::Path;
@@ -22,7 +22,7 @@ enum Kind {
 fn kind(path: &Path, content: &str) -> Kind {
     match path.extension().and_then(|ending| ending.to_str()) {
         Some("md") => Kind::Markdown,
-        Some("rs" | "py" | "sh") => Kind::Source,
+        Some("rs" | "py" | "c" | "h" | "sh") => Kind::Source,
         None if content.starts_with("#!") => Kind::Source,
         _ => Kind::Other,
     }

@@ -107,7 +107,8 @@ mod tests {
 
     use super::*;
 
-    const LIMIT: Duration = Duration::from_secs(10);
+    /// How long one send may take (10 s).
+    const SEND_LIMIT: Duration = Duration::from_secs(10);
 
     #[test]
     fn a_reply_is_in_the_pipe_or_sent_and_the_longest_fits() {
@@ -121,13 +122,13 @@ mod tests {
             let next = ReplyPipe::adopt(read.expect("a copy"), write.expect("a copy"));
             let next = next.expect("the pipe");
             assert!(next.has_some());
-            next.send(ours.as_fd(), LIMIT).expect("it is taken");
+            next.send(ours.as_fd(), SEND_LIMIT).expect("it is taken");
             assert!(!next.has_some());
             let mut sent = vec![0; len];
             theirs.read_exact(&mut sent).expect("all of it");
             assert_eq!(sent, reply);
         }
-        pipe.send(ours.as_fd(), LIMIT).expect("nothing is there");
+        pipe.send(ours.as_fd(), SEND_LIMIT).expect("nothing is there");
         pipe.fill(b"of a message that is carried out again").expect("room");
         pipe.drain();
         assert!(!pipe.has_some());
@@ -144,6 +145,6 @@ mod tests {
         let error = pipe.send(ours.as_fd(), Duration::from_millis(50)).expect_err("full");
         assert_eq!(error.kind(), ErrorKind::TimedOut);
         drop(theirs);
-        assert!(pipe.send(ours.as_fd(), LIMIT).is_err());
+        assert!(pipe.send(ours.as_fd(), SEND_LIMIT).is_err());
     }
 }

@@ -47,11 +47,11 @@ impl Worker {
             }
         });
         hold.answered.park(&self.ring).await;
-        let answer = hold.answer.borrow_mut().take().expect("an answer comes before the permit");
+        let answer = hold.answer.borrow_mut().take();
         let is_ours = self.held.0.borrow().as_ref().is_some_and(|held| Rc::ptr_eq(held, &hold));
-        if !is_ours {
+        let Some(answer) = answer.filter(|_| is_ours) else {
             return Err(Error::new(ErrorKind::Busy, "nobody waits for the disk any more"));
-        }
+        };
         if answer.is_err() {
             self.release_disk();
         }

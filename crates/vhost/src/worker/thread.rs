@@ -3,10 +3,10 @@
 use std::num::NonZeroU64;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use ringdisk_disk::Disk;
-use ringdisk_export::{EndThread, Gone, QueueThread, QueueWork, Running};
+use ringdisk_export::{EndThread, Gone, POLL_MAX, QueueThread, QueueWork, Running};
 use ringdisk_ring::{Config, CpuList, SetupError, SpinPolicy};
 use rustix::thread::set_current_timer_slack;
 
@@ -22,9 +22,6 @@ const ENTRIES: u32 = 256;
 /// that the ring makes room for (twice as many, and 64) are 2048 and not 4096. All of that room is
 /// taken from the start.
 const SLOTS: usize = REQUESTS_MAX * SLOTS_PER_REQUEST - 32;
-/// Longest poll of virtqueues and storage before a sleep. Waking an idle CPU costs about 75 µs on
-/// small machines, so a poll as long as that loses at most half; it is tried only while it pays.
-const POLL: Duration = Duration::from_micros(80);
 
 /// What a queue thread is made of.
 #[derive(Debug)]
@@ -77,7 +74,7 @@ impl WorkerThread {
             ring: Config {
                 entries: ENTRIES,
                 slots: u32::try_from(SLOTS).unwrap_or(512),
-                spin: SpinPolicy::adaptive(POLL),
+                spin: SpinPolicy::adaptive(POLL_MAX),
                 name: format!("vq-{}", setup.index),
                 restricted: setup.restricted,
                 ..Config::default()

@@ -14,16 +14,13 @@ use ringdisk_guest::inflight::InflightArea as Inflight;
 use ringdisk_guest::{
     Areas, Broken, Chain, Error, Layout, Log, Memory, Queue, QueueConfig, Token, View,
 };
-use ringdisk_ring::{Fd, Parker, Ring};
+use ringdisk_ring::{Fd, POLL_IN, Parker, Ring};
 
 use super::call::Call;
 use super::watch::Watch;
 use crate::blk::features::{RING_EVENT_IDX, RING_INDIRECT};
 use crate::device::{Complaint, Device};
 use crate::session::VringSetup;
-
-/// `POLLIN`.
-const POLL_IN: u32 = 1;
 
 /// What a virtqueue is started with.
 #[derive(Debug)]

@@ -14,10 +14,8 @@ use ringdisk_ring::{Errno, IoBuf, Ring};
 use ringdisk_storage::{
     Allocation, CustomStorage, Kind, Limits, LocalFuture, Preallocation, Storage,
 };
+use ringdisk_testkit::oracle::SECTOR;
 use ringdisk_testkit::sim::Prng;
-
-/// Bytes of a sector.
-const SECTOR: u64 = 512;
 
 /// What a ledger knows.
 #[derive(Debug)]

@@ -202,9 +202,7 @@ impl Checkpoints {
         let end = match wanted.bitmaps {
             // No reader has got all of it, so the old bitmap is still needed.
             Bitmaps::Drop if failed.is_some() => CheckpointEnd::Merge,
-            Bitmaps::Drop => CheckpointEnd::Drop,
-            Bitmaps::Keep => CheckpointEnd::Keep,
-            Bitmaps::Merge => CheckpointEnd::Merge,
+            bitmaps => bitmaps.into(),
         };
         self.finish(ring, &running, end).await?;
         Ok(json!({ "targets": running.begin.targets, "failed": failed }))

@@ -10,11 +10,10 @@ use std::time::{Duration, Instant};
 
 use ringdisk_disk::Progress;
 use ringdisk_messages::{Wait, receive};
-use ringdisk_ring::{Fd, Ring};
+use ringdisk_ring::{Fd, POLL_IN, Ring};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{SendFlags, send};
 
-use crate::control::lines::POLL_IN;
 use crate::control::protocol::checkpoint::Step;
 use crate::control::server::first;
 use crate::failure::{Exit, Failure};

@@ -7,8 +7,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ringdisk_disk::{
-    Backing, Bytes, Error, ErrorKind, Format, NewSize as WantedSize, OverlayOptions, Progress,
-    ResizeOptions, SnapshotChange,
+    Backing, Bytes, Error, ErrorKind, Format, OverlayOptions, Progress, ResizeOptions,
+    SnapshotChange,
 };
 use ringdisk_qcow2::Preallocation;
 use ringdisk_ring::Ring;
@@ -17,9 +17,10 @@ use serde_json::{Value, json};
 
 use super::DiskControl;
 use super::job_kinds::chain;
-use crate::control::protocol::{Limit, NewBacking, NewSize, Resize, Snapshot};
+use crate::control::protocol::{Limit, NewBacking, Resize, Snapshot};
 use crate::failure::{Exit, Failure};
 use crate::new_file::check_new_name;
+use crate::size::SizeChange;
 use crate::terminal::visible;
 
 impl DiskControl {
@@ -84,27 +85,16 @@ impl DiskControl {
         let disk = self.disk()?;
         // What is relative is computed when its turn comes: clients and other changes may be faster
         // than this command.
-        let size = match wanted.size {
-            NewSize::To(0) if disk.size() > Bytes::ZERO => {
-                return Err(usage(String::from("nothing would be left of the disk")));
-            }
-            NewSize::To(size) => WantedSize::To(Bytes(size)),
-            NewSize::Grow(by) => WantedSize::Grow(Bytes(by)),
-            NewSize::Shrink(by) => WantedSize::Shrink(Bytes(by)),
-        };
-        let preallocation = match wanted.preallocation.as_deref() {
-            None | Some("off") => Preallocation::Off,
-            Some("metadata") => Preallocation::Metadata,
-            Some("falloc") => Preallocation::Falloc,
-            Some("full") => Preallocation::Full,
-            Some(other) => {
-                return Err(usage(format!("no such preallocation: '{}'", visible(other))));
-            }
-        };
+        if wanted.size == SizeChange::To(0) && disk.size() > Bytes::ZERO {
+            return Err(usage(String::from("nothing would be left of the disk")));
+        }
+        let word = wanted.preallocation.as_deref().unwrap_or("off");
+        let preallocation = Preallocation::of_word(word)
+            .ok_or_else(|| usage(format!("no such preallocation: '{}'", visible(word))))?;
         let options = ResizeOptions { shrink: wanted.shrink, preallocation };
         // Zeroes for a large disk take long: the client that asked for them may have left, and a
         // stop must not wait for them.
-        let resized = disk.resize_unless_cancelled(ring, size, options, progress).await;
+        let resized = disk.resize_unless_cancelled(ring, wanted.size, options, progress).await;
         let resized = resized.map_err(Failure::of_change)?;
         Ok(json!({ "old-size": resized.before.0, "size": resized.after.0 }))
     }

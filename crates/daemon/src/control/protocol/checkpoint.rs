@@ -16,6 +16,7 @@
 
 use std::time::Duration;
 
+use ringdisk_disk::CheckpointEnd;
 use serde::{Deserialize, Serialize};
 
 /// A server lets a held disk go after so long, whatever the client does.
@@ -141,6 +142,16 @@ pub enum Bitmaps {
     Keep,
     /// The backup failed: the old one goes on with what both recorded.
     Merge,
+}
+
+impl From<Bitmaps> for CheckpointEnd {
+    fn from(bitmaps: Bitmaps) -> CheckpointEnd {
+        match bitmaps {
+            Bitmaps::Drop => CheckpointEnd::Drop,
+            Bitmaps::Keep => CheckpointEnd::Keep,
+            Bitmaps::Merge => CheckpointEnd::Merge,
+        }
+    }
 }
 
 /// Arguments of `checkpoint-end`.

@@ -29,7 +29,7 @@ fn begin() -> Begin {
 #[test]
 fn commands_survive_the_way() {
     let resize = Resize {
-        size: NewSize::Grow(512),
+        size: SizeChange::Grow(512),
         shrink: true,
         preallocation: Some(String::from("full")),
     };

@@ -3,6 +3,7 @@ use std::os::unix::net::UnixStream;
 
 use super::*;
 use crate::keep::link::Named;
+use crate::keep::succession::{self, Succession};
 
 struct Nothing;
 

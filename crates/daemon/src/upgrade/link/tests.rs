@@ -1,6 +1,6 @@
-use super::*;
+use ringdisk_testkit::process::LIMIT;
 
-const LIMIT: Duration = Duration::from_secs(60);
+use super::*;
 
 #[test]
 fn a_state_with_many_descriptors_arrives_whole() {

@@ -3,6 +3,7 @@
 use std::fs;
 use std::process::Command;
 
+use ringdisk_qcow2::GuestOffset;
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 use tempfile::TempDir;
 
@@ -87,6 +88,7 @@ fn the_first_sector_that_differs_is_named() {
     ];
     for (change, offset) in changes {
         qemu_io(&directory, "qcow2", "b.qcow2", &[change]);
+        let offset = GuestOffset(offset);
         let expected = Comparison::Different(Difference::Content { offset });
         assert_eq!(agreed(&directory, "a.raw", "b.qcow2", false), expected, "{change}");
         assert_eq!(agreed(&directory, "b.qcow2", "a.raw", false), expected, "{change}");
@@ -107,7 +109,7 @@ fn a_longer_image_may_have_zeroes_behind_the_other() {
     qemu_io(&directory, "qcow2", "b.qcow2", &["write -P 0 8M 64k"]);
     assert_eq!(agreed(&directory, "a.raw", "b.qcow2", false), identical);
     qemu_io(&directory, "qcow2", "b.qcow2", &["write -P 1 8400000 1"]);
-    let offset = 8_400_000 / 512 * 512;
+    let offset = GuestOffset(8_400_000 / 512 * 512);
     let content = Comparison::Different(Difference::Content { offset });
     assert_eq!(agreed(&directory, "a.raw", "b.qcow2", false), content);
     assert_eq!(agreed(&directory, "b.qcow2", "a.raw", false), content);
@@ -125,11 +127,11 @@ fn strict_wants_the_same_clusters_too() {
     qemu_io(&directory, "qcow2", "b.qcow2", &[data[0], data[1], "write -z 4M 64k"]);
     let identical = Comparison::Identical { sizes_differ: false };
     assert_eq!(agreed(&directory, "a.qcow2", "b.qcow2", false), identical);
-    let status = Comparison::Different(Difference::Status { offset: 4 << 20 });
+    let status = Comparison::Different(Difference::Status { offset: GuestOffset(4 << 20) });
     assert_eq!(agreed(&directory, "a.qcow2", "b.qcow2", true), status);
     // Content before that counts first.
     qemu_io(&directory, "qcow2", "b.qcow2", &["write -P 2 1088k 512"]);
-    let content = Comparison::Different(Difference::Content { offset: 1088 << 10 });
+    let content = Comparison::Different(Difference::Content { offset: GuestOffset(1088 << 10) });
     assert_eq!(agreed(&directory, "a.qcow2", "b.qcow2", true), content);
 }
 
@@ -142,7 +144,7 @@ fn chains_are_compared_by_what_they_hold() {
     let identical = Comparison::Identical { sizes_differ: false };
     assert_eq!(agreed(&directory, "a.raw", "top.qcow2", false), identical);
     qemu_io(&directory, "qcow2", "top.qcow2", &["write -z 3M 64k"]);
-    let content = Comparison::Different(Difference::Content { offset: 3 << 20 });
+    let content = Comparison::Different(Difference::Content { offset: GuestOffset(3 << 20) });
     assert_eq!(agreed(&directory, "a.raw", "top.qcow2", false), content);
 }
 
@@ -161,7 +163,7 @@ fn a_read_error_counts_unless_a_difference_comes_first() {
         assert!(error.to_string().contains(&(4u64 << 20).to_string()), "{error}");
         left.put(2_000_000, &[6]);
         let answer = compare(&ring, &one, &two, options, &Progress::new()).await;
-        let offset = 2_000_000 / 512 * 512;
+        let offset = GuestOffset(2_000_000 / 512 * 512);
         let content = Comparison::Different(Difference::Content { offset });
         assert_eq!(answer.expect("a difference"), content);
     });

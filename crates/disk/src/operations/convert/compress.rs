@@ -2,7 +2,7 @@
 //!
 //! Promises: clusters are compressed in parallel on helper threads and written in order.
 
-use ringdisk_qcow2::{Bytes, CompressionType, compress};
+use ringdisk_qcow2::{Bytes, CompressionType, GuestOffset, compress};
 use ringdisk_ring::{Errno, IoBuf};
 
 use super::scan::is_zero;
@@ -49,8 +49,8 @@ impl Packing {
     }
 
     /// Bytes of a cluster.
-    pub(super) fn cluster_bytes(&self) -> u64 {
-        self.cluster as u64
+    pub(super) fn cluster_bytes(&self) -> Bytes {
+        Bytes::of(self.cluster)
     }
 
     /// Copies a cluster, which may end early at the end of the disk, for a helper thread.
@@ -104,17 +104,22 @@ impl Conversion<'_> {
             } else {
                 put.await?;
             }
-            at += part.len() as u64;
+            at += Bytes::of(part.len());
         }
         Ok(())
     }
 
-    async fn put_packed(&self, at: u64, part: &IoBuf, packed: Packed) -> Result<(), Failure> {
+    async fn put_packed(
+        &self,
+        at: GuestOffset,
+        part: &IoBuf,
+        packed: Packed,
+    ) -> Result<(), Failure> {
         match packed {
-            Packed::Zero => self.zero(at, part.len() as u64).await,
+            Packed::Zero => self.zero(at, Bytes::of(part.len())).await,
             Packed::Plain => self.write(at, part).await,
             Packed::Compressed(bytes) => {
-                match self.target.write_compressed(self.ring, at, &bytes).await {
+                match self.target.write_compressed(self.ring, at.0, &bytes).await {
                     Ok(()) => {
                         self.report.borrow_mut().written_bytes += Bytes::of(part.len());
                         Ok(())

@@ -19,7 +19,7 @@ mod tests;
 mod walk;
 mod work;
 
-use ringdisk_qcow2::Bytes;
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::sync::Arc;
@@ -39,7 +39,7 @@ use walk::Walk;
 
 /// Bytes of one copy: enough for a storage to be efficient, and with [`TASKS_MAX`] of them still
 /// less than the cache of a CPU.
-const CHUNK_BYTES: u64 = 1 << 20;
+const CHUNK_BYTES: Bytes = Bytes(1 << 20);
 /// Most pieces under way (QEMU's limit).
 pub const TASKS_MAX: usize = 16;
 /// Default of the pieces under way (QEMU's).
@@ -70,7 +70,8 @@ pub struct ConvertOptions {
     pub target_has_backing: bool,
     /// Ranges that cannot be read become zeroes (`--salvage`).
     pub salvage: bool,
-    /// Only these ranges are copied, in bytes of the disk: in order, without overlaps. `None`: all.
+    /// Only these ranges are copied, in bytes of the disk, as a checkpoint has them: in order,
+    /// without overlaps. `None`: all.
     pub only: Option<Arc<[Range<u64>]>>,
     /// The file system copies where it can (`-C`), by reference where it has that; zeroes inside of
     /// data are not looked for then.
@@ -103,7 +104,7 @@ pub struct ConvertReport {
     pub written_bytes: Bytes,
     /// Ranges of the disk that could not be read and became zeroes, in order; at most
     /// [`UNREADABLE_MAX`] of them.
-    pub unreadable: Vec<Range<u64>>,
+    pub unreadable: Vec<Range<GuestOffset>>,
     /// All bytes that could not be read.
     pub unreadable_bytes: Bytes,
 }
@@ -133,7 +134,7 @@ struct Conversion<'a> {
 #[derive(Clone, Copy, Debug)]
 struct Failure {
     doing: Doing,
-    offset: u64,
+    offset: GuestOffset,
     errno: Errno,
 }
 
@@ -145,7 +146,7 @@ enum Doing {
 }
 
 impl Failure {
-    fn new(doing: Doing, offset: u64, errno: Errno) -> Failure {
+    fn new(doing: Doing, offset: GuestOffset, errno: Errno) -> Failure {
         Failure { doing, offset, errno }
     }
 }
@@ -168,7 +169,7 @@ pub async fn convert(
     let source = &Sources::new(sources);
     check(source, target, options)?;
     let packing = if options.compressed { Some(Packing::of(target, options)?) } else { None };
-    progress.set_total(Bytes(source.size()));
+    progress.set_total(source.size());
     let unit = packing.as_ref().map(Packing::cluster_bytes);
     let conversion = Conversion {
         ring,
@@ -176,7 +177,7 @@ pub async fn convert(
         target,
         options,
         progress,
-        walk: Walk::new(source, options, unit, CHUNK_BYTES.max(unit.unwrap_or(0))),
+        walk: Walk::new(source, options, unit, CHUNK_BYTES.max(unit.unwrap_or_default())),
         order: Order::new(!options.out_of_order),
         packing,
         spare: RefCell::default(),
@@ -190,8 +191,7 @@ pub async fn convert(
         return Err(conversion.error(failure));
     }
     let mut report = conversion.report.take();
-    let (unreadable, bytes) = conversion.unreadable.take().finish();
-    (report.unreadable, report.unreadable_bytes) = (unreadable, Bytes(bytes));
+    (report.unreadable, report.unreadable_bytes) = conversion.unreadable.take().finish();
     target
         .flush(ring)
         .await
@@ -211,7 +211,7 @@ fn check(source: &Sources<'_>, target: &Disk, options: &ConvertOptions) -> Resul
     if options.target_is_zero && options.target_has_backing {
         return invalid("a target with a backing file does not read as zeroes".to_owned());
     }
-    if target.size() < Bytes(source.size()) {
+    if target.size() < source.size() {
         let (source_size, target_size) = (source.size(), target.size());
         return invalid(format!(
             "'{}' has {target_size} bytes, fewer than the {source_size} of '{}'; resize it first",
@@ -244,7 +244,7 @@ impl Conversion<'_> {
             // A piece that the file system copied may be done before its turn has come.
             self.order.turn(piece.number).await;
             self.order.pass(piece.number);
-            self.progress.add_done(Bytes(piece.len));
+            self.progress.add_done(piece.len);
         }
     }
 

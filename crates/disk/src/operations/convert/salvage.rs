@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::IoBuf;
 
 use super::{Conversion, Doing, Failure};
@@ -16,12 +17,12 @@ pub const UNREADABLE_MAX: usize = 4096;
 /// Ranges that could not be read.
 #[derive(Debug, Default)]
 pub(super) struct Unreadable {
-    ranges: Vec<Range<u64>>,
-    bytes: u64,
+    ranges: Vec<Range<GuestOffset>>,
+    bytes: Bytes,
 }
 
 impl Unreadable {
-    fn add(&mut self, range: Range<u64>) {
+    fn add(&mut self, range: Range<GuestOffset>) {
         self.bytes += range.end - range.start;
         // A piece finds its bad sectors in order; pieces of other tasks come in between.
         let is_full = self.ranges.len() >= UNREADABLE_MAX;
@@ -33,9 +34,9 @@ impl Unreadable {
     }
 
     /// The ranges in order, and their bytes.
-    pub(super) fn finish(mut self) -> (Vec<Range<u64>>, u64) {
+    pub(super) fn finish(mut self) -> (Vec<Range<GuestOffset>>, Bytes) {
         self.ranges.sort_by_key(|range| range.start);
-        let mut ranges: Vec<Range<u64>> = Vec::new();
+        let mut ranges: Vec<Range<GuestOffset>> = Vec::new();
         for range in self.ranges {
             match ranges.last_mut() {
                 Some(last) if last.end == range.start => last.end = range.end,
@@ -48,7 +49,7 @@ impl Unreadable {
 
 impl Conversion<'_> {
     /// Reads a range by halves, down to sectors. A sector that cannot be read becomes zeroes.
-    pub(super) async fn salvage(&self, offset: u64, buf: &IoBuf) -> Result<(), Failure> {
+    pub(super) async fn salvage(&self, offset: GuestOffset, buf: &IoBuf) -> Result<(), Failure> {
         let sector = usize::try_from(SECTOR_BYTES).unwrap_or(1);
         let (left, right) = halves(0..buf.len(), sector);
         // The part to be read next is the last.
@@ -57,7 +58,7 @@ impl Conversion<'_> {
             if part.is_empty() {
                 continue;
             }
-            let at = offset + part.start as u64;
+            let at = offset + Bytes::of(part.start);
             let cancelled = self.progress.check();
             cancelled.map_err(|errno| Failure::new(Doing::Reading, at, errno))?;
             let piece = buf.slice(part.clone());
@@ -69,7 +70,7 @@ impl Conversion<'_> {
                 }
                 Err(_) => {
                     piece.fill(0);
-                    self.unreadable.borrow_mut().add(at..at + part.len() as u64);
+                    self.unreadable.borrow_mut().add(at..at + Bytes::of(part.len()));
                 }
             }
         }

@@ -4,9 +4,9 @@
 //! and end where the block status of the source changes; the status of a long run is asked once. If
 //! the target is written in clusters, pieces begin and end at cluster boundaries.
 
-use ringdisk_qcow2::Bytes;
 use std::cell::RefCell;
 
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::{Errno, Ring};
 
 use super::sources::Sources;
@@ -30,8 +30,8 @@ pub(super) enum Action {
 pub(super) struct Piece {
     /// From 0, in order.
     pub(super) number: u64,
-    pub(super) offset: u64,
-    pub(super) len: u64,
+    pub(super) offset: GuestOffset,
+    pub(super) len: Bytes,
     /// Copy or zero.
     pub(super) action: Action,
 }
@@ -40,10 +40,11 @@ pub(super) struct Piece {
 pub(super) struct Walk<'a> {
     source: &'a Sources<'a>,
     options: &'a ConvertOptions,
-    size: u64,
-    /// Bytes of a cluster that has to be written as a whole.
-    unit: Option<u64>,
-    chunk: u64,
+    /// The end of the source.
+    end: GuestOffset,
+    /// Length of a cluster that has to be written as a whole.
+    unit: Option<Bytes>,
+    chunk: Bytes,
     /// Held by the task that asks the source, since an answer may take time.
     mutex: TaskMutex,
     state: RefCell<State>,
@@ -51,27 +52,28 @@ pub(super) struct Walk<'a> {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct State {
-    at: u64,
+    at: GuestOffset,
     number: u64,
     /// End of the present run, and what to do with it.
-    run: Option<(u64, Action)>,
+    run: Option<(GuestOffset, Action)>,
 }
 
 impl<'a> Walk<'a> {
-    /// * `unit`: bytes of a cluster that has to be written as a whole; `chunk` is a multiple of it.
+    /// * `unit`: length of a cluster that has to be written as a whole; `chunk` is a multiple of
+    ///   it.
     pub(super) fn new(
         source: &'a Sources<'a>,
         options: &'a ConvertOptions,
-        unit: Option<u64>,
-        chunk: u64,
+        unit: Option<Bytes>,
+        chunk: Bytes,
     ) -> Walk<'a> {
-        let size = source.size();
+        let end = GuestOffset::after(source.size());
         let (mutex, state) = (TaskMutex::default(), RefCell::default());
-        Walk { source, options, size, unit, chunk, mutex, state }
+        Walk { source, options, end, unit, chunk, mutex, state }
     }
 
-    /// Longest piece, bytes.
-    pub(super) fn chunk_bytes(&self) -> u64 {
+    /// Longest piece.
+    pub(super) fn chunk_bytes(&self) -> Bytes {
         self.chunk
     }
 
@@ -85,18 +87,18 @@ impl<'a> Walk<'a> {
         loop {
             let State { at, number, .. } = *self.state.borrow();
             progress.check().map_err(|errno| Failure::new(Doing::Looking, at, errno))?;
-            if at >= self.size {
+            if at >= self.end {
                 return Ok(None);
             }
             let (end, action) = self.run(ring, at).await?;
             let mut state = self.state.borrow_mut();
             if action == Action::Skip {
                 state.at = end;
-                progress.add_done(Bytes(end - at));
+                progress.add_done(end - at);
                 continue;
             }
             // To the next multiple: pieces then suit clusters and pages.
-            let border = at - at % self.chunk + self.chunk;
+            let border = at.align_down(self.chunk) + self.chunk;
             // Zeroes are written without a buffer.
             let is_cheap = action == Action::Zero && !self.options.sparse_bytes.is_zero();
             let end = if is_cheap { end } else { end.min(border) };
@@ -107,7 +109,7 @@ impl<'a> Walk<'a> {
     }
 
     /// The run at `at`: where it ends and what to do with it.
-    async fn run(&self, ring: &Ring, at: u64) -> Result<(u64, Action), Failure> {
+    async fn run(&self, ring: &Ring, at: GuestOffset) -> Result<(GuestOffset, Action), Failure> {
         let known = self.state.borrow().run;
         if let Some((end, action)) = known.filter(|(end, _)| at < *end) {
             return Ok((end, action));
@@ -116,34 +118,32 @@ impl<'a> Walk<'a> {
         if let Some(unit) = self.unit {
             // A cluster that is partly to be copied is copied as a whole; answers may be shorter
             // than a cluster.
-            let first_end = at.saturating_add(unit).min(self.size);
+            let first_end = at.saturating_add(unit).min(self.end);
             while end < first_end && action != Action::Copy {
                 let (next_end, next) = self.ask(ring, end).await?;
                 (end, action) = (next_end, if next == action { action } else { Action::Copy });
             }
-            let whole = (end - at) / unit * unit;
+            let whole = (end - at).align_down(unit);
             end = match action {
                 Action::Copy => at + (end - at).next_multiple_of(unit),
-                _ if end < self.size => at + whole,
+                _ if end < self.end => at + whole,
                 _ => end,
             };
-            end = end.min(self.size);
+            end = end.min(self.end);
         }
         self.state.borrow_mut().run = Some((end, action));
         Ok((end, action))
     }
 
     /// Asks the source for the run at `at`: its end, and what to do with it.
-    async fn ask(&self, ring: &Ring, at: u64) -> Result<(u64, Action), Failure> {
+    async fn ask(&self, ring: &Ring, at: GuestOffset) -> Result<(GuestOffset, Action), Failure> {
         let (is_in, end) = self.span(at);
         if !is_in {
             return Ok((end, Action::Skip));
         }
         let left = end - at;
         let (len, action) = match self.source.block_status(ring, at, left).await {
-            Ok(status) if status.len > Bytes::ZERO => {
-                (status.len.0.min(left), self.action(&status))
-            }
+            Ok(status) if status.len > Bytes::ZERO => (status.len.min(left), self.action(&status)),
             // The read will find the bad part.
             Err(_) if self.options.salvage => (left.min(self.chunk), Action::Copy),
             Ok(_) => return Err(Failure::new(Doing::Looking, at, Errno::IO)),
@@ -153,13 +153,15 @@ impl<'a> Walk<'a> {
     }
 
     /// Whether `at` is in a range that is copied, and where that, or the gap, ends.
-    fn span(&self, at: u64) -> (bool, u64) {
-        let Some(only) = &self.options.only else { return (true, self.size) };
-        let next = only.partition_point(|range| range.end <= at);
+    fn span(&self, at: GuestOffset) -> (bool, GuestOffset) {
+        let Some(only) = &self.options.only else { return (true, self.end) };
+        let next = only.partition_point(|range| GuestOffset(range.end) <= at);
         match only.get(next) {
-            Some(range) if range.start <= at => (true, range.end.min(self.size)),
-            Some(range) => (false, range.start.min(self.size)),
-            None => (false, self.size),
+            Some(range) if GuestOffset(range.start) <= at => {
+                (true, GuestOffset(range.end).min(self.end))
+            }
+            Some(range) => (false, GuestOffset(range.start).min(self.end)),
+            None => (false, self.end),
         }
     }
 

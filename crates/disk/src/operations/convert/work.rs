@@ -2,7 +2,7 @@
 //!
 //! Promises: a piece whose read fails is an error, unless the options salvage it.
 
-use ringdisk_qcow2::Bytes;
+use ringdisk_qcow2::{Bytes, GuestOffset};
 use ringdisk_ring::{Errno, IoBuf};
 
 use super::scan::{Part, scan};
@@ -22,7 +22,7 @@ impl Conversion<'_> {
         }
         let copied = match piece.action {
             Action::Copy => self.copy_range(piece.offset, piece.len).await,
-            _ => 0,
+            _ => Bytes::ZERO,
         };
         if copied == piece.len {
             return Ok(());
@@ -53,16 +53,16 @@ impl Conversion<'_> {
         Ok(())
     }
 
-    async fn put(&self, offset: u64, buf: &IoBuf, part: &Part) -> Result<(), Failure> {
-        let at = offset + part.range.start as u64;
+    async fn put(&self, offset: GuestOffset, buf: &IoBuf, part: &Part) -> Result<(), Failure> {
+        let at = offset + Bytes::of(part.range.start);
         if part.is_zero {
-            return self.zero(at, part.range.len() as u64).await;
+            return self.zero(at, Bytes::of(part.range.len())).await;
         }
         self.write(at, &buf.slice(part.range.clone())).await
     }
 
     /// Fills `buf` from the source.
-    async fn read(&self, offset: u64, buf: &IoBuf) -> Result<(), Failure> {
+    async fn read(&self, offset: GuestOffset, buf: &IoBuf) -> Result<(), Failure> {
         self.report.borrow_mut().read_bytes += Bytes::of(buf.len());
         match self.source.read(self.ring, offset, buf).await {
             Ok(()) => Ok(()),
@@ -72,21 +72,21 @@ impl Conversion<'_> {
     }
 
     /// Makes a range of the target read as zeroes.
-    pub(super) async fn zero(&self, offset: u64, len: u64) -> Result<(), Failure> {
+    pub(super) async fn zero(&self, offset: GuestOffset, len: Bytes) -> Result<(), Failure> {
         if self.options.target_is_zero {
             return Ok(());
         }
-        let zeroed = self.target.write_zeroes(self.ring, offset, Bytes(len), true).await;
+        let zeroed = self.target.write_zeroes(self.ring, offset.0, len, true).await;
         zeroed.map_err(|errno| Failure::new(Doing::Writing, offset, errno))
     }
 
     /// Writes all of `buf`.
-    pub(super) async fn write(&self, offset: u64, buf: &IoBuf) -> Result<(), Failure> {
+    pub(super) async fn write(&self, offset: GuestOffset, buf: &IoBuf) -> Result<(), Failure> {
         let mut done = 0;
         while done < buf.len() {
-            let at = offset + done as u64;
+            let at = offset + Bytes::of(done);
             let rest = buf.slice(done..buf.len());
-            match self.target.write(self.ring, at, &rest).await {
+            match self.target.write(self.ring, at.0, &rest).await {
                 Ok(0) => return Err(Failure::new(Doing::Writing, at, Errno::IO)),
                 Ok(count) => done += count,
                 Err(errno) => return Err(Failure::new(Doing::Writing, at, errno)),

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use ringdisk_qcow2::{Bytes, Qcow2, check_bytes};
 use ringdisk_ring::{Errno, IoBuf, Ring};
+use ringdisk_testkit::process::LIMIT;
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 use ringdisk_throttle::{Limits, Rate, Rates};
 
@@ -19,9 +20,6 @@ use super::world::{
 };
 use crate::tests::{open, read_steps};
 use crate::{Disk, Error, Format, ImageOptions};
-
-/// A cell that takes longer hangs.
-const LIMIT: Duration = Duration::from_secs(60);
 
 /// What is known about a run.
 pub(super) struct Run {

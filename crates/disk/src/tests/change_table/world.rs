@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use ringdisk_qcow2::Bytes;
-use ringdisk_ring::{Errno, Ring};
-use ringdisk_testkit::sim::{Fault, SimStorage};
+use ringdisk_ring::Ring;
+pub(super) use ringdisk_testkit::sim::Injected;
+use ringdisk_testkit::sim::SimStorage;
 use tempfile::TempDir;
 
 use super::clients::Request;
@@ -155,26 +156,6 @@ pub(super) enum Victim {
     Fleece,
     /// What the disk is mirrored to.
     Target,
-}
-
-/// What happens to the operation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Injected {
-    Io,
-    NoSpace,
-    Hold,
-}
-
-impl Injected {
-    pub(super) const ALL: [Injected; 3] = [Injected::Io, Injected::NoSpace, Injected::Hold];
-
-    pub(super) fn fault(self) -> Fault {
-        match self {
-            Injected::Io => Fault::Fail(Errno::IO),
-            Injected::NoSpace => Fault::Fail(Errno::NOSPC),
-            Injected::Hold => Fault::Hold,
-        }
-    }
 }
 
 /// One cell of the table.

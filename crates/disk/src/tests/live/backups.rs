@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ringdisk_ring::Ring;
-use ringdisk_testkit::process::patient;
+use ringdisk_testkit::process::{LIMIT, patient};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 
-use super::mirroring::{LIMIT, simulated, source, target, until, writable};
+use super::mirroring::{simulated, source, target, until, writable};
 use super::{SIZE, SOME, opened};
 use crate::tests::load::Load;
 use crate::tests::{assert_same, buffer, directory, qemu_img, read_steps, run};

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ringdisk_ring::Ring;
-use ringdisk_testkit::process::patient;
+use ringdisk_testkit::process::{LIMIT, patient};
 use ringdisk_testkit::sim::{Fault, OpKind, SimStorage, When};
 use tempfile::TempDir;
 
@@ -18,9 +18,6 @@ use crate::{
     Disk, Error, Format, ImageOptions, MirrorControl, MirrorEnd, MirrorOptions, MirrorSync,
     Progress,
 };
-
-/// Far more than anything takes here, and far less than for ever.
-pub(super) const LIMIT: Duration = Duration::from_secs(30);
 
 pub(super) const BACKGROUND: MirrorOptions =
     MirrorOptions { sync: MirrorSync::Full, write_blocking: false, left: None };

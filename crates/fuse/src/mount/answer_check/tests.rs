@@ -1,9 +1,9 @@
 //! Files that answer at once; those that do not need a mount
 //! (`crates/ringdisk/tests/machine/stopped.rs`).
 
-use super::*;
+use ringdisk_testkit::process::LIMIT;
 
-const LIMIT: Duration = Duration::from_secs(20);
+use super::*;
 
 #[test]
 fn a_file_and_its_absence_are_answers() {

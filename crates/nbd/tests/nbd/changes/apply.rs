@@ -13,10 +13,10 @@ use ringdisk_disk::{
 };
 use ringdisk_qcow2::Preallocation;
 use ringdisk_ring::{Config, IoBuf, Ring, Runtime};
+use ringdisk_testkit::process::LIMIT;
 
 use super::clients::FIRST;
 use super::world::{Beside, Change, LARGE, OVERLAY, SIZE, SMALL};
-use crate::client::LIMIT;
 
 /// What fits into a fleecing file.
 const FLEECE_MAX: Bytes = Bytes(1 << 30);

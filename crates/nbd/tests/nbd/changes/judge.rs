@@ -10,7 +10,7 @@ use ringdisk_nbd::NamedDisk;
 use ringdisk_nbd_protocol::numbers::{command, errno};
 use ringdisk_nbd_protocol::request::Request;
 use ringdisk_testkit::images;
-use ringdisk_testkit::process::{patient, until};
+use ringdisk_testkit::process::{LIMIT, patient, until};
 use ringdisk_testkit::sim::{Fault, When};
 
 use super::apply::Means;
@@ -19,7 +19,7 @@ use super::clients::{
     left_by, start, work,
 };
 use super::world::{Cell, Change, Fixture, Injected, Shape, Victim, World};
-use crate::client::{Client, LIMIT, Server, data, options, request};
+use crate::client::{Client, Server, data, options, request};
 
 /// Time for the first request to reach a storage; some need none.
 const REACHES: Duration = Duration::from_millis(2);

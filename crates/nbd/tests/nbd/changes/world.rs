@@ -3,10 +3,11 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use ringdisk_disk::{Disk, Errno, Format, ImageOptions, StoredImage};
+use ringdisk_disk::{Disk, Format, ImageOptions, StoredImage};
 use ringdisk_ring::{Config, Runtime};
 use ringdisk_testkit::images;
-use ringdisk_testkit::sim::{Fault, SimStorage};
+pub(super) use ringdisk_testkit::sim::Injected;
+use ringdisk_testkit::sim::SimStorage;
 use tempfile::TempDir;
 
 use super::clients::{FIRST, Range, left_by};
@@ -77,25 +78,6 @@ pub(super) enum Victim {
     Fleece,
     /// Of a mirror or a backup.
     Target,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Injected {
-    Io,
-    NoSpace,
-    Hold,
-}
-
-impl Injected {
-    pub(super) const ALL: [Injected; 3] = [Injected::Io, Injected::NoSpace, Injected::Hold];
-
-    pub(super) fn fault(self) -> Fault {
-        match self {
-            Injected::Io => Fault::Fail(Errno::IO),
-            Injected::NoSpace => Fault::Fail(Errno::NOSPC),
-            Injected::Hold => Fault::Hold,
-        }
-    }
 }
 
 #[derive(Clone, Copy, Debug)]

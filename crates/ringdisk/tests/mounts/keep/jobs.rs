@@ -1,12 +1,11 @@
 //! SIGKILL of the serving process in the middle of jobs: the next one begins them again.
 
 use std::path::Path;
-use std::time::Duration;
 
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::{scratch, text};
-use ringdisk_testkit::process::{Process, command, run, until};
+use ringdisk_testkit::process::{LIMIT, Process, command, run, until};
 use serde_json::Value;
 
 use super::client::{get_on, judge, load};
@@ -14,7 +13,6 @@ use super::kept::{Kept, PAUSE};
 use crate::common::MIB;
 use crate::common::tools::{Ran, ringdisk};
 
-const LIMIT: Duration = Duration::from_secs(60);
 /// Bytes that clients write to.
 const SPAN: u64 = 48 * MIB;
 const DEPTH: u64 = 8;

@@ -10,7 +10,7 @@ use std::time::Duration;
 use ringdisk_testkit::images::{self, assert_clean};
 use ringdisk_testkit::limits::needs_root;
 use ringdisk_testkit::mount::{scratch, text};
-use ringdisk_testkit::process::{Process, until};
+use ringdisk_testkit::process::{LIMIT, Process, until};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -19,7 +19,6 @@ use crate::common::tools::{Ran, ringdisk};
 use crate::common::{MIB, program};
 use crate::keep::client::{get_on, judge, load};
 
-const LIMIT: Duration = Duration::from_secs(60);
 /// Bytes that clients write to.
 const SPAN: u64 = 48 * MIB;
 const DEPTH: u64 = 8;

@@ -108,6 +108,7 @@ fn assert_walled(pid: u32, calls: &Calls, image: &Path) {
 /// Whatever the list says: calls that reach other processes, users, files' modes or the kernel are
 /// on none.
 #[track_caller]
+#[expect(clippy::too_many_lines, reason = "a table of calls")]
 fn assert_reaches_nobody(filters: &Filters, pid: u32, calls: &Calls) {
     let other = u64::from(pid) + 1;
     let with = |call: i64, first: &[u64]| {

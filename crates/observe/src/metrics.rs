@@ -1,9 +1,8 @@
-//! `ringdisk metrics`: those of all processes.
+//! The metrics of all processes, as `ringdisk metrics` prints them.
 //!
 //! Promises: a process that does not answer in time has the sample `ringdisk_up 0` and no others.
 
 use std::io::Write as _;
-use std::time::Duration;
 
 use ringdisk_daemon::control::many::Answer;
 use ringdisk_daemon::control::protocol::Command;
@@ -12,15 +11,12 @@ use ringdisk_daemon::metrics::{self, Sample};
 use ringdisk_daemon::processes;
 use ringdisk_daemon::terminal::{Results, ended};
 
-/// How long processes may take.
-const LIMIT: Duration = Duration::from_secs(2);
-
 /// Prints those of all processes.
 ///
 /// Errors: standard output cannot be written.
-pub(crate) fn run() -> Result<(), Failure> {
+pub fn print() -> Result<(), Failure> {
     let mut samples = Vec::new();
-    for (found, asked) in processes::ask_all(&Command::Metrics, LIMIT) {
+    for (found, asked) in processes::ask_all(&Command::Metrics, processes::ANSWER_LIMIT) {
         let of_disk = match &asked.answer {
             Answer::Value(value) => metrics::from_json(value),
             _ => Vec::new(),

@@ -6,7 +6,7 @@ use serde_json::Value;
 /// Says of a mirror that it is ready, and what comes next.
 ///
 /// * `target`: the disk, if it was named.
-pub(crate) fn ready(told: &Value, target: Option<&str>) {
+pub fn ready(told: &Value, target: Option<&str>) {
     if told["state"] != "ready" {
         return;
     }
@@ -19,7 +19,7 @@ pub(crate) fn ready(told: &Value, target: Option<&str>) {
 }
 
 /// Says which job was begun in the background.
-pub(crate) fn begun(value: &Value, quiet: bool) {
+pub fn begun(value: &Value, quiet: bool) {
     let id = value["id"].as_str().map(visible).unwrap_or_default();
     terminal::say(&id);
     if !quiet {
@@ -30,7 +30,7 @@ pub(crate) fn begun(value: &Value, quiet: bool) {
 }
 
 /// Says that a job has ended, and what it has done.
-pub(crate) fn ended(said: &str, value: &Value) {
+pub fn ended(said: &str, value: &Value) {
     terminal::say(said);
     if let Some(text) = value.get("text").and_then(Value::as_str) {
         terminal::note(visible_lines(text));
