@@ -6,7 +6,7 @@
 //! table that stays may name what was freed. That is so for the tables of the disk, those of
 //! internal snapshots, and what bitmaps have.
 //!
-//! ClusterKind cannot be read has nothing to lose, so it does not stop a change that does not need it.
+//! What cannot be read has nothing to lose, so it does not stop a change that does not need it.
 //! Memory: one L1 table, and a number for each L2 table; L2 tables that several L1 tables share are
 //! read once.
 
@@ -64,7 +64,7 @@ impl Transaction<'_> {
     }
 
     /// As [`note_all_named`](Transaction::note_all_named), once while the image is open: clients
-    /// that append to a disk make it grow again and again. ClusterKind was let go since by one of two
+    /// that append to a disk make it grow again and again. What was let go since by one of two
     /// entries that name it is not known to be named any more.
     pub(super) async fn note_all_named_once(&mut self) -> Result<(), Error> {
         if self.knows_all_named() { Ok(()) } else { self.note_all_named().await }

@@ -180,8 +180,8 @@ impl Vring {
         !self.admission.is_held() && self.queue.borrow_mut().as_mut().is_some_and(Queue::has_next)
     }
 
-    /// Takes the next request, with its descriptors in `chain`. `None` when there is none, or when the guest has broken
-    /// the virtqueue.
+    /// Takes the next request, with its descriptors in `chain`. `None` when there is none, or when
+    /// the guest has broken the virtqueue.
     pub(super) fn pop(
         &self,
         ring: &Ring,
