@@ -3,6 +3,7 @@
 
 #![allow(clippy::cast_possible_truncation)]
 
+mod beside;
 mod changes;
 mod client;
 mod hand_over;

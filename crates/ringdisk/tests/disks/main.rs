@@ -2,6 +2,7 @@
 //! clients.
 
 mod beside;
+mod beside_upgrade;
 mod checkpoint;
 mod checkpoint_fleece;
 mod checkpoint_hangs;

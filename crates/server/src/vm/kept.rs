@@ -22,7 +22,8 @@ use ringdisk_vhost::ExportOptions;
 use ringdisk_vhost::export::Export;
 use ringdisk_vhost::keep;
 
-use super::beside::{self, Beside, OpenDisk};
+use super::beside::{Beside, OpenDisk};
+use super::beside_start;
 use super::request::options;
 use super::{Placed, Plan, Running, Started, front};
 use crate::keeping::{Kept, reopen};
@@ -39,7 +40,7 @@ impl Kept {
         &mut self,
         plans: Vec<Plan>,
         watcher: &Watcher,
-        beside: Option<beside::Start<'_>>,
+        beside: Option<beside_start::Wanted<'_>>,
     ) -> Result<Started, Failure> {
         let found = self.found.take().unwrap_or_default();
         let mut failures = Vec::new();
@@ -90,13 +91,13 @@ impl Kept {
 }
 
 /// Serves NBD clients again. `None`: they were not served, or cannot be.
-fn start_beside(beside: Option<beside::Start<'_>>, open: &[OpenDisk<'_>]) -> Option<Beside> {
+fn start_beside(beside: Option<beside_start::Wanted<'_>>, open: &[OpenDisk<'_>]) -> Option<Beside> {
     // All may have ended already.
-    let start = beside.filter(|_| !open.is_empty())?;
+    let wanted = beside.filter(|_| !open.is_empty())?;
     let complain = |failure: Failure| {
         terminal::complain(&failure.context("virtual machines go on, and NBD clients do not"));
     };
-    start(open, true).map_err(complain).ok()
+    wanted.start(open, true).map_err(complain).ok()
 }
 
 /// Goes on with one disk.
