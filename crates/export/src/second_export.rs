@@ -1,9 +1,11 @@
 //! A second export of a disk in the same process, as the export in charge of the disk sees it.
 //!
-//! Promises: one export of a disk is in charge: it hands the disk over and closes it. The second
-//! one has ended on the disk before that. Control path.
+//! Promises: one export of a disk is in charge: it hands the disk over and closes it. Before that
+//! the second one stands still on the disk, or has ended. Control path.
 
 use std::fmt;
+
+use crate::{Error, HandOverState};
 
 /// A second export of the disk.
 pub trait Beside: Send + Sync + fmt::Debug {
@@ -16,4 +18,17 @@ pub trait Beside: Send + Sync + fmt::Debug {
     /// Ends the second export of this disk: requests in flight are answered, its clients are sent
     /// away. Waits for that, some seconds at most. Does nothing the second time.
     fn end(&self);
+
+    /// Lets the clients of this disk stand still for a successor, and packs them. Waits for
+    /// requests in flight, some seconds at most. [`Beside::go_on`] or [`Beside::moved`] follows.
+    ///
+    /// Errors: requests in flight do not end, or the second export has ended; its clients go on.
+    fn stand_still(&self) -> Result<HandOverState, Error>;
+
+    /// The clients go on here: the disk is not handed over.
+    fn go_on(&self);
+
+    /// The successor has the disk and its clients: the second export ends on the disk, and leaves
+    /// their connections alone.
+    fn moved(&self);
 }

@@ -72,6 +72,10 @@ async fn converse(
         None => Box::pin(speak(queue, (&transport, socket), address)).await,
         Some(before) => Box::pin(go_on(queue, (&transport, socket), address, before)).await,
     };
+    if served == Err(End::Moved) {
+        // The socket is the other process's, too.
+        return;
+    }
     if transport.is_encrypted() {
         let closed = Box::pin(transport.close());
         let _ = queue.ring.within(CLOSE_LIMIT, closed).await;
@@ -153,7 +157,11 @@ async fn transmit(
                         let unread = input.take_all();
                         Standing::new(&agreed, socket, unread, transport.is_encrypted())
                     };
-                    transport.put_back(queue.stand_still(standing).await);
+                    let unread = queue.stand_still(standing).await;
+                    if export.has_moved() {
+                        break Err(End::Moved);
+                    }
+                    transport.put_back(unread);
                 }
                 ended => break ended,
             }

@@ -23,13 +23,15 @@ pub(crate) enum End {
     Tls(String),
     /// It has not ended: it stands still for a successor, between two messages.
     StandsStill,
+    /// It has not ended: another process goes on with it.
+    Moved,
 }
 
 impl End {
     /// For people; `None`: nothing to tell.
     pub(crate) fn text(&self) -> Option<String> {
         match self {
-            End::Clean | End::StandsStill => None,
+            End::Clean | End::StandsStill | End::Moved => None,
             End::Truncated => Some(String::from("it closed the connection within a message")),
             End::Socket(errno) => Some(errno.to_string()),
             End::Protocol(what) => Some(String::from(*what)),

@@ -28,6 +28,7 @@ use crate::options::{NamedDisk, NbdOptions, check};
 use crate::peers::{Peer, log_name};
 use crate::queue::{Queue, Shared, Work};
 use crate::stop_request::{Ending, HandOverHandle, Next, Request, StopHandle, Why};
+use crate::suspended_connections::{STANDING_LIMIT, STANDING_REPLIES};
 
 /// At the end, requests in flight and the last flush have so long.
 const END_LIMIT: Duration = Duration::from_secs(10);
@@ -36,11 +37,6 @@ const LAST_REPLIES: Duration = Duration::from_secs(2);
 /// What clients have written may take so long to reach the storage before a hand-over, while they
 /// are served.
 const FLUSH_LIMIT: Duration = Duration::from_secs(18);
-/// Requests in flight, and then the disks, have so long to stand still for a hand-over: less than
-/// the thread that asks for it waits, together.
-const STANDING_LIMIT: Duration = Duration::from_secs(4);
-/// Clients have so long to take their replies before a hand-over; others wait meanwhile.
-const STANDING_REPLIES: Duration = Duration::from_secs(1);
 /// Clients that wait to be accepted; further ones are refused by the kernel, which may hold fewer
 /// (`net.core.somaxconn`).
 const BACKLOG: i32 = 4096;
@@ -227,7 +223,17 @@ impl Export {
     #[must_use]
     pub fn disk_handle(&self, name: &str) -> DiskHandle {
         let threads = self.threads.iter().map(QueueThread::handle).collect();
-        DiskHandle::new(name, Arc::clone(&self.shared), threads)
+        DiskHandle::new(name, Arc::clone(&self.shared), Arc::clone(&self.ending), threads)
+    }
+
+    /// Leaves a disk with its clients, and the listening sockets, to the process that has them, if
+    /// the export was prepared for all of them ([`Export::prepare`]). Before [`Export::take_up`].
+    ///
+    /// * `name`: of the disk.
+    pub fn leave_out(&mut self, name: &str) {
+        self.shared.exports.remove(name);
+        self.clients.0.retain(|client| client.before.export != name);
+        self.listeners.clear();
     }
 
     /// Reads the counters later and from elsewhere.
@@ -342,7 +348,8 @@ impl Export {
         }
         let packed = self.pack_still();
         if request.offer(packed) {
-            self.shared.peers.have_moved();
+            let disks = self.shared.exports.all();
+            disks.iter().for_each(|export| self.shared.peers.have_moved(&export.name));
             let left: Vec<_> =
                 self.threads.iter().map(|it| it.ask(|queue| queue.leave())).collect();
             left.into_iter().for_each(|left| drop(left.within(END_LIMIT)));
@@ -378,7 +385,7 @@ impl Export {
         let listeners = self.shared.listeners().map_err(|error| {
             Error::new(ErrorKind::System, "a listening socket cannot be handed over").source(error)
         })?;
-        hand_over::pack(listeners, handed, clients)
+        hand_over::pack(listeners, handed, Vec::new(), clients)
     }
 
     /// Goes on here after a hand-over that failed.

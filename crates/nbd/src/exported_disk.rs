@@ -51,6 +51,8 @@ pub(crate) struct Exported {
     pub(crate) errors: ClientErrors,
     /// It leaves the export: requests that come are answered with ESHUTDOWN.
     is_leaving: AtomicBool,
+    /// Another process has it and its clients, so their sockets are not shut down here.
+    has_moved: AtomicBool,
 }
 
 impl Exported {
@@ -77,12 +79,18 @@ impl Exported {
             errors,
             disk,
             is_leaving: AtomicBool::new(false),
+            has_moved: AtomicBool::new(false),
         }
     }
 
     /// Whether the disk leaves the export.
     pub(crate) fn is_leaving(&self) -> bool {
         self.is_leaving.load(Ordering::Acquire)
+    }
+
+    /// Whether another process has it and its clients.
+    pub(crate) fn has_moved(&self) -> bool {
+        self.has_moved.load(Ordering::Acquire)
     }
 
     /// The flags for a client.
@@ -168,6 +176,13 @@ impl Exports {
         export.is_leaving.store(true, Ordering::Release);
         Some(export)
     }
+
+    /// The same of a disk that another process has from now on.
+    pub(crate) fn remove_moved(&self, name: &str) -> Option<Arc<Exported>> {
+        let export = self.lock().iter().find(|export| export.name == name).cloned()?;
+        export.has_moved.store(true, Ordering::Release);
+        self.remove(name)
+    }
 }
 
 #[cfg(test)]
@@ -226,7 +241,10 @@ mod tests {
         let known = exports.find(b"a").expect("it is there");
         assert!(!known.is_leaving());
         assert!(exports.remove("a").is_some() && exports.remove("a").is_none());
-        assert!(known.is_leaving());
+        assert!(known.is_leaving() && !known.has_moved());
         assert!(exports.find(b"").is_none() && exports.find(b"a").is_none());
+        let exports = Exports::new(vec![Arc::new(exported(false))]);
+        let moved = exports.remove_moved("a").expect("it was there");
+        assert!(moved.is_leaving() && moved.has_moved() && exports.all().is_empty());
     }
 }

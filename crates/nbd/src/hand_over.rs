@@ -37,6 +37,9 @@ struct Words {
     listeners: usize,
     disks: Vec<DiskWords>,
     clients: Vec<ClientWords>,
+    /// As [`Handed::names`].
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    names: Vec<String>,
 }
 
 #[derive(Debug, Deserialize, Serialize)]
@@ -71,6 +74,9 @@ enum StyleWord {
 pub struct Handed {
     /// Name and state of each disk.
     pub disks: Vec<(String, HandOver)>,
+    /// Names of all disks of the export, where another one is in charge of them
+    /// ([`NbdOptions::beside_another`](crate::NbdOptions)) and hands each over by itself.
+    pub names: Vec<String>,
     /// Listening sockets.
     pub listeners: Vec<OwnedFd>,
     /// Connections in their transmission phase.
@@ -87,6 +93,11 @@ impl HandedClients {
     pub fn count(&self) -> usize {
         self.0.len()
     }
+
+    /// Adds those of another state.
+    pub fn extend(&mut self, more: HandedClients) {
+        self.0.extend(more.0);
+    }
 }
 
 /// One of them.
@@ -100,10 +111,14 @@ pub(crate) struct HandedClient {
 
 /// Puts the state of an export together.
 ///
+/// * `disks`: those that are handed over with it.
+/// * `names`: as [`Handed::names`].
+///
 /// Errors: memory is short.
 pub(crate) fn pack(
     listeners: Vec<OwnedFd>,
     disks: Vec<(String, HandOver)>,
+    names: Vec<String>,
     clients: Vec<Moved>,
 ) -> Result<HandOverState, Error> {
     let cannot = |error: io::Error| {
@@ -114,7 +129,7 @@ pub(crate) fn pack(
         let text = "clients are in the middle of too many large writes; try it again in a moment";
         return Err(Error::new(ErrorKind::Refused, text));
     }
-    let mut words = Words { listeners: listeners.len(), ..Words::default() };
+    let mut words = Words { listeners: listeners.len(), names, ..Words::default() };
     let mut fds = listeners;
     for (name, HandOver { description: disk, fds: files }) in disks {
         words.disks.push(DiskWords { name, disk, files: files.len() });
@@ -189,7 +204,7 @@ impl Handed {
         let rewound = memory.seek(SeekFrom::Start(0));
         rewound.map_err(|error| refused(format!("its memory cannot be read: {error}")))?;
         let mut clients = Vec::new();
-        for (words, socket) in words.clients.into_iter().zip(sockets) {
+        for (words, socket) in std::mem::take(&mut words.clients).into_iter().zip(sockets) {
             let ClientWords { export, style, contexts, unread } = words;
             if unread > UNREAD_BYTES_MAX {
                 return Err(refused(format!("{unread} unread bytes of a client")));
@@ -200,7 +215,8 @@ impl Handed {
             let before = Before { export, style, contexts, unread: bytes };
             clients.push(HandedClient { address: address_of(&socket), socket, before });
         }
-        Ok(Handed { disks, listeners, clients: HandedClients(clients) })
+        let names = std::mem::take(&mut words.names);
+        Ok(Handed { disks, names, listeners, clients: HandedClients(clients) })
     }
 }
 

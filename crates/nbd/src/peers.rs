@@ -40,8 +40,8 @@ pub(crate) struct Peers(Mutex<List>);
 #[derive(Debug, Default)]
 struct List {
     next: u64,
-    /// Another process has the clients: they do not go.
-    have_moved: bool,
+    /// Disks whose clients another process has: they do not go.
+    moved: Vec<String>,
     peers: BTreeMap<u64, Peer>,
 }
 
@@ -55,9 +55,9 @@ impl Peers {
         self.lock().peers.values().cloned().collect()
     }
 
-    /// Another process has the clients from now on.
-    pub(crate) fn have_moved(&self) {
-        self.lock().have_moved = true;
+    /// Another process has the clients of a disk from now on.
+    pub(crate) fn have_moved(&self, export: &str) {
+        self.lock().moved.push(export.to_owned());
     }
 
     /// Lists a client until the guard is dropped.
@@ -127,8 +127,8 @@ pub(crate) fn log_name(export: &str) -> String {
 impl Drop for Listed {
     fn drop(&mut self) {
         let mut list = self.peers.lock();
-        list.peers.remove(&self.number);
-        let has_moved = list.have_moved;
+        let peer = list.peers.remove(&self.number);
+        let has_moved = peer.is_some_and(|peer| list.moved.contains(&peer.export));
         drop(list);
         if !has_moved {
             self.report("client-gone", "has gone");
@@ -157,7 +157,12 @@ mod tests {
         assert_eq!(peers.list(), [second]);
         drop(there);
         assert!(peers.list().is_empty());
+        // Another process has one, which has not gone.
+        let moved = peers.enter("c", None, &ours, Arc::clone(&events));
+        peers.have_moved("c");
+        drop(moved);
         let told: Vec<&str> = events.read(0, 9).events.iter().map(|event| event.kind).collect();
-        assert_eq!(told, ["client-came", "client-came", "client-gone", "client-gone"]);
+        let gone = ["client-came", "client-came", "client-gone", "client-gone", "client-came"];
+        assert_eq!(told, gone);
     }
 }

@@ -8,7 +8,7 @@ use std::cell::{Cell, RefCell};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use ringdisk_export::stats::QueueCells;
@@ -41,6 +41,9 @@ pub(crate) struct Shared {
     pub(crate) places: Places,
     /// Copies of the listening sockets, for a successor.
     listeners: Mutex<Vec<OwnedFd>>,
+    /// Disks that stand still for successors, each by itself
+    /// ([`DiskHandle`](crate::DiskHandle)): all connections do as long as there is one.
+    standing: Mutex<usize>,
     /// All threads; the first one accepts.
     threads: OnceLock<Vec<ThreadHandle<Work>>>,
 }
@@ -62,6 +65,7 @@ impl Shared {
             allowed_users: options.allowed_users.clone(),
             places: Places::new(options.max_connections, sockets_max, threads),
             listeners: Mutex::default(),
+            standing: Mutex::default(),
             threads: OnceLock::new(),
         }
     }
@@ -77,6 +81,11 @@ impl Shared {
     pub(crate) fn listeners(&self) -> io::Result<Vec<OwnedFd>> {
         let listeners = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
         listeners.iter().map(OwnedFd::try_clone).collect()
+    }
+
+    /// Disks that stand still for successors. To be held while the threads hear of a change.
+    pub(crate) fn standing(&self) -> MutexGuard<'_, usize> {
+        self.standing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Names all threads; the first one accepts. Once.
@@ -412,9 +421,14 @@ impl Queue {
     ///
     /// Returns the connections that can go to another process; `None`: they go on here meanwhile.
     pub(crate) async fn suspend(&self, limit: Duration) -> Option<Vec<Moved>> {
+        let was_held = self.moving.is_held();
         let turn = self.moving.hold();
         self.sessions.borrow().iter().for_each(|used| used.transport.stand_still());
         self.admission.hold(&self.ring).await;
+        if was_held {
+            // For another disk: one hold is for all.
+            self.admission.release(&self.ring);
+        }
         let stands = async || {
             while self.moving.is_turn(turn) && !self.all_stand_still() {
                 self.ring.sleep(DRAIN_POLL).await;
@@ -458,6 +472,16 @@ impl Queue {
     pub(crate) fn leave(&self) {
         self.is_ending.set(true);
         for used in self.sessions.borrow().iter().filter(|used| used.transport.is_encrypted()) {
+            let _ = shutdown(&*used.socket, Shutdown::Both);
+        }
+    }
+
+    /// Another process has a disk and the connections that use it. Those that could not go end; the
+    /// others do when connections go on here.
+    pub(crate) fn leave_disk(&self, export: &Arc<Exported>) {
+        let sessions = self.sessions.borrow();
+        let of_disk = sessions.iter().filter(|used| Arc::ptr_eq(&used.export, export));
+        for used in of_disk.filter(|used| used.transport.is_encrypted()) {
             let _ = shutdown(&*used.socket, Shutdown::Both);
         }
     }

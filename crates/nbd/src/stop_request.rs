@@ -129,6 +129,12 @@ impl StopHandle {
         self.0.stopped();
     }
 
+    /// Whether another process has the export: it has not ended.
+    #[must_use]
+    pub fn has_moved(&self) -> bool {
+        self.0.lock().why == Some(Why::Moved)
+    }
+
     /// Whether one was asked for.
     #[must_use]
     pub fn is_stopped(&self) -> bool {

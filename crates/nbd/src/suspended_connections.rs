@@ -8,6 +8,7 @@
 use std::cell::{Cell, RefCell};
 use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
+use std::time::Duration;
 
 use ringdisk_nbd_protocol::request::Style;
 use ringdisk_ring::{Parker, Ring};
@@ -15,6 +16,12 @@ use ringdisk_ring::{Parker, Ring};
 use crate::end_reason::End;
 use crate::exported_disk::Exports;
 use crate::negotiated::Agreed;
+
+/// Requests in flight, and then the disks, have so long to stand still for a hand-over: less than
+/// the thread that asks for it waits, together.
+pub(crate) const STANDING_LIMIT: Duration = Duration::from_secs(4);
+/// Clients have so long to take their replies before a hand-over; others wait meanwhile.
+pub(crate) const STANDING_REPLIES: Duration = Duration::from_secs(1);
 
 /// What a connection has agreed on, and what it has sent, in words that another process
 /// understands.

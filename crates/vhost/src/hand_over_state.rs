@@ -29,6 +29,9 @@ pub(crate) struct Words {
     pub(crate) log: Option<(u64, u64)>,
     /// As [`ringdisk_disk::HandOver::description`].
     pub(crate) disk: String,
+    /// That of a second export of the disk, if there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    beside: Option<String>,
     /// What each descriptor is.
     roles: Vec<Role>,
     /// Only in a kept state.
@@ -86,6 +89,8 @@ pub(crate) enum Role {
     ReplyRead,
     /// The end that is written to.
     ReplyWrite,
+    /// Of a second export of the disk, in its order.
+    Beside,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -237,6 +242,12 @@ impl Packing<Copies> {
         self.fds.0.push(fd);
     }
 
+    /// Adds the state of a second export of the disk.
+    pub(crate) fn give_beside(&mut self, state: HandOverState) {
+        self.words.beside = Some(state.description);
+        state.fds.into_iter().for_each(|fd| self.give(Role::Beside, fd));
+    }
+
     pub(crate) fn finish(self) -> Result<HandOverState, Error> {
         let description = self.describe()?;
         Ok(HandOverState { description, fds: self.fds.0 })
@@ -258,19 +269,20 @@ impl Unpacked {
         };
         let read = VERSIONS.from_text::<Words>(state.description.as_bytes());
         let named = read.and_then(|words| Ok((with_roles(words.roles.clone(), state.fds)?, words)));
+        let own = |words: &Words| words.roles.iter().filter(|role| **role != Role::Beside).count();
         let (named, words) = match named {
-            Ok((named, _)) if named.len() > FDS_MAX => {
-                return refuse(format!("{} descriptors are too many", named.len()));
+            Ok((_, words)) if own(&words) > FDS_MAX => {
+                return refuse(format!("{} descriptors are too many", own(&words)));
             }
             Ok(named) => named,
             Err(why) => return refuse(why.into()),
         };
         let mut all = Vec::with_capacity(named.len());
         for (role, fd) in named {
-            // An image is judged as one; all else is of a kind that this process may touch without
-            // waiting, whatever the sender says.
+            // An image is judged as one, and what a second export has by that export; all else is
+            // of a kind that this process may touch without waiting, whatever the sender says.
             let fd = match role {
-                Role::Image => Ok(fd),
+                Role::Image | Role::Beside => Ok(fd),
                 _ => vet(fd),
             };
             match fd {
@@ -295,6 +307,12 @@ impl Unpacked {
     /// The descriptor of a role.
     pub(crate) fn one(&mut self, role: Role) -> Option<OwnedFd> {
         self.all(role).pop()
+    }
+
+    /// The state of a second export of the disk.
+    pub(crate) fn beside(&mut self) -> Option<HandOverState> {
+        let description = self.words.beside.take()?;
+        Some(HandOverState { description, fds: self.all(Role::Beside) })
     }
 
     /// Lets go of all that a front end has lent, and of its connection.
@@ -357,6 +375,19 @@ mod tests {
         {
             assert!(Unpacked::open(HandOverState { description, fds: Vec::new() }).is_err());
         }
+    }
+
+    #[test]
+    fn the_state_of_a_second_export_comes_as_it_was_and_is_not_judged_here() {
+        let network = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let description = String::from("words of its own");
+        let beside = HandOverState { description, fds: vec![network.into()] };
+        let mut packing = Packing::<Copies>::default();
+        packing.give_beside(beside);
+        let mut open = Unpacked::open(packing.finish().unwrap()).unwrap();
+        let beside = open.beside().unwrap();
+        assert_eq!((&beside.description[..], beside.fds.len()), ("words of its own", 1));
+        assert!(open.beside().is_none());
     }
 
     #[test]

@@ -30,7 +30,7 @@ use std::time::Duration;
 
 pub use client_view::ClientView;
 pub use predecessor::{DiskToHandOver, SuccessorSocket};
-use ringdisk_export::{Error, ErrorKind, HandOverState, HandedOver};
+use ringdisk_export::{Error, HandOverState, HandedOver};
 use ringdisk_vhost::export::HandOverHandle;
 use rustix::net::sockopt::socket_peercred;
 pub use successor::{Lingering, Offer, Predecessor, ask};
@@ -132,22 +132,6 @@ impl HandsOver for ringdisk_nbd::HandOverHandle {
 impl HandsOver for HandOverHandle {
     fn hand_over(&self) -> Result<(HandOverState, HandedOver), Error> {
         HandOverHandle::hand_over(self)
-    }
-
-    fn kind(&self) -> Kind {
-        Kind::Disk
-    }
-}
-
-/// Disks of virtual machines that NBD clients have, too, and so not handed over.
-#[derive(Debug)]
-pub struct DiskWithNbd;
-
-impl HandsOver for DiskWithNbd {
-    fn hand_over(&self) -> Result<(HandOverState, HandedOver), Error> {
-        let text = "NBD clients have the disk, too (--nbd), and cannot go along";
-        Err(Error::new(ErrorKind::Unsupported, text)
-            .hint("stop it, and start the other version; the virtual machine connects again"))
     }
 
     fn kind(&self) -> Kind {

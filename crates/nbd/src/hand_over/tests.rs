@@ -16,13 +16,15 @@ fn state() -> HandOverState {
     };
     let disk = HandOver { description: String::from("{}"), fds: vec![] };
     let clients = vec![Moved { socket: ours.into(), before }];
-    pack(vec![listener.into()], vec![(String::from("a"), disk)], clients).expect("packed")
+    let (disks, names) = (vec![(String::from("a"), disk)], vec![String::from("b")]);
+    pack(vec![listener.into()], disks, names, clients).expect("packed")
 }
 
 #[test]
 fn a_state_comes_back_as_it_was() {
-    let Handed { disks, listeners, clients } = Handed::open(state()).expect("it is whole");
+    let Handed { disks, names, listeners, clients } = Handed::open(state()).expect("it is whole");
     assert_eq!((disks.len(), listeners.len(), clients.count()), (1, 1, 1));
+    assert_eq!(names, ["b"]);
     assert_eq!((disks[0].0.as_str(), disks[0].1.description.as_str()), ("a", "{}"));
     let before = &clients.0[0].before;
     assert_eq!((before.export.as_str(), before.style), ("a", Style::Extended));

@@ -27,7 +27,7 @@ fn hand_over_during(server: &mut Server, meanwhile: impl FnOnce(&StopHandle)) {
     let waits = std::thread::spawn(move || old.wait().map(|_| ()));
     let (state, still) = handle.hand_over().expect("it stands still");
     meanwhile(&stop);
-    let Handed { disks, listeners, clients } = Handed::open(state).expect("a state");
+    let Handed { disks, listeners, clients, .. } = Handed::open(state).expect("a state");
     let mut runtime = Runtime::new(Config::default()).expect("a ring");
     let ring = runtime.ring().clone();
     let image = ImageOptions { format: Some(Format::Raw), ..ImageOptions::default() };

@@ -107,8 +107,9 @@ pub(crate) struct ServeArgs {
     /// Take over, with everything that is connected, from the process that serves the same disks
     /// now
     ///
-    /// NBD clients go along between two of their requests; those with TLS are disconnected, and
-    /// connect again.
+    /// The words are those of that process. NBD clients go along between two of their requests,
+    /// also where a virtual machine has the same disk; those with TLS are disconnected, and connect
+    /// again.
     #[arg(long, conflicts_with = "incoming", help_heading = "Serving options")]
     pub(crate) upgrade: bool,
 
@@ -116,9 +117,10 @@ pub(crate) struct ServeArgs {
     /// connection and its memory, and starts another one
     ///
     /// The virtual machine sees a pause and nothing else, and every request is answered exactly
-    /// once. NBD clients (--nbd) lose their connections and connect again: the second process holds
-    /// the listening sockets. After 5 deaths within 10 s the disk is given up. Needs the path of a
-    /// socket, or --nbd; not with --incoming, --snapshot and --accel require.
+    /// once. NBD clients (--nbd) lose their connections and connect again; the second process holds
+    /// the listening sockets, but not those beside --vhost-user-blk. After 5 deaths within 10 s the
+    /// disk is given up. Needs the path of a socket, or --nbd; not with --incoming, --snapshot and
+    /// --accel require.
     #[arg(long, conflicts_with_all = ["incoming", "snapshot", "socket_fd", "socket_name"],
           help_heading = "Serving options")]
     pub(crate) keep: bool,

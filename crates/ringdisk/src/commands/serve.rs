@@ -43,7 +43,6 @@ pub(crate) fn run(args: &ServeArgs, disks: Vec<ServedDisk>) -> Result<u8, Failur
     let options: Vec<_> = disks.iter().map(|disk| disk.args.place.options()).collect();
     let inherited = sockets::take(&options)?;
     let wanted = disks.iter().map(vm::request::DiskRequest::from).collect();
-    let beside = beside.map(WantedBeside::starter);
     let result = vm::serve(&args.into(), wanted, inherited, beside, background, user);
     helper::leave();
     result

@@ -23,6 +23,7 @@ mod nbd_moves;
 mod nbd_silent;
 mod nbd_tls;
 mod nbd_with_vhost;
+mod nbd_with_vhost_upgrade;
 mod other_host;
 mod qemu_nbd;
 mod qemu_nbd_options;

@@ -58,21 +58,21 @@ print('rounds', rounds)
 ";
 
 /// Starts such a client.
-fn client(uri: &str, base: u64, stop: &Path) -> Process {
+pub(crate) fn client(uri: &str, base: u64, stop: &Path) -> Process {
     let set = format!("uri = '{uri}'\nstop = '{}'\nbase = {base}\n", text(stop));
     // The python of the system has the module.
     Process::spawn(&mut command(&["/usr/bin/python3", "-m", "nbd", "-c", &set, "-c", CLIENT]))
 }
 
 /// Waits for its end, and gives how often it has written and read.
-fn rounds(client: Process) -> u64 {
+pub(crate) fn rounds(client: Process) -> u64 {
     let ended = client.finish(LIMIT);
     let output = ended.output();
     assert_eq!(ended.code(), Some(0), "{output}");
     output.split_whitespace().last().and_then(|n| n.parse().ok()).expect("a number")
 }
 
-fn uri(socket: &Path) -> String {
+pub(crate) fn uri(socket: &Path) -> String {
     format!("nbd+unix:///?socket={}", text(socket))
 }
 
@@ -194,8 +194,8 @@ fn an_upgrade_of_nothing_says_so_and_what_cannot_be_is_refused() {
     nothing.ends(4).says("no ringdisk serves a disk").says("without --upgrade");
     serve(&["--nbd", "0", "--upgrade"]).ends(2).says("name the port");
     serve(&["--nbd", "fd:3", "--keep"]).ends(2).says("--keep does not go with --nbd fd:N");
-    let both = ["--nbd", socket, "--vhost-user-blk", "s", "--upgrade"];
-    serve(&both).ends(2).says("not with both");
+    let both = ["--nbd", socket, "--vhost-user-blk", "/tmp/x/s", "--upgrade"];
+    serve(&both).ends(4).says("cannot find '/tmp/x/s'");
 }
 
 /// Processes that keep and serve a disk.

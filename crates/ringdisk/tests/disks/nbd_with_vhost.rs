@@ -246,7 +246,6 @@ fn what_cannot_be_served_to_both_is_refused_in_words() {
     ];
     for (words, code, text) in [
         (&[&[image][..], &both, &["--accel", "require"]].concat()[..], 2, "contradict"),
-        (&[&[image][..], &both, &["--upgrade"]].concat(), 2, "not with both"),
         (&[&[image][..], &both, &["--incoming"]].concat(), 2, "cannot be used with"),
         (&[&disks[..], &["--nbd", "/tmp/x/n"]].concat(), 2, "or none has one"),
     ] {
@@ -254,24 +253,6 @@ fn what_cannot_be_served_to_both_is_refused_in_words() {
     }
     let both = Both::start("raw", &[]);
     ctl(&both.place.socket, &["accel", "on"]).ends(2).says("over NBD, too");
-    both.stop();
-}
-
-#[test]
-fn an_upgrade_that_would_leave_nbd_clients_behind_is_refused_and_both_go_on() {
-    let both = Both::start("qcow2", &[]);
-    let mut vm = both.vm();
-    let _client = NbdClient::connect(&both.nbd, "").stream;
-    let (image, socket) = (text(&both.place.image), text(&both.place.socket));
-    let guest = ["serve", image, "-f", "qcow2", "--vhost-user-blk", socket, "--upgrade"];
-    let without = ringdisk(Path::new("/"), &guest);
-    assert_ne!(without.code, 0);
-    without.says("NBD clients have the disk, too");
-    let with = [&guest[..], &["--nbd", text(&both.nbd)]].concat();
-    ringdisk(Path::new("/"), &with).ends(2).says("not with both");
-    assert_eq!(vm.status(0, Request::write((1 << 20) / 512, vec![5; 4096])), 0);
-    qemu_io_read(&both.uri(), "read -P 5 1M 4k");
-    drop(vm);
     both.stop();
 }
 

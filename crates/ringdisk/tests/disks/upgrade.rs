@@ -371,7 +371,7 @@ fn a_process_of_somebody_else_that_has_the_name_is_not_asked() {
 }
 
 /// What a successor says first, with no words of its own.
-const ASK: &[u8] = b"A\x02\0\0\0{}";
+pub(crate) const ASK: &[u8] = b"A\x02\0\0\0{}";
 
 #[test]
 fn a_new_process_that_dies_or_stays_silent_on_the_way_changes_nothing() {

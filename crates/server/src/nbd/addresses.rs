@@ -111,7 +111,7 @@ pub(crate) fn listen(places: Vec<Where>, is_encrypted: bool) -> Result<Listening
 /// taken over by [`Listening::adopt`].
 ///
 /// Errors: they are not those of these addresses.
-pub(super) fn taken(addresses: &[Address], listeners: Vec<OwnedFd>) -> Result<Listening, Failure> {
+pub(crate) fn taken(addresses: &[Address], listeners: Vec<OwnedFd>) -> Result<Listening, Failure> {
     let misfit = || {
         Failure::new(Exit::Unsupported, "the listening sockets are not those of the --nbd options")
     };

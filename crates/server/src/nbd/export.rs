@@ -87,6 +87,12 @@ impl Served {
         self.export.hand_over_handle()
     }
 
+    /// Leaves a disk with its clients, and the listening sockets, to the process that has them.
+    /// Before [`Served::take_up`].
+    pub fn leave_out(&mut self, name: &str) {
+        self.export.leave_out(name);
+    }
+
     /// Takes clients from now on.
     pub fn release(&mut self) {
         self.export.release();
@@ -130,6 +136,11 @@ impl Handle {
     /// Asks for a clean stop; returns at once.
     pub fn stop(&self) {
         self.stop.stop();
+    }
+
+    /// Whether another process has the disks, with their clients.
+    pub fn has_moved(&self) -> bool {
+        self.stop.has_moved()
     }
 
     /// Whether one was asked for.

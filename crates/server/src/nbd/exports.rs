@@ -5,13 +5,15 @@
 use std::sync::Arc;
 
 use ringdisk_daemon::failure::{Cause, Exit, Failure};
+use ringdisk_daemon::sockets::Address;
 use ringdisk_daemon::terminal;
 use ringdisk_disk::Disk;
 use ringdisk_images::inspect;
 use ringdisk_nbd::{DirtyBitmap, NamedDisk};
 use ringdisk_ring::Ring;
 
-use super::request::DiskRequest;
+use super::request::{DiskRequest, Request};
+use crate::client_view::ClientViewWords;
 
 /// Errors: two disks of one name.
 pub(crate) fn check_names(disks: &[DiskRequest]) -> Result<(), Failure> {
@@ -25,6 +27,25 @@ pub(crate) fn check_names(disks: &[DiskRequest]) -> Result<(), Failure> {
         }
     }
     Ok(())
+}
+
+/// What clients see of a disk, beside its image: a process that takes it over must show the same.
+pub(crate) fn say_what_clients_see(
+    words: &mut ClientViewWords,
+    request: &Request,
+    disk: &DiskRequest,
+) {
+    let address = |address: &Address| match address {
+        Address::Unix(path) => {
+            let whole = std::path::absolute(path).unwrap_or_else(|_| path.clone());
+            whole.display().to_string()
+        }
+        other => other.to_string(),
+    };
+    let addresses: Vec<String> = request.addresses.iter().map(address).collect();
+    words.say("--nbd", Some(addresses.join(" ")));
+    words.say("--export-name", Some(disk.name.clone()).filter(|name| !name.is_empty()));
+    words.say("--bitmap", Some(disk.bitmaps.join(" ")));
 }
 
 /// A disk with its name and its bitmaps.

@@ -17,7 +17,6 @@ use ringdisk_daemon::keep::jobs::KeptJobs;
 use ringdisk_daemon::keep::succession::Succession;
 use ringdisk_daemon::new_file::NewFiles;
 use ringdisk_daemon::signals::{Phase, Watcher};
-use ringdisk_daemon::sockets::Address;
 use ringdisk_daemon::terminal;
 use ringdisk_daemon::upgrade::{ClientView, Kind, Predecessor, ask};
 use ringdisk_disk::Disk;
@@ -29,7 +28,7 @@ use serde::{Deserialize, Serialize};
 
 use super::addresses::{Listening, Where, listen, taken, target_of};
 use super::export::Served;
-use super::exports::named;
+use super::exports::{named, say_what_clients_see};
 use super::request::{DiskRequest, Request};
 use crate::client_view::ClientViewWords;
 use crate::hand_over::check_top;
@@ -145,7 +144,7 @@ impl<'a> Wanted<'a> {
         let Wanted { request, disks, plans, options, .. } = self;
         // Before threads are made, which inherit it.
         io_flusher::become_one_if(state.fds.iter().any(io_flusher::is_device));
-        let Handed { disks: handed, listeners, clients } = Handed::open(state)?;
+        let Handed { disks: handed, listeners, clients, .. } = Handed::open(state)?;
         if handed.len() != disks.len() {
             let text = format!("{} disks are handed over, not {}", handed.len(), disks.len());
             return Err(Failure::new(Exit::Unsupported, text));
@@ -255,19 +254,9 @@ impl<'a> Wanted<'a> {
 
 /// What clients are shown of all disks, as the words say it now.
 fn client_view(request: &Request, disks: &[DiskRequest], plans: &[ImagePlan]) -> ClientView {
-    let address = |address: &Address| match address {
-        Address::Unix(path) => {
-            let whole = std::path::absolute(path).unwrap_or_else(|_| path.clone());
-            whole.display().to_string()
-        }
-        other => other.to_string(),
-    };
-    let addresses: Vec<String> = request.addresses.iter().map(address).collect();
     let each = disks.iter().zip(plans).map(|(disk, plan)| {
         let mut words = ClientViewWords::of_source(&plan.request);
-        words.say("--nbd", Some(addresses.join(" ")));
-        words.say("--export-name", Some(disk.name.clone()).filter(|name| !name.is_empty()));
-        words.say("--bitmap", Some(disk.bitmaps.join(" ")));
+        say_what_clients_see(&mut words, request, disk);
         words.view(&plan.request, plan.image.as_deref())
     });
     let mut each = each.collect::<Vec<_>>().into_iter();

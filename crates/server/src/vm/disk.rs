@@ -14,12 +14,13 @@ use ringdisk_daemon::keep::jobs::KeptJobs;
 use ringdisk_daemon::keep::succession::Succession;
 use ringdisk_daemon::sockets::{MadeSocket, Opened, Place};
 use ringdisk_daemon::terminal;
-use ringdisk_daemon::upgrade::{ClientView, DiskToHandOver, DiskWithNbd, SuccessorSocket};
+use ringdisk_daemon::upgrade::{ClientView, DiskToHandOver, SuccessorSocket};
 use ringdisk_disk::Disk;
 use ringdisk_vhost::export::Packed;
 use ringdisk_vhost::{ExportOptions, Listen};
 
 use super::nbd_export::Beside;
+use super::nbd_start::Wanted;
 use super::request::{DiskRequest, Request, options};
 use super::{Plan, Running};
 use crate::client_view::ClientViewWords;
@@ -28,8 +29,15 @@ use crate::open::{ImagePlan, LOCK_WAIT};
 use crate::start::control;
 use crate::vhost::Served;
 
+/// * `beside`: NBD clients have the disks, too; which one it is of them.
+///
 /// Errors: options of an image that it cannot have.
-pub(super) fn plan(all: &Request, request: DiskRequest, place: Place) -> Result<Plan, Failure> {
+pub(super) fn plan(
+    all: &Request,
+    request: DiskRequest,
+    place: Place,
+    beside: Option<(&Wanted<'_>, usize)>,
+) -> Result<Plan, Failure> {
     let source = &request.source;
     let image = ImagePlan {
         // The guest outlives this process, and its writes were answered. A temporary overlay is
@@ -43,7 +51,7 @@ pub(super) fn plan(all: &Request, request: DiskRequest, place: Place) -> Result<
         ..ImagePlan::new(source, request.image.clone())
     };
     Ok(Plan {
-        client_view: client_view(&request),
+        client_view: client_view(&request, beside),
         new: image.new_image()?,
         request,
         image,
@@ -53,8 +61,8 @@ pub(super) fn plan(all: &Request, request: DiskRequest, place: Place) -> Result<
     })
 }
 
-/// What clients see of the disk, according to the request.
-fn client_view(request: &DiskRequest) -> ClientView {
+/// What the guest and NBD clients see of the disk, according to the request.
+fn client_view(request: &DiskRequest, beside: Option<(&Wanted<'_>, usize)>) -> ClientView {
     let packed = match request.packed {
         Packed::Auto => "auto",
         Packed::On => "on",
@@ -67,6 +75,10 @@ fn client_view(request: &DiskRequest) -> ClientView {
     words.say("--logical-block-size", Some(request.logical_block_size.to_string()));
     words.number("--physical-block-size", request.physical_block_size.map(u64::from));
     words.say("--packed", Some(String::from(packed)));
+    match beside {
+        Some((beside, number)) => beside.say(&mut words, number),
+        None => words.say("--nbd", None),
+    }
     words.view(&request.source, request.image.as_deref())
 }
 
@@ -191,7 +203,6 @@ impl Placed {
         if let Some(nbd) = &nbd {
             ready.push_str(&format!(", and over NBD{}", nbd.text()));
         }
-        let has_nbd = nbd.is_some();
         let handle = served.handle();
         let for_control = handle.clone();
         let commands = DiskControl::new(Arc::clone(&disk), handle, move |_| for_control.stop());
@@ -207,10 +218,7 @@ impl Placed {
             let socket = registry::name_for_successor(path);
             let handle = served.hand_over_handle();
             let given = DiskToHandOver::new(client_view, &disk, commands.jobs());
-            let successor = match has_nbd {
-                true => SuccessorSocket::start(&socket, DiskWithNbd, vec![given], None),
-                false => SuccessorSocket::start(&socket, handle, vec![given], right),
-            };
+            let successor = SuccessorSocket::start(&socket, handle, vec![given], right);
             successor.inspect_err(|e| tracing::warn!("`--upgrade` cannot be used: {e}")).ok()
         });
         Running {

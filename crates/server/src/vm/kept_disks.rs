@@ -22,7 +22,8 @@ use ringdisk_vhost::ExportOptions;
 use ringdisk_vhost::export::Export;
 use ringdisk_vhost::keep;
 
-use super::nbd_export::{self, Beside, OpenDisk};
+use super::nbd_export::{Beside, OpenDisk};
+use super::nbd_start;
 use super::request::options;
 use super::{Placed, Plan, Running, Started, front};
 use crate::keep::{Kept, reopen};
@@ -40,7 +41,7 @@ impl Kept {
         &mut self,
         plans: Vec<Plan>,
         watcher: &Watcher,
-        beside: Option<nbd_export::Start<'_>>,
+        beside: Option<nbd_start::Wanted<'_>>,
     ) -> Result<Started, Failure> {
         let found = self.found.take().unwrap_or_default();
         let mut failures = Vec::new();
@@ -91,13 +92,13 @@ impl Kept {
 }
 
 /// Serves NBD clients again. `None`: they were not served, or cannot be.
-fn start_beside(beside: Option<nbd_export::Start<'_>>, open: &[OpenDisk<'_>]) -> Option<Beside> {
+fn start_beside(beside: Option<nbd_start::Wanted<'_>>, open: &[OpenDisk<'_>]) -> Option<Beside> {
     // All disks may have ended already.
-    let start = beside.filter(|_| !open.is_empty())?;
+    let wanted = beside.filter(|_| !open.is_empty())?;
     let complain = |failure: Failure| {
         terminal::complain(&failure.context("virtual machines go on, and NBD clients do not"));
     };
-    start(open, true).map_err(complain).ok()
+    wanted.start(open, true).map_err(complain).ok()
 }
 
 /// Goes on with one disk.

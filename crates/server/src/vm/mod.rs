@@ -104,7 +104,7 @@ pub fn serve(
     request: &Request,
     disks: Vec<DiskRequest>,
     inherited: Vec<Option<Inherited>>,
-    beside: Option<nbd_export::Start<'_>>,
+    beside: Option<nbd_start::Wanted<'_>>,
     background: Option<Background>,
     user: Wanted,
 ) -> Result<u8, Failure> {
@@ -116,7 +116,7 @@ pub fn serve(
             Begun::Held(code) => return Ok(code),
         };
     let is_resumed = kept.as_ref().is_some_and(Kept::resumes);
-    let plans = plans(request, disks, inherited, kept.as_ref())?;
+    let plans = plans(request, disks, inherited, (kept.as_ref(), beside.as_ref()))?;
     let fresh = NewFiles::default();
     let watcher = keep::watch(&fresh, kept.as_ref(), is_resumed)?;
     // Where another process holds the disks, that one has the pid file.
@@ -129,7 +129,7 @@ pub fn serve(
         },
         kept if request.upgrade => {
             confine::check(request.sandbox)?;
-            (take_over::take_over(plans, &watcher, kept.as_ref())?, None)
+            take_over::take_over(plans, &watcher, kept.as_ref(), beside)?
         }
         _ => match begin(plans, &fresh, &watcher, kept.as_ref(), beside)? {
             Some(started) => started,
@@ -150,7 +150,7 @@ fn plans(
     request: &Request,
     disks: Vec<DiskRequest>,
     inherited: Vec<Option<Inherited>>,
-    kept: Option<&Kept>,
+    (kept, beside): (Option<&Kept>, Option<&nbd_start::Wanted<'_>>),
 ) -> Result<Vec<Plan>, Failure> {
     let options: Vec<SocketOptions> = disks.iter().map(|disk| disk.socket.clone()).collect();
     let places = match request.upgrade {
@@ -158,7 +158,11 @@ fn plans(
         true => sockets::taken_places(&options, inherited)?,
         false => sockets::places(&options, inherited)?,
     };
-    let plans = disks.into_iter().zip(places).map(|(disk, place)| plan(request, disk, place));
+    let each = disks.into_iter().zip(places).enumerate();
+    let plans = each.map(|(number, (disk, place))| {
+        let beside = beside.map(|beside| (beside, number));
+        plan(request, disk, place, beside)
+    });
     plans.collect()
 }
 
@@ -172,7 +176,7 @@ fn begin(
     fresh: &NewFiles,
     watcher: &Watcher,
     kept: Option<&Kept>,
-    beside: Option<nbd_export::Start<'_>>,
+    beside: Option<nbd_start::Wanted<'_>>,
 ) -> Result<Option<Started>, Failure> {
     let opened: Result<Vec<Arc<Disk>>, Failure> =
         plans.iter().map(|plan| plan.image.open(fresh, plan.new.as_ref())).collect();
@@ -190,7 +194,7 @@ fn begin(
     let open = plans.iter().zip(&opened).enumerate();
     let open = open.map(|(number, (plan, disk))| OpenDisk { number, plan, disk });
     let open: Vec<_> = open.collect();
-    let beside = beside.map(|start| start(&open, false)).transpose();
+    let beside = beside.map(|wanted| wanted.start(&open, false)).transpose();
     let beside = beside.inspect_err(|_| fresh.undo())?;
     let each = plans.into_iter().zip(opened).enumerate();
     let started: Result<Vec<Running>, Failure> =

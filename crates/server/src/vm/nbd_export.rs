@@ -2,8 +2,9 @@
 //!
 //! Promises: a disk is closed by the export of its virtual machine, after it has left the NBD
 //! export ([`ringdisk_export::Beside`]). The end of the NBD export is the end of the process only
-//! if it was idle for too long.
+//! if it was idle for too long. A successor gets the clients of each disk with the disk.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
@@ -11,18 +12,12 @@ use ringdisk_daemon::control::disk::NbdPlace;
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::helper::Named;
 use ringdisk_daemon::sockets::MadeSocket;
+use ringdisk_daemon::terminal;
 use ringdisk_disk::Disk;
 
 use super::Plan;
 use crate::nbd::{Handle, Served};
 use crate::vhost;
-
-/// Makes the sockets and the export once the disks are open. No client is served yet. The second
-/// argument: a process that served the same ones was killed, and its sockets may be there for a
-/// moment.
-///
-/// Errors: an address that cannot be had; bitmaps; those of threads and rings.
-pub type Start<'a> = Box<dyn FnOnce(&[OpenDisk<'_>], bool) -> Result<Beside, Failure> + 'a>;
 
 /// A disk that is open and not served yet.
 #[derive(Clone, Copy, Debug)]
@@ -44,6 +39,8 @@ pub struct Beside {
     pub display_names: Vec<String>,
     /// Sockets that were made.
     pub made: Vec<MadeSocket>,
+    /// Names of sockets that the process before has made, and lets go of when it ends.
+    pub left: Vec<PathBuf>,
     /// Of the disks that are served, in their order.
     pub names: Vec<String>,
 }
@@ -77,13 +74,39 @@ impl Beside {
         self.served.release();
     }
 
+    /// Leaves a disk and its clients to the process before, which goes on with it and with the
+    /// listening sockets.
+    ///
+    /// * `number`: as for [`Beside::place`].
+    pub(super) fn leave_out(&mut self, number: usize) {
+        let name = &self.names[number];
+        terminal::warn(format_args!(
+            "NBD clients connect to the process before this one, which has a disk still; clients \
+             of other disks go on here"
+        ));
+        self.served.leave_out(name);
+        self.left.clear();
+    }
+
+    /// Goes on with the clients of the process before.
+    pub(super) fn take_up(&mut self) {
+        self.served.take_up();
+    }
+
+    /// Takes over the names that the process before has let go of.
+    pub(super) fn adopt(&mut self) {
+        self.made.extend(self.left.drain(..).filter_map(|path| MadeSocket::adopt(&path).ok()));
+    }
+
     /// Ends the disks of virtual machines, too, when nobody has used any for too long.
     pub(super) fn attend(self, guests: Vec<vhost::Handle>) -> Attended {
         let Beside { served, made, .. } = self;
         let handle = served.handle();
+        let for_end = handle.clone();
         let stop = move || {
             let result = served.wait(|| None);
             match &result {
+                Ok(()) if for_end.has_moved() => {}
                 Ok(()) => guests.iter().for_each(vhost::Handle::stop),
                 Err(failure) => tracing::error!(
                     "the disks are served over NBD no longer, and virtual machines go on: {}",
@@ -93,7 +116,7 @@ impl Beside {
             result
         };
         let thread = std::thread::Builder::new().name(String::from("nbd-beside")).spawn(stop);
-        Attended { thread: thread.ok(), handle, _made: made }
+        Attended { thread: thread.ok(), handle, made }
     }
 }
 
@@ -101,18 +124,20 @@ impl Beside {
 pub(super) struct Attended {
     thread: Option<JoinHandle<Result<(), Failure>>>,
     handle: Handle,
-    /// The names of the sockets go with it.
-    _made: Vec<MadeSocket>,
+    made: Vec<MadeSocket>,
 }
 
 impl Attended {
-    /// Ends it: no disk is left.
+    /// Ends it: no disk is left. The names of the sockets go with it, unless a successor has it.
     ///
     /// Errors: it had ended before by a defect of ours.
     pub(super) fn end(mut self) -> Result<(), Failure> {
         self.handle.stop();
         let ended = self.thread.take().map(JoinHandle::join);
         let panicked = || Failure::new(Exit::Halted, "a thread of the NBD export panicked");
+        if self.handle.has_moved() {
+            self.made.drain(..).for_each(MadeSocket::leave);
+        }
         ended.map_or(Ok(()), |ended| ended.unwrap_or_else(|_| Err(panicked())))
     }
 }

@@ -5,15 +5,17 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ringdisk_daemon::failure::Failure;
+use ringdisk_daemon::failure::{Exit, Failure};
+use ringdisk_daemon::sockets::Address;
 use ringdisk_daemon::terminal;
-use ringdisk_export::retry_while;
-use ringdisk_nbd::{NamedDisk, NbdOptions};
+use ringdisk_export::{HandOverState, retry_while};
+use ringdisk_nbd::{Handed, HandedClients, NamedDisk, NbdOptions};
 
-use super::nbd_export::{Beside, OpenDisk, Start};
+use super::nbd_export::{Beside, OpenDisk};
+use crate::client_view::ClientViewWords;
 use crate::nbd::access::{Access, access};
-use crate::nbd::addresses::{Listening, Where, listen, places};
-use crate::nbd::exports::{check_names, named};
+use crate::nbd::addresses::{Listening, Where, listen, places, taken};
+use crate::nbd::exports::{check_names, named, say_what_clients_see};
 use crate::nbd::request::{DiskRequest, Request};
 use crate::nbd::{Served, options};
 use crate::reopen::FREE_POLL_INTERVAL;
@@ -51,33 +53,27 @@ impl<'a> Wanted<'a> {
         Ok(Some(Wanted { request, disks, places, access: access(&request.access)? }))
     }
 
-    /// Makes the sockets and the export when it is called. No client is served yet.
-    pub fn starter(self) -> Start<'a> {
-        Box::new(move |opened, again| self.start(opened, again))
+    /// What NBD clients see of a disk.
+    ///
+    /// * `number`: which one it is on the command line.
+    pub(super) fn say(&self, words: &mut ClientViewWords, number: usize) {
+        if let Some(disk) = self.disks.get(number) {
+            say_what_clients_see(words, self.request, disk);
+        }
+        words.switch("--share-rw", self.request.share_rw);
     }
 
-    /// * `again`: a process that served the same was killed.
+    /// Makes the sockets and the export. No client is served yet.
+    ///
+    /// * `again`: a process that served the same was killed, and its sockets may be there for a
+    ///   moment.
     ///
     /// Errors: an address that cannot be had; bitmaps; those of threads and rings.
-    fn start(self, opened: &[OpenDisk<'_>], again: bool) -> Result<Beside, Failure> {
-        let Wanted { request, disks, places, access: Access { tls, users } } = self;
-        let read_only = !request.share_rw;
-        let each = opened.iter().filter_map(|open| Some((disks.get(open.number)?, open.disk)));
-        let each = each.map(|(asked, disk)| {
-            let disk = named(asked, Arc::clone(disk))?;
-            Ok(NamedDisk { read_only, ..disk })
-        });
-        let exports = each.collect::<Result<Vec<NamedDisk>, Failure>>()?;
-        let names = exports.iter().map(|export| export.name.clone()).collect();
-        let restricted = opened.iter().any(|open| open.plan.restricted);
-        let images = opened.iter().map(|open| open.plan.image.name()).collect();
-        let is_encrypted = tls.as_ref().is_some_and(|tls| tls.required);
-        let options = NbdOptions {
-            tls,
-            allowed_users: users,
-            beside_another: true,
-            ..options(request, restricted, images)
-        };
+    pub(super) fn start(self, opened: &[OpenDisk<'_>], again: bool) -> Result<Beside, Failure> {
+        let (exports, names) = self.exports(opened)?;
+        let Wanted { request, places, access, .. } = self;
+        let is_encrypted = access.tls.as_ref().is_some_and(|tls| tls.required);
+        let options = options_of(request, access, opened);
         let mut listening = match again {
             false => listen(places?, is_encrypted)?,
             true => listen_when_free(request, is_encrypted)?,
@@ -85,7 +81,82 @@ impl<'a> Wanted<'a> {
         let listeners = std::mem::take(&mut listening.listeners);
         let served = Served::start(exports, listeners, options)?;
         served.notes().iter().for_each(terminal::warn);
-        Ok(Beside { served, display_names: listening.display_names, made: listening.made, names })
+        let Listening { display_names, made, .. } = listening;
+        Ok(Beside { served, display_names, made, left: Vec::new(), names })
+    }
+
+    /// Makes the export for sockets and clients of the process that has the disks until now, and
+    /// goes on with them unless it hands the disks over. No client is served yet.
+    ///
+    /// * `handed`: of each disk: its clients and the listening sockets. `None`: that process has
+    ///   none.
+    ///
+    /// Errors: they cannot be had; the sockets are not those of the addresses; as
+    /// [`Wanted::start`].
+    pub(super) fn take_over(
+        self,
+        opened: &[OpenDisk<'_>],
+        handed: Vec<Option<HandOverState>>,
+    ) -> Result<Beside, Failure> {
+        let (exports, names) = self.exports(opened)?;
+        let (mut sockets, mut all) = (None, HandedClients::default());
+        for state in handed {
+            let state = state.ok_or_else(|| {
+                let text = "the process that serves the disk has no NBD clients to hand over";
+                Failure::new(Exit::Unsupported, text).hint("it goes on as before; leave --nbd out")
+            })?;
+            let Handed { listeners, clients, names: theirs, .. } = Handed::open(state)?;
+            if let Some(other) = theirs.iter().find(|name| !names.contains(name)) {
+                let text = format!(
+                    "NBD clients have another disk of the same process, '{}'",
+                    terminal::visible(other)
+                );
+                let hint = "it goes on as before; name all its disks with --disk";
+                return Err(Failure::new(Exit::Unsupported, text).hint(hint));
+            }
+            // Each disk comes with copies of the same ones.
+            sockets.get_or_insert(listeners);
+            all.extend(clients);
+        }
+        let Wanted { request, access, .. } = self;
+        let mut listening = taken(&request.addresses, sockets.unwrap_or_default())?;
+        let options = options_of(request, access, opened);
+        let listeners = std::mem::take(&mut listening.listeners);
+        let served = Served::prepare(exports, listeners, all, options)?;
+        served.notes().iter().for_each(terminal::warn);
+        let path = |address: &Address| match address {
+            Address::Unix(path) => Some(path.clone()),
+            _ => None,
+        };
+        let left = request.addresses.iter().filter_map(path).collect();
+        Ok(Beside { served, display_names: listening.display_names, made: Vec::new(), left, names })
+    }
+
+    /// The disks as NBD clients see them, and their names.
+    ///
+    /// Errors: bitmaps.
+    fn exports(&self, opened: &[OpenDisk<'_>]) -> Result<(Vec<NamedDisk>, Vec<String>), Failure> {
+        let read_only = !self.request.share_rw;
+        let each = opened.iter().filter_map(|open| Some((self.disks.get(open.number)?, open.disk)));
+        let each = each.map(|(asked, disk)| {
+            let disk = named(asked, Arc::clone(disk))?;
+            Ok(NamedDisk { read_only, ..disk })
+        });
+        let exports = each.collect::<Result<Vec<NamedDisk>, Failure>>()?;
+        let names = exports.iter().map(|export| export.name.clone()).collect();
+        Ok((exports, names))
+    }
+}
+
+/// What is asked of the export.
+fn options_of(request: &Request, access: Access, opened: &[OpenDisk<'_>]) -> NbdOptions {
+    let restricted = opened.iter().any(|open| open.plan.restricted);
+    let images = opened.iter().map(|open| open.plan.image.name()).collect();
+    NbdOptions {
+        tls: access.tls,
+        allowed_users: access.users,
+        beside_another: true,
+        ..options(request, restricted, images)
     }
 }
 

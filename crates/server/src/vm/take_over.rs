@@ -17,8 +17,10 @@ use ringdisk_images::inspect;
 use ringdisk_vhost::export::{Export, Prepared};
 use ringdisk_vhost::{ExportOptions, Listen};
 
+use super::nbd_export::{Beside, OpenDisk};
+use super::nbd_start::Wanted;
 use super::request::options;
-use super::{Placed, Plan, Running};
+use super::{Placed, Plan, Running, Started};
 use crate::hand_over::{check_top, complain_of};
 use crate::keep::{Kept, KeptImage};
 use crate::limits;
@@ -26,6 +28,7 @@ use crate::vhost::Served;
 
 /// A disk that stands still: not served there any more, and not yet here.
 struct Waiting {
+    plan: Plan,
     placed: Placed,
     /// The socket has a name that was made for it, by us or by the process before us: not by a
     /// front end or a service manager.
@@ -49,16 +52,20 @@ struct Taken {
 /// Takes all disks over. Until all are prepared the other process can go on with them.
 ///
 /// * `kept`: the helper process keeps them from now on.
+/// * `beside`: NBD clients have the disks, too, and come along.
 ///
 /// Errors: one of them cannot be had, or not be served here; the other process goes on with all.
 pub(super) fn take_over(
     plans: Vec<Plan>,
     watcher: &Watcher,
     kept: Option<&Kept>,
-) -> Result<Vec<Running>, Failure> {
+    beside: Option<Wanted<'_>>,
+) -> Result<Started, Failure> {
     let each = plans.into_iter().enumerate();
-    let waiting = each.map(|(number, plan)| prepare(number, plan, kept));
-    let waiting = waiting.collect::<Result<Vec<_>, _>>()?;
+    let has_nbd = beside.is_some();
+    let waiting = each.map(|(number, plan)| prepare(number, plan, kept, has_nbd));
+    let mut waiting = waiting.collect::<Result<Vec<_>, _>>()?;
+    let mut beside = beside.map(|wanted| take_clients(wanted, &mut waiting)).transpose()?;
     // The helper process has everything before the other process gives it up.
     kept.map_or(Ok(()), |kept| kept.disks.is_kept())?;
     // From here on a signal stops disks that are ours, which takes more than the end of the
@@ -67,26 +74,44 @@ pub(super) fn take_over(
         let text = format!("stopped by {signal} before a disk was taken over");
         return Err(Failure::new(Exit::General, text));
     }
-    let mut taken = Vec::new();
-    for Waiting { placed, makes, prepared, offer, right } in waiting {
+    let (mut taken, mut left) = (Vec::new(), Vec::new());
+    for (number, waiting) in waiting.into_iter().enumerate() {
+        let Waiting { placed, makes, prepared, offer, right, .. } = waiting;
         match offer.take() {
             Ok(predecessor) => {
                 right.iter().for_each(Succession::is_ours);
                 kept.iter().for_each(|kept| kept.disks.took_over());
                 let disk = Arc::clone(prepared.disk());
-                let served = Served::go(prepared, placed.name.clone());
+                let mut served = Served::go(prepared, placed.name.clone());
+                beside.iter().for_each(|beside| served.counts_with(beside.handle()));
                 taken.push(Taken { placed, makes, served, disk, predecessor, right });
             }
-            // Its guest goes on where it was.
-            Err(failure) => terminal::complain(&failure.context(placed.name)),
+            // Its guest goes on where it was, and so do NBD clients.
+            Err(failure) => {
+                terminal::complain(&failure.context(placed.name));
+                left.push(number);
+            }
         }
     }
     if taken.is_empty() {
         return Err(Failure::new(Exit::General, "no disk was handed over"));
     }
+    if let Some(beside) = &mut beside {
+        left.into_iter().for_each(|number| beside.leave_out(number));
+        beside.take_up();
+    }
     let since = Instant::now();
-    let attend = |taken| {
-        let Taken { mut placed, makes, served, disk, mut predecessor, right } = taken;
+    let running = taken.into_iter().map(|taken| taken.attend(since)).collect();
+    beside.iter_mut().for_each(Beside::adopt);
+    Ok((running, beside))
+}
+
+impl Taken {
+    /// Waits for the end of the other process, and makes the control sockets of the disk.
+    ///
+    /// * `since`: as for [`Predecessor::wait`].
+    fn attend(self, since: Instant) -> Running {
+        let Taken { mut placed, makes, served, disk, mut predecessor, right } = self;
         // Guests go on meanwhile; names for `ringdisk ctl` are free when it is gone.
         if let Some(lingering) = predecessor.wait(since) {
             complain_of(&lingering, &disk, &placed.name);
@@ -99,12 +124,35 @@ pub(super) fn take_over(
             placed.made = MadeSocket::adopt(path).ok();
         }
         placed.attend(served, disk, right)
-    };
-    Ok(taken.into_iter().map(attend).collect())
+    }
+}
+
+/// Makes the export of NBD clients that come along. None is served yet.
+///
+/// Errors: as [`Wanted::take_over`].
+fn take_clients(wanted: Wanted<'_>, waiting: &mut [Waiting]) -> Result<Beside, Failure> {
+    let clients = waiting.iter_mut().map(|disk| disk.prepared.take_beside()).collect();
+    let open = waiting.iter().enumerate();
+    let open = open.map(|(number, Waiting { plan, prepared, .. })| {
+        let disk = prepared.disk();
+        OpenDisk { number, plan, disk }
+    });
+    let beside = wanted.take_over(&open.collect::<Vec<_>>(), clients)?;
+    for (number, disk) in waiting.iter_mut().enumerate() {
+        disk.prepared.set_beside(beside.disk_handle(number));
+        disk.placed.nbd = Some(beside.place(number));
+    }
+    Ok(beside)
 }
 
 /// * `number`: which disk it is.
-fn prepare(number: usize, plan: Plan, kept: Option<&Kept>) -> Result<Waiting, Failure> {
+/// * `has_nbd`: NBD clients have it, too.
+fn prepare(
+    number: usize,
+    plan: Plan,
+    kept: Option<&Kept>,
+    has_nbd: bool,
+) -> Result<Waiting, Failure> {
     let Place::Take(path) = &plan.place else {
         return Err(Failure::new(Exit::Usage, "--upgrade needs the path of the disk's socket"));
     };
@@ -122,7 +170,7 @@ fn prepare(number: usize, plan: Plan, kept: Option<&Kept>) -> Result<Waiting, Fa
     let right = kept.map(|kept| kept.disks.keep_succession(number, true)).transpose()?;
     let keep = kept.map(|kept| kept.disks.keep(number, right.as_ref())).transpose()?;
     let options = options(&plan.request, false, plan.restricted, listen, plan.image.name());
-    let accel = options.accel.filter(|_| keep.is_none());
+    let accel = options.accel.filter(|_| keep.is_none() && !has_nbd);
     let options = ExportOptions { keep, accel, ..options };
     let prepared = runtime.block_on(Export::take_over(&ring, state, &image, options))?;
     if plan.confines {
@@ -139,5 +187,5 @@ fn prepare(number: usize, plan: Plan, kept: Option<&Kept>) -> Result<Waiting, Fa
     let makes = plan.request.socket.make.is_some();
     let placed = plan.placed(prepared.disk());
     let placed = Placed { path: Some(path), front, kept_jobs, ..placed };
-    Ok(Waiting { placed, makes, prepared, offer, right })
+    Ok(Waiting { plan, placed, makes, prepared, offer, right })
 }

@@ -132,7 +132,10 @@ fn imports_of_folders(
                 && from_root.starts_with(&file.module)
                 && all.contains(&from_root[..=file.module.len()]);
             if let Some(name) = path.last().filter(|_| is_below) {
-                imports.insert([file.module.as_slice(), &[name.clone()]].concat(), from_root);
+                imports.insert(
+                    [file.module.as_slice(), std::slice::from_ref(name)].concat(),
+                    from_root,
+                );
             }
         }
     }

@@ -142,7 +142,8 @@ impl Host {
                 return Ok(Next::Stopped);
             }
             if let Some(request) = self.signals.take_request() {
-                match hand_over::serve(request, &mut self.control, &self.source, None) {
+                let places = (&self.source, self.beside.as_deref());
+                match hand_over::serve(request, &mut self.control, places, None) {
                     Outcome::Taken => return Ok(Next::HandedOver),
                     Outcome::GoesOn | Outcome::LetGo => continue,
                 }
@@ -283,7 +284,8 @@ impl Host {
                 && let Some(request) = self.signals.take_request()
             {
                 let front_end = Some((&mut *session, &*connection));
-                match hand_over::serve(request, &mut self.control, &self.source, front_end) {
+                let places = (&self.source, self.beside.as_deref());
+                match hand_over::serve(request, &mut self.control, places, front_end) {
                     Outcome::Taken => return End::HandedOver,
                     // It would wait for ever.
                     Outcome::LetGo => return End::Gone,

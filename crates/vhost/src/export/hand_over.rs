@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use ringdisk_disk::{Disk, HandOver, ImageOptions};
-use ringdisk_export::HandOverState;
+use ringdisk_export::{Beside, HandOverState};
 use ringdisk_guest::inflight::InflightArea;
 use ringdisk_guest::{Layout, Log, Memory, Region};
 use ringdisk_ring::Ring;
@@ -33,11 +33,13 @@ pub(super) enum Outcome {
 
 /// Carries a request out, on the control thread.
 ///
+/// * `beside`: a second export of the disk, which stands still first: the guest waits for nothing
+///   that its clients keep from ending.
 /// * `front_end`: the session and its socket, between two messages, if one is connected.
 pub(super) fn serve(
     request: Request,
     control: &mut Control,
-    source: &FrontEndSource,
+    (source, beside): (&FrontEndSource, Option<&dyn Beside>),
     mut front_end: Option<(&mut Session, &Connection)>,
 ) -> Outcome {
     if !request.is_awaited() {
@@ -59,19 +61,30 @@ pub(super) fn serve(
         // It took too long.
         return Outcome::GoesOn;
     }
+    let clients = match beside.map(Beside::stand_still).transpose() {
+        Ok(clients) => clients,
+        Err(why) => {
+            request.refuse(why);
+            return Outcome::GoesOn;
+        }
+    };
     if let Some((session, _)) = &mut front_end {
         session.suspend(control);
     }
-    let packed = pack_still(control, source, &mut front_end);
+    let packed = pack_still(control, (source, clients), &mut front_end);
     if request.offer(packed) {
+        beside.iter().for_each(|beside| beside.moved());
         return Outcome::Taken;
     }
-    if go_on(control, &mut front_end) { Outcome::GoesOn } else { Outcome::LetGo }
+    let goes_on = go_on(control, &mut front_end);
+    beside.iter().for_each(|beside| beside.go_on());
+    if goes_on { Outcome::GoesOn } else { Outcome::LetGo }
 }
 
+/// * `clients`: those of a second export.
 fn pack_still(
     control: &Control,
-    source: &FrontEndSource,
+    (source, clients): (&FrontEndSource, Option<HandOverState>),
     front_end: &mut Option<(&mut Session, &Connection)>,
 ) -> Result<HandOverState, Error> {
     let mut packing = Packing::<Copies>::default();
@@ -94,6 +107,9 @@ fn pack_still(
     packing.words.disk = description;
     for fd in fds {
         packing.give(Role::Image, fd);
+    }
+    if let Some(clients) = clients {
+        packing.give_beside(clients);
     }
     packing.finish()
 }

@@ -29,7 +29,7 @@ use std::time::Duration;
 use ringdisk_disk::{Disk, ImageOptions, SizeWatch};
 use ringdisk_export::keep::KeptState;
 use ringdisk_export::stats::{QueueView, Stats};
-use ringdisk_export::{ControlThread, HaltReason, ask_hand_over};
+use ringdisk_export::{Beside, ControlThread, HaltReason, ask_hand_over};
 pub use ringdisk_export::{HandOverState, HandedOver};
 use ringdisk_ring::Ring;
 
@@ -127,6 +127,8 @@ pub struct Prepared {
     thread: ControlThread<Host>,
     export: Export,
     disk: Arc<Disk>,
+    /// What another process has handed over of a second export of the disk.
+    clients: Option<HandOverState>,
 }
 
 impl Prepared {
@@ -134,6 +136,19 @@ impl Prepared {
     #[must_use]
     pub fn disk(&self) -> &Arc<Disk> {
         &self.disk
+    }
+
+    /// What another process has handed over of a second export of the disk
+    /// ([`Beside::stand_still`]); once.
+    pub fn take_beside(&mut self) -> Option<HandOverState> {
+        self.clients.take()
+    }
+
+    /// A second export of the disk, which could not be made before the disk was there; else
+    /// [`ExportOptions::beside`]. Not with `accel`.
+    pub fn set_beside(&mut self, beside: Arc<dyn Beside>) {
+        self.host.beside = Some(beside);
+        self.export.never_in_kernel = Some(start::NBD_AND_KERNEL);
     }
 
     /// Serves from now on.
@@ -192,7 +207,9 @@ impl Export {
         if let Some(listener) = state.one(Role::Listener) {
             options.listen = Listen::Listener(listener);
         }
-        start::prepare(disk, options, Some(state), Vec::new())
+        let clients = state.beside();
+        let prepared = start::prepare(disk, options, Some(state), Vec::new())?;
+        Ok(Prepared { clients, ..prepared })
     }
 
     /// Goes on with an export whose process was killed, from what was kept of it

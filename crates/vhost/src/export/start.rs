@@ -32,6 +32,10 @@ use crate::worker::{ThreadSetup, WorkerThread};
 /// Regions of guest memory that a front end may add.
 const MEM_SLOTS: u16 = 509;
 
+/// Why the kernel does not serve a disk that has a second export.
+pub(super) const NBD_AND_KERNEL: &str =
+    "it is served over NBD, too, and NBD clients would not see what the kernel has in flight";
+
 /// Makes an export that serves nothing yet.
 ///
 /// * `state`: of the process before, whose export this one goes on with.
@@ -103,7 +107,7 @@ pub(super) fn prepare(
         let _dies = DiesWithPanic(host.record.is_some());
         host.run()
     })?;
-    Ok(Prepared { host, thread, export, disk })
+    Ok(Prepared { host, thread, export, disk, clients: None })
 }
 
 /// Whether the guest cannot write.
@@ -197,10 +201,7 @@ fn never_in_kernel(options: &ExportOptions) -> Option<&'static str> {
         (None, _) if options.keep.is_some() => Some(
             "it was started with --keep, and the kernel would lose virtqueues with the process",
         ),
-        (None, _) if options.beside.is_some() => Some(
-            "it is served over NBD, too, and NBD clients would not see what the kernel has in \
-             flight",
-        ),
+        (None, _) if options.beside.is_some() => Some(NBD_AND_KERNEL),
         (None, Packed::On) => {
             Some("it was started with --packed on, and the kernel knows no packed virtqueues")
         }

@@ -133,12 +133,6 @@ impl NbdArgs {
                 None => Ok(()),
             };
         }
-        if upgrade {
-            return refuse(
-                "--upgrade goes with --vhost-user-blk or with --nbd, not with both: leave --nbd \
-                 out",
-            );
-        }
         if guests < disks.len() {
             return refuse(
                 "beside --nbd each disk has a socket for a virtual machine, or none has one",
