@@ -13,8 +13,8 @@ use crate::control::disk::job_kinds::target::file_of;
 use crate::control::protocol::Backup;
 
 /// What a successor, and a process that goes on after a hand-over was given up, say of it.
-pub(in crate::control::disk::job_kinds) const LOST: &str = "the point in time of the backup was lost with the process that kept it, and the target is \
-     incomplete; begin a new backup";
+pub(crate) const LOST: &str = "the point in time of the backup was lost with the process that kept \
+                               it, and the target is incomplete; begin a new backup";
 
 /// A backup.
 pub(in crate::control::disk::job_kinds) struct BackupWork {
