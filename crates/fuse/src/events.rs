@@ -8,8 +8,8 @@ use std::sync::mpsc::Sender;
 use ringdisk_export::HandOverRequest;
 use ringdisk_ring::Errno;
 
+use crate::mount_terms::HandedMount;
 use crate::request::ParseError;
-use crate::terms::HandedMount;
 
 /// Why a queue ended.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -16,9 +16,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 pub use crate::file::record::{FileRecord, FileState, RECORD_BYTES};
 use crate::mount::{Mount, Unmount, was_aborted};
+pub use crate::mount_terms::{HandedMount, Parked, TakenMount, Terms};
 use crate::negotiate::{Negotiated, Profile};
 use crate::reply::notify_resend;
-pub use crate::terms::{HandedMount, Parked, TakenMount, Terms};
 use crate::transport::Transport;
 use crate::uring::ZeroCopy;
 use crate::{Error, ErrorKind};
@@ -87,7 +87,7 @@ pub fn refuse(transport: Transport, zero_copy: ZeroCopy, passthrough: bool) -> O
             "a mount with passthrough cannot be kept: between two processes the kernel would write \
              the image while nobody holds its locks",
         )
-        .hint("leave `--passthrough` or `--keep-mount` away")
+        .hint("leave out `--passthrough` or `--keep-mount`")
     })
 }
 
@@ -170,7 +170,7 @@ pub(crate) fn park(
             ErrorKind::TransportMissing,
             "this kernel cannot send unanswered requests to another process",
         )
-        .hint("use Linux 6.9 or newer, or leave --keep-mount away"));
+        .hint("use Linux 6.9 or newer, or leave out --keep-mount"));
     }
     let mut own: Vec<OwnedFd> = Vec::with_capacity(devices.len());
     for (index, device) in devices.iter().enumerate() {

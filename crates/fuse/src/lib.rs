@@ -1,5 +1,8 @@
 //! A disk as a file: mount, FUSE protocol, and what each file operation does on a disk.
 //!
+//! Promises: an export answers every request that the kernel hands it, or says why it has ended; a
+//! request whose mapping is cached allocates nothing and takes no lock.
+//!
 //! ```
 //! use ringdisk_disk::{Bytes, Disk, NullOptions};
 //! use ringdisk_fuse::{Export, ExportOptions};
@@ -35,7 +38,7 @@
 //! - `dev`: the transport over `/dev/fuse`: queues, entries, and where requests are served;
 //! - `queue`: what a queue is to every transport; `thread`: what joins them on its thread;
 //! - [`export`], `control`: an export from its mount to its end;
-//! - [`kept`], `terms`: what of it another process can go on with.
+//! - [`kept`], `mount_terms`: what of it another process can go on with.
 
 #![deny(unsafe_code)]
 
@@ -47,13 +50,13 @@ pub mod export;
 pub mod file;
 pub mod kept;
 pub mod mount;
+mod mount_terms;
 pub mod negotiate;
 pub mod placement;
 mod queue;
 pub mod reply;
 pub mod request;
 mod serve;
-mod terms;
 #[doc(hidden)]
 pub mod testing;
 mod thread;

@@ -7,8 +7,8 @@ use std::path::Path;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use ringdisk_daemon::control::ask_all::{Answer, Asked};
 use ringdisk_daemon::control::client::{ANSWER, Client, Timeout};
-use ringdisk_daemon::control::many::{Answer, Asked};
 use ringdisk_daemon::control::protocol::Command;
 use ringdisk_daemon::control::protocol::jobs::{JobCommand, Named};
 use ringdisk_daemon::control::registry::Found;

@@ -4,7 +4,7 @@
 
 use std::io::Write as _;
 
-use ringdisk_daemon::control::many::Answer;
+use ringdisk_daemon::control::ask_all::Answer;
 use ringdisk_daemon::control::protocol::Command;
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::metrics::{self, Sample};

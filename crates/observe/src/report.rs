@@ -16,7 +16,7 @@ use std::process::{Command as Program, Stdio};
 use std::time::{Duration, SystemTime};
 
 use ringdisk_console::output::{json_text, without_text};
-use ringdisk_daemon::control::many::Answer;
+use ringdisk_daemon::control::ask_all::Answer;
 use ringdisk_daemon::control::protocol::Command;
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::processes::{self, Entry};

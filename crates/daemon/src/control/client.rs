@@ -9,7 +9,7 @@
 
 mod failures;
 mod find;
-mod moved;
+mod moved_job;
 
 use std::io::{self, IoSlice, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -9,7 +9,7 @@ use std::time::SystemTime;
 use ringdisk_fuse::mount::MountEntry;
 use serde_json::{Value, json};
 
-use crate::control::many::{Answer, Asked};
+use crate::control::ask_all::{Answer, Asked};
 use crate::control::registry::{Found, owner_of};
 use crate::run_as::user_name;
 use crate::terminal::{shell_word, visible};

@@ -17,7 +17,7 @@ use std::time::Duration;
 use ringdisk_fuse::mount::{MountEntry, mountpoint, table};
 use serde_json::Value;
 
-use crate::control::many::{self, Answer, Asked};
+use crate::control::ask_all::{self, Answer, Asked};
 use crate::control::protocol::Command;
 use crate::control::registry::{self, Found, owner_of};
 use crate::failure::Failure;
@@ -33,7 +33,7 @@ pub const ANSWER_LIMIT: Duration = Duration::from_secs(2);
 pub fn ask_all(command: &Command, limit: Duration) -> Vec<(Found, Asked)> {
     let found = registry::all(registry::user() == 0);
     let paths: Vec<&Path> = found.iter().map(|found| found.path.as_path()).collect();
-    let asked = many::ask(&paths, command, limit);
+    let asked = ask_all::ask(&paths, command, limit);
     found.into_iter().zip(asked).collect()
 }
 

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use super::link::{self, Refusal};
 use super::{ASK, ClientView, FORCE, GO, HandsOver, READY, STEP, STOP, is_trusted};
-use crate::control::jobs::{Jobs, Moving, handed};
+use crate::control::jobs::{Jobs, Moving, handed_job};
 use crate::control::registry::{self, Listening};
 use crate::helper;
 use crate::keep::succession::{self, Succession};
@@ -248,7 +248,7 @@ fn prepare<'a>(ours: &Ours, moving: Vec<Moving<'a>>) -> Result<Prepared<'a>, Ref
     })?;
     let mut each = moving.iter().enumerate();
     let packed = each.try_for_each(|(disk, moving)| {
-        moving.stand_still().and_then(|jobs| handed::pack(&mut state, disk, jobs))
+        moving.stand_still().and_then(|jobs| handed_job::pack(&mut state, disk, jobs))
     });
     let packed = packed.and_then(|()| {
         let right = ours.right.as_ref();

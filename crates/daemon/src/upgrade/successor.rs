@@ -20,7 +20,7 @@ use rustix::process::{PidfdFlags, pidfd_open};
 
 use super::link::Refusal;
 use super::{ASK, ClientView, FORCE, GO, Kind, READY, STEP, STOP, is_trusted, link};
-use crate::control::jobs::{HandedJob, handed};
+use crate::control::jobs::{HandedJob, handed_job};
 use crate::control::registry::{candidates, connect_now, user};
 use crate::failure::{Exit, Failure};
 use crate::keep::succession::{self, Succession};
@@ -134,7 +134,7 @@ pub fn ask(
             })?;
             let mut jobs = Vec::new();
             for disk in (0..view.each().count()).rev() {
-                jobs.insert(0, handed::unpack(&mut state, disk).map_err(cannot)?);
+                jobs.insert(0, handed_job::unpack(&mut state, disk).map_err(cannot)?);
             }
             Ok((state, Offer { kind, jobs, right, stream, process }))
         }

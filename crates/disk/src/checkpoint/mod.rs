@@ -19,10 +19,10 @@
 
 mod bitmaps;
 mod checks;
+mod end;
 mod frozen;
 mod hold;
 mod options;
-mod over;
 mod prepare;
 
 use ringdisk_qcow2::Bytes;
@@ -99,6 +99,6 @@ impl Checkpoint {
     /// do not end within 2 s; those of the storage). The checkpoint has ended all the same; the
     /// bitmaps are as they were, and valid.
     pub async fn end(&self, ring: &Ring, end: CheckpointEnd) -> Result<(), Error> {
-        over::end(self, ring, end).await
+        end::end(self, ring, end).await
     }
 }

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ringdisk_console::operation::{Operation, Showing};
-use ringdisk_daemon::control::many::Answer;
+use ringdisk_daemon::control::ask_all::Answer;
 use ringdisk_daemon::control::protocol::Command;
 use ringdisk_daemon::failure::Failure;
 use ringdisk_daemon::job_text;

@@ -3,15 +3,15 @@
 //! Promises: control thread; a job goes into the list of the disk ([`crate::control::jobs`]) before
 //! it does anything.
 //!
-//! `commit`, `stream`, `mirror` and `backup` make a job of a command, and `again` one of what
+//! `commit`, `stream`, `mirror` and `backup` make a job of a command, and `resume` one of what
 //! another process has begun; `begin` runs it; `work` is what it does.
 
-mod again;
 mod backup;
 mod begin;
 mod commit;
 mod mirror;
 mod names;
+mod resume;
 mod stream;
 mod target;
 mod work;

@@ -10,13 +10,13 @@
 //!
 //! Several jobs run at once where their images do not overlap ([`Claims`]).
 //!
-//! [`Job`] is one of them, [`Jobs`] all of a disk; [`handed`] is what a successor gets of a job.
-//! What each kind does is above this, in [`crate::control::disk`].
+//! [`Job`] is one of them, [`Jobs`] all of a disk; [`handed_job`] is what a successor gets of a
+//! job. What each kind does is above this, in [`crate::control::disk`].
 
 mod claims;
 mod commands;
 pub(in crate::control) mod description;
-pub mod handed;
+pub mod handed_job;
 mod job;
 pub mod keeper;
 mod kind;

@@ -30,7 +30,7 @@ mod checks;
 mod control;
 mod copy;
 mod finish;
-mod left;
+mod missing_ranges;
 
 use std::cell::Cell;
 use std::path::Path;
@@ -49,8 +49,8 @@ use crate::{Disk, Error, ErrorKind, Format, ImageOptions, Progress, Source};
 pub(crate) use checks::{check_target, is_empty as reads_as_zeroes};
 pub use control::MirrorControl;
 pub(crate) use copy::{GIVEN_UP_WAIT, data_bytes};
-use left::Begun;
-pub use left::MirrorLeft;
+use missing_ranges::Begun;
+pub use missing_ranges::MirrorLeft;
 
 /// What is copied at the beginning.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -261,7 +261,7 @@ impl Disk {
                 is_new.ok_or_else(|| refusal(Errno::CANCELED))?,
             )
         };
-        let marks = left::marks_of(self, ring, &options).await?;
+        let marks = missing_ranges::marks_of(self, ring, &options).await?;
         control.begin(checks::pivot_refusal(self, target));
         let mut drained = self.gateway().drain(ring, turn).await;
         let busy = Busy::begin(self, LongChange::Mirror)?;

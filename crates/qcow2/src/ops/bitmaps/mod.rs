@@ -4,13 +4,13 @@
 //! that another program may read is overwritten.
 //!
 //! - [`change`]: add, remove, clear, enable, disable, merge;
-//! - [`beside`]: add, while requests run;
+//! - [`add_in_use`]: add, while requests run;
 //! - [`instant`]: copying and clearing what is recorded, between two requests;
 //! - [`save`]: what was recorded, at the close;
 //! - [`resize`]: when the size of the disk changes, and when metadata moves;
 //! - [`store`]: contents to new clusters.
 
-mod beside;
+mod add_in_use;
 mod change;
 mod instant;
 mod resize;

@@ -1,6 +1,6 @@
 //! What a process needs to go on with a mount of another process.
 //!
-//! Plain values; no descriptor is read or written here.
+//! Promises: plain values; no descriptor is read or written here.
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
