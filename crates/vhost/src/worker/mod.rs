@@ -5,6 +5,7 @@
 //! guest at once, with one call at most.
 
 mod call;
+mod fetch;
 mod hold;
 mod memory;
 mod pins;
@@ -21,7 +22,7 @@ use std::cell::{Cell, RefCell};
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ringdisk_disk::Disk;
 use ringdisk_export::stats::QueueCells;
@@ -64,7 +65,7 @@ pub(crate) struct Worker {
     /// Tasks that wait for a request.
     idle: RefCell<Vec<Rc<Slot>>>,
     slots: Cell<usize>,
-    /// All that there are, for who moves them.
+    /// All slots, so that their memory can be moved to another NUMA node.
     all_slots: RefCell<Vec<Rc<Slot>>>,
     /// Virtqueues are to be held, and those that are.
     holds_all: Cell<bool>,
@@ -250,38 +251,6 @@ impl Worker {
     /// The virtqueue with this number, if it runs here.
     fn vring(&self, index: u16) -> Option<Rc<Vring>> {
         self.vrings.borrow().iter().find(|vring| vring.index == index).cloned()
-    }
-
-    /// Takes requests off the virtqueues and gives each to a task. Returns how many there were.
-    fn dispatch(&self) -> u32 {
-        // A broken device takes nothing in any of its virtqueues, whichever thread they are on
-        // (virtio 1.3, section 2.1.2).
-        if self.device.needs_reset() {
-            return 0;
-        }
-        let vrings = self.vrings.borrow();
-        let view = self.view.borrow();
-        // One look at the clock for the batch.
-        let mut now = None;
-        let taken = self.turns.take(vrings.len(), self.room().min(BATCH_MAX), |number| {
-            let vring = &vrings[number];
-            let Some(slot) = vring.has_next().then(|| self.take_slot()).flatten() else {
-                return false;
-            };
-            let popped = vring.pop(&self.ring, &view, &mut slot.chain.borrow_mut(), &self.device);
-            let Some(token) = popped else {
-                self.idle.borrow_mut().push(slot);
-                return false;
-            };
-            self.cells.begin();
-            let now = *now.get_or_insert_with(Instant::now);
-            slot.begin(vring, token, &view, now, &self.ring);
-            true
-        });
-        if self.room() == 0 && vrings.iter().any(|vring| vring.has_next()) {
-            self.cells.exhausted.add(1);
-        }
-        taken
     }
 
     /// A task that waits for a request, a new one if need be; `None` when there are as many as
