@@ -1,4 +1,5 @@
-//! ringdisk: serves a disk image, in place, as an ordinary file or to a virtual machine.
+//! ringdisk: serves a disk image, in place, as an ordinary file, to virtual machines or to NBD
+//! clients.
 //!
 //! Promises: every way out has one of the exit codes of [`Exit`]; nothing that comes from
 //! the command line, the environment, an image or the system ends in a panic. Standard streams that

@@ -1,4 +1,7 @@
 //! The words of `ringdisk ctl`.
+//!
+//! Promises: parses only; no server is asked. A command that a disk may not have is here all the
+//! same; the server refuses it.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -37,7 +40,7 @@ Examples:
   ringdisk ctl /run/vm1.sock resize +10G           a disk of `ringdisk serve`: its guest sees the \
   new size";
 
-/// Control a mount, or a disk of a virtual machine, while it is served
+/// Control a mount, or a disk of virtual machines or NBD clients, while it is served
 ///
 /// Talks to the process that serves TARGET, through a socket that only its owner and root can use.
 /// The disk may be in use meanwhile.

@@ -65,10 +65,10 @@ pub(crate) use user::UserArgs;
 pub(crate) use words::{DETECT_ZEROES, DISCARD, PREALLOCATION, SandboxArgs, word_of};
 
 const ROOT_ABOUT: &str =
-    "Serves a disk image, in place, as an ordinary file or to a virtual machine";
+    "Serves a disk image, in place, as an ordinary file, to virtual machines or to NBD clients";
 
 const ROOT_LONG: &str = "\
-Serves a disk image, in place, as an ordinary file or to a virtual machine.
+Serves a disk image, in place, as an ordinary file, to virtual machines or to NBD clients.
 
 `ringdisk mount disk.qcow2 disk.raw` makes disk.raw: a file that holds the disk inside the image. \
 Every program that reads or writes files now works on that disk, without a copy, without root and \
@@ -88,6 +88,8 @@ Examples:
   ringdisk umount /srv/disk                    and end that
   ringdisk serve disk.qcow2 --vhost-user-blk /run/vm1.sock
                                                serve an image to a virtual machine
+  ringdisk serve disk.qcow2 --nbd /run/nbd.sock
+                                               serve an image to NBD clients
   ringdisk info disk.qcow2                     what an image is
   ringdisk snapshot -c before disk.qcow2       keep its state under a name
   ringdisk convert -c disk.qcow2 small.qcow2   a compressed copy

@@ -1,4 +1,7 @@
 //! The words of `ringdisk serve`.
+//!
+//! Promises: parses only; no image is opened and no socket is made. What several `--disk` say
+//! together is refused here where words alone show it.
 
 mod nbd;
 mod nbd_access;
@@ -64,7 +67,7 @@ Examples:
   ringdisk serve --null 1T --vhost-user-blk /tmp/null.sock
       a disk that keeps nothing, to measure everything but storage";
 
-/// Serve an image to a virtual machine
+/// Serve an image to virtual machines and NBD clients
 #[derive(Args, Debug)]
 #[command(
     long_about = SERVE_LONG,
