@@ -8,8 +8,12 @@ use std::path::Path;
 use crate::tree::{files, relative, root};
 
 const COLUMNS: usize = 100;
-/// Where lines are still wider. Parts leave this list when they are clean; none is added.
-const NOT_YET: [&str; 1] = ["kernel/"];
+/// Files of others, which stay as they are.
+const FOREIGN: [&str; 3] = [
+    "kernel/vhost-blk/vhost/6.12/vhost.h",
+    "kernel/vhost-blk/vhost/7.2/vhost.h",
+    "kernel/vhost-blk/vhost/7.3/vhost.h",
+];
 
 /// How a file is written: what may be wider depends on it.
 #[derive(Debug, PartialEq)]
@@ -59,8 +63,7 @@ fn no_line_is_wider_than_100_columns() {
     for path in files(&root()) {
         let name = relative(&path);
         let Ok(content) = std::fs::read_to_string(&path) else { continue };
-        let is_inside = |part: &&str| part.ends_with('/') && name.starts_with(*part);
-        if NOT_YET.iter().any(|part| is_inside(part) || name == *part) {
+        if FOREIGN.contains(&&*name) {
             continue;
         }
         let lines = wide_lines(&kind(&path, &content), &content);
