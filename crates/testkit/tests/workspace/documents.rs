@@ -1,6 +1,7 @@
 //! The documents: sizes, links, and what is written in one place only.
 //!
-//! Promises: the README stays short, and every link of a page leads to a file of the project.
+//! Promises: the README stays short; every link of a page, and every path of the project in
+//! backticks, leads to a file.
 
 use std::path::Path;
 
@@ -33,6 +34,33 @@ fn every_link_leads_to_a_file() {
         let directory = page.parent().unwrap_or(Path::new("."));
         let dead = links(&content).into_iter().filter(|file| !directory.join(file).exists());
         wrong.extend(dead.map(|file| format!("{}: {file}", relative(&page))));
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+/// Directories whose paths are looked for in a page.
+const DIRECTORIES: [&str; 5] = ["crates/", "docs/", "tests/", "bench/", "kernel/"];
+
+/// The paths in backticks of a page that begin with one of [`DIRECTORIES`], without the words of a
+/// command behind them. Those with `…`, `*` or `{` stand for several files.
+fn paths(page: &str) -> Vec<&str> {
+    let paragraphs = page.split("\n\n").filter(|part| !part.starts_with("    "));
+    let quoted = paragraphs.flat_map(|part| part.split('`').skip(1).step_by(2));
+    let paths = quoted.filter_map(|text| text.split([' ', '\n', ':']).next());
+    let is_path = |path: &&str| DIRECTORIES.iter().any(|place| path.starts_with(place));
+    paths.filter(is_path).filter(|path| !path.contains(['…', '*', '{'])).collect()
+}
+
+#[test]
+fn every_path_in_a_page_is_there() {
+    let page = "`crates/a.rs` `b/c` `bench/run\n--all`\n\n    `docs/x`\n\n`tests/…` `docs/d.md`";
+    assert_eq!(paths(page), ["crates/a.rs", "bench/run", "docs/d.md"]);
+    let pages = files(&root()).into_iter().filter(|p| p.extension().is_some_and(|e| e == "md"));
+    let mut wrong = Vec::new();
+    for page in pages {
+        let content = std::fs::read_to_string(&page).expect("readable");
+        let dead = paths(&content).into_iter().filter(|path| !root().join(path).exists());
+        wrong.extend(dead.map(|path| format!("{}: {path}", relative(&page))));
     }
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
