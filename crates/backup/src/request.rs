@@ -1,4 +1,7 @@
 //! What a backup is asked for, as plain values.
+//!
+//! Promises: plain values; nothing is checked, opened or looked up here. Options of the command
+//! line become these in crate `ringdisk`.
 
 use std::path::PathBuf;
 

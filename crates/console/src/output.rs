@@ -1,4 +1,7 @@
 //! JSON as qemu-img prints it.
+//!
+//! Promises: names and texts of others cannot control a terminal, whatever bytes they have. An
+//! error of writing is the caller's to report.
 
 use std::io::{self, Write};
 

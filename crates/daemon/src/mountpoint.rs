@@ -1,4 +1,4 @@
-//! What a mountpoint was before a process began to serve there: for who has to clean up after it.
+//! State of the mountpoint before we mounted on it, for clean-up.
 //!
 //! Promises: what was there before stays, and so does a mount that lives; one that nobody serves
 //! cannot make it hang. Control path.

@@ -1,4 +1,7 @@
 //! What a pid file holds.
+//!
+//! Promises: pure; a file that is neither empty nor a number is not taken for a pid file, so it is
+//! not overwritten.
 
 /// Longest content that is taken for a pid: 20 digits of a 64-bit number and a newline.
 pub(super) const CONTENT_BYTES_MAX: usize = 21;

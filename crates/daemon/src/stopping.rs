@@ -1,7 +1,7 @@
 //! How far the stop of a mount has come, and when asking again means "now".
 //!
-//! Promises: any thread; nothing here waits. What a stop waits for is told to everybody who asks:
-//! the thread that owns the export writes it here, the control socket reads it.
+//! Promises: any thread; nothing here waits. The thread that owns the export writes here what a
+//! stop waits for, and the threads of the control socket read it.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

@@ -1,4 +1,7 @@
 //! The time of this process.
+//!
+//! Promises: it never goes back. Any thread, also on the path of a request: it costs one look at
+//! the clock.
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};

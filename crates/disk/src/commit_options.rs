@@ -1,4 +1,6 @@
 //! What a commit merges, and how many run at once.
+//!
+//! Promises: plain values; whether the disk has such layers is checked where the commit begins.
 
 /// Commits of layers below the top that may run at once.
 pub(crate) const COMMITS_MAX: usize = 2;

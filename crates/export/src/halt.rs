@@ -1,6 +1,8 @@
 //! How an export ends by itself, and the last flush of its disk.
 //!
-//! Control path.
+//! Promises: each way in which an export ends by itself is one [`HaltReason`], whose text says what
+//! clients have lost, if they have. The last flush does not wait for requests that may never end,
+//! and its error is returned, never dropped. Control path; [`close_disk`] runs on a queue thread.
 
 use std::fmt;
 use std::time::Duration;

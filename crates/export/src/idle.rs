@@ -7,6 +7,9 @@
 //! wake up any more until the next large request. Buffers that are pinned, or that other threads
 //! use, are not kept here.
 //!
+//! Promises: queue threads; an idle queue wakes up for this once after its last large request, and
+//! no more. What the kernel refuses costs memory or speed, and nothing else.
+//!
 //! Queue thread only. Never allocates for a request; one look at a flag for each large one.
 
 use std::cell::{Cell, RefCell};

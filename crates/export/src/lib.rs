@@ -1,8 +1,10 @@
 //! What every export has, whatever its protocol.
 //!
 //! An export serves a disk to clients: as a file (FUSE), to a virtual machine (vhost-user), or as
-//! the next protocol has it. This crate holds what they have in common; a protocol adds how
-//! requests are fetched, parsed and answered, and nothing else.
+//! the next protocol has it.
+//!
+//! Promises: this crate knows no protocol. It holds what exports have in common; a protocol adds
+//! how requests are fetched, parsed and answered, and nothing else.
 //!
 //! Where the queue threads of an export would run on this machine:
 //!

@@ -1,7 +1,7 @@
 //! What every export can be asked for: its name, its queue threads, their CPUs, whether nodes
 //! matter, and what clients and rings may do.
 //!
-//! Plain values; control path.
+//! Promises: plain values; control path.
 
 use std::fmt;
 use std::str::FromStr;

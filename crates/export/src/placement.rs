@@ -1,8 +1,8 @@
 //! Which CPUs the queue threads of an export run on.
 //!
-//! Pure: a machine and the options of the user in, CPUs and warnings out, so that machines that are
-//! not at hand can be tested. Control path, before an export starts. What the system refuses is a
-//! warning; only a list of CPUs of which none can be used is an error.
+//! Promises: pure: a machine and the options of the user in, CPUs and warnings out, so that
+//! machines that are not at hand can be tested. Control path, before an export starts. What the
+//! system refuses is a warning; only a list of CPUs of which none can be used is an error.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 

@@ -1,10 +1,10 @@
 //! Choosing by trial: another choice is taken for a few windows of time, measured, and kept or
 //! left.
 //!
-//! Pure, so that a simulation of loads can test it: a policy sees the load in windows and says what
-//! to do. A transport adds what it can choose (who fetches, where entries are, how long to poll),
-//! when a trial is due, and the gain from which a choice is kept. Never on the path of a request:
-//! one queue thread at a time makes a step, every few milliseconds.
+//! Promises: pure, so that a simulation of loads can test it: a policy sees the load in windows and
+//! says what to do. A transport adds what it can choose (who fetches, where entries are, how long
+//! to poll), when a trial is due, and the gain from which a choice is kept. Never on the path of a
+//! request: one queue thread at a time makes a step, every few milliseconds.
 
 /// Work per second.
 ///

@@ -1,5 +1,5 @@
-//! Starts of an export with single parts forced, for tests and measurements of these parts. No part
-//! of the interface for users of the library, and never an option of an export.
+//! Starts of an export with single parts forced, for tests and measurements of these parts.
+//! Promises: no part of the interface for users of the library, and never an option of an export.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;

@@ -1,4 +1,7 @@
 //! A placement for people: what a mount would get, and what a mount that serves has got.
+//!
+//! Promises: looks, and changes nothing: neither where a thread runs nor where a page is. What the
+//! system does not tell is unknown, not an error. Control path.
 
 use std::sync::Arc;
 

@@ -1,6 +1,6 @@
 //! How requests travel between the kernel and us, and whether rings can be tried.
 //!
-//! Control path.
+//! Promises: looks at the kernel, and changes nothing of it. Control path, before a mount.
 
 use crate::uring::is_enabled;
 use crate::{Error, ErrorKind};

@@ -1,4 +1,7 @@
-//! a new image.
+//! A new image.
+//!
+//! Promises: a file of that name is overwritten only if no other program uses it. What was made is
+//! removed when the rest fails or a signal ends the command.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -1,4 +1,7 @@
 //! What an image is.
+//!
+//! Promises: the image is not written, and its backing files are opened only for the whole chain.
+//! Names in it cannot control a terminal.
 
 use std::io::{self, Write};
 use std::path::Path;

@@ -1,4 +1,7 @@
 //! How much space an image would take.
+//!
+//! Promises: nothing is written, and no data of the disk are read: the answer comes from the map of
+//! the source, or from the size of a new disk.
 
 use std::path::{Path, PathBuf};
 

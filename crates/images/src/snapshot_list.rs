@@ -1,4 +1,7 @@
 //! The list of the snapshots inside an image, as qemu-img prints it.
+//!
+//! Promises: the columns and the local time of `qemu-img snapshot -l`; names in it cannot control a
+//! terminal.
 
 use std::io::{self, Write};
 

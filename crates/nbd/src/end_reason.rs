@@ -1,6 +1,6 @@
 //! Why a connection ends.
 //!
-//! Plain values.
+//! Promises: plain values; only an end that a user has to know of has a text.
 
 use ringdisk_nbd_protocol::Malformed;
 use ringdisk_ring::Errno;

@@ -1,6 +1,6 @@
 //! What a client and the server have agreed on in the handshake.
 //!
-//! Plain values.
+//! Promises: plain values, which do not change once the handshake is over.
 
 use std::sync::Arc;
 

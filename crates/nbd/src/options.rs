@@ -1,6 +1,6 @@
 //! What an NBD export is asked for.
 //!
-//! Plain values; control path.
+//! Promises: plain values; control path.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -107,7 +107,7 @@ pub struct NbdOptions {
     pub beside_another: bool,
     /// TLS; `None`: STARTTLS is refused.
     pub tls: Option<TlsOptions>,
-    /// Who may connect to Unix sockets; `None`: everybody who can reach them.
+    /// Who may connect to Unix sockets; `None`: all users who can reach them.
     pub allowed_users: Option<AllowedUsers>,
 }
 

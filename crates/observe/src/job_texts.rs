@@ -1,4 +1,6 @@
 //! What commands say of jobs: begun, ready, ended.
+//!
+//! Promises: prints only; what a server says cannot control a terminal. Asks no server.
 
 use ringdisk_daemon::terminal::{self, shell_word, visible, visible_lines};
 use serde_json::Value;

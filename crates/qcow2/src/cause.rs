@@ -1,4 +1,6 @@
 //! What an image lacks, for programs.
+//!
+//! Promises: plain values, to be matched by programs; the text for people is that of the error.
 
 /// What was asked for and is not in an image.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,4 +1,7 @@
 //! Values of options: each is read as `qemu-nbd` reads it, and refused with its text.
+//!
+//! Promises: pure; a value that is not UTF-8 is refused or shown with its bytes replaced, never a
+//! panic.
 
 use std::ffi::{OsStr, OsString};
 

@@ -1,6 +1,7 @@
 //! Sets of CPUs, as users and the kernel write them.
 //!
-//! Pure. Control path: allocates.
+//! Promises: pure; what users write wrongly is refused with the reason, and no number is larger
+//! than a kernel has. Control path: allocates.
 
 use std::fmt;
 use std::str::FromStr;

@@ -1,8 +1,8 @@
 //! On which node memory is, and on which it shall be.
 //!
-//! Control path. A refusal (a cpuset, a filter of system calls in a container, a kernel without
-//! NUMA) is for the caller to log: memory elsewhere is slower, not wrong. Sources: mbind(2),
-//! move_pages(2), get_mempolicy(2), `linux/mempolicy.h`.
+//! Promises: control path. A refusal (a cpuset, a filter of system calls in a container, a kernel
+//! without NUMA) is for the caller to log: memory elsewhere is slower, not wrong. Sources:
+//! mbind(2), move_pages(2), get_mempolicy(2), `linux/mempolicy.h`.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,7 +1,7 @@
 //! Binding a thread to CPUs.
 //!
-//! A refusal (cpuset, container) is for the caller to log as a warning: a thread that runs
-//! elsewhere is slower, not wrong.
+//! Promises: a refusal (cpuset, container) is for the caller to log as a warning: a thread that
+//! runs elsewhere is slower, not wrong.
 
 use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};
 

@@ -1,8 +1,9 @@
 //! Opening files and block devices, and taking over descriptors.
 //!
-//! Control thread; may block for as long as the file system takes. Promises: what is opened is a
-//! regular file or a block device, in the mode asked for, locked, with limits that were verified;
-//! on an error nothing stays open, locked or newly created.
+//! Control thread; may block for as long as the file system takes.
+//!
+//! Promises: what is opened is a regular file or a block device, in the mode asked for, locked,
+//! with limits that were verified; on an error nothing stays open, locked or newly created.
 
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};

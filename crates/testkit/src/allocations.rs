@@ -1,5 +1,8 @@
 //! An allocator that counts, for tests of paths that allocate nothing.
 //!
+//! Promises: every allocation and reallocation is counted; counting allocates nothing and takes no
+//! lock.
+//!
 //! A test program that counts makes it its allocator:
 //!
 //! ```

@@ -1,4 +1,7 @@
 //! The kernel's side of a FUSE connection: fusectl, also where nobody has mounted it.
+//!
+//! Promises: no mount of the machine is changed: fusectl is mounted detached, for this process
+//! alone. Needs root.
 
 use std::io;
 use std::os::fd::OwnedFd;

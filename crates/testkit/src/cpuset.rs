@@ -1,6 +1,7 @@
 //! Control groups that restrict CPUs, as a container manager makes them.
 //!
-//! Source: the kernel's Documentation/admin-guide/cgroup-v1/cpusets.rst and cgroup-v2.rst.
+//! Promises: a group is removed when it is dropped. Source: the kernel's
+//! Documentation/admin-guide/cgroup-v1/cpusets.rst and cgroup-v2.rst.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

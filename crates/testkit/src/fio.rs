@@ -1,4 +1,6 @@
 //! fio as a client that writes, reads back and compares.
+//!
+//! Promises: what fio reads back and finds wrong fails the test. It panics where fio is missing.
 
 use std::path::Path;
 

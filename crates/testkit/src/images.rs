@@ -1,4 +1,6 @@
 //! Images for tests, made by `qemu-img` and `qemu-io`, and their comparison byte by byte.
+//!
+//! Promises: equal seeds give equal bytes. A program that fails ends the test with what it printed.
 
 use std::fs::File;
 use std::io::{BufReader, Read, Write};

@@ -1,7 +1,7 @@
 //! What a test may assume of the machine, and what it must not leave behind.
 //!
-//! Counts descriptors, threads and mounts by reading /proc; guards put global settings back when
-//! they are dropped.
+//! Promises: counts descriptors, threads and mounts by reading /proc; guards put global settings
+//! back when they are dropped.
 
 use std::fs::{File, Permissions};
 use std::os::unix::fs::PermissionsExt;

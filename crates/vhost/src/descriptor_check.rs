@@ -2,11 +2,11 @@
 //!
 //! A queue thread that touches memory of a file, and a control thread that closes a descriptor,
 //! wait for the process that answers for it: a file on FUSE answers when its server likes, also
-//! below an overlayfs, and a TCP socket with SO_LINGER closes when its other end likes. So only
-//! those are taken behind which is this machine's kernel alone: files on memory and on the file
-//! systems of local disks, eventfds, pipes, and Unix sockets, which [`crate::closing`] closes. What
-//! has no type and is no eventfd is none of these: an epoll set asks the servers of all files in it
-//! when it is looked at, and a userfaultfd waits for the process that has made it when it is
+//! below an overlayfs, and a TCP socket with SO_LINGER closes when its other end likes. Promises:
+//! only those are taken behind which is this machine's kernel alone: files on memory and on the
+//! file systems of local disks, eventfds, pipes, and Unix sockets, which [`crate::closing`] closes.
+//! What has no type and is no eventfd is none of these: an epoll set asks the servers of all files
+//! in it when it is looked at, and a userfaultfd waits for the process that has made it when it is
 //! closed. Anything else is refused, and not asked anything by those threads, since its server
 //! could hold that answer back as well. Called by the control thread, for each descriptor that
 //! arrives.

@@ -1,4 +1,8 @@
 //! What all threads of one device share.
+//!
+//! Promises: the control thread writes the state, and any thread its errors; queue threads read it
+//! for each request by plain loads, without a lock. What a guest or a front end can cause again and
+//! again is counted always, and logged at most as often as a limit allows.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};

@@ -1,4 +1,8 @@
 //! An export on its way to another process: words, and descriptors with their roles.
+//!
+//! Promises: a state of another version, or one whose words and descriptors do not belong together,
+//! is refused as a whole: the other process is not trusted. A descriptor is looked at before it is
+//! taken, and one of another kind than its role is refused. Control path; maps nothing.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 

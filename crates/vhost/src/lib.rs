@@ -1,5 +1,8 @@
 //! A disk for virtual machines: vhost-user-blk.
 //!
+//! Promises: nothing that a front end or a guest sends ends the process, panics, or reaches memory
+//! outside of the guest's; a request whose mapping is cached allocates nothing and takes no lock.
+//!
 //! ```
 //! use std::os::unix::net::UnixListener;
 //!

@@ -1,4 +1,7 @@
 //! What only tests of an export do; no part of the interface for users of the library.
+//!
+//! Promises: nothing outside of tests calls it. It breaks an export on purpose, so that what
+//! follows can be tested.
 
 use crate::export::Export;
 

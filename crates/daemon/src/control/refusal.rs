@@ -1,4 +1,7 @@
 //! The answer to a request that is not done.
+//!
+//! Promises: each one has a class, a text and an exit code for the client, so a client never has to
+//! read the text to decide. Plain values.
 
 use crate::failure::{Exit, Failure};
 

@@ -4,8 +4,8 @@
 //! process, and no filter sees to whom: names are in memory. So the process inside has none. It
 //! asks the helper process for one of a few words, and the helper process makes the message of it:
 //! of a text one line of printable characters, the pid of its own parent, never a descriptor.
-//! An attacker who has taken the process over can lie to the manager about this service, and can
-//! reach no other process.
+//! Promises: an attacker who has taken the process over can lie to the manager about this service,
+//! and can reach no other process.
 //!
 //! A manager hears the main process of a service only, unless it is told otherwise (`NotifyAccess=`
 //! of systemd), and that is not the helper process. Root may speak in the name of another process

@@ -1,4 +1,6 @@
 //! Addresses that clients connect to.
+//!
+//! Promises: plain values; nothing is resolved or opened here.
 
 use std::fmt;
 use std::path::PathBuf;

@@ -1,5 +1,10 @@
-//! HandOverStates over a stream socket: a line with numbers, the descriptors in lots, then the
-//! words.
+//! A [`HandOverState`] over a stream socket: two numbers of 32 bits, little-endian (bytes of the
+//! description, count of the descriptors); the descriptors, some to a message; the description.
+//!
+//! Promises: a length or a count beyond its limit is refused before memory is taken for it; a state
+//! is received within the caller's time, however slowly the other process sends. In place of a
+//! state the same form carries a refusal: the count says of which kind, the description is its
+//! reason. The threads of an upgrade only; allocates and blocks.
 
 use std::io::{self, IoSlice, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -47,7 +47,7 @@ pub struct QueueStats {
     pub polls_paid: u64,
     /// Sleeps for a set time in place of a poll.
     pub naps: u64,
-    /// Polls before a sleep that did not.
+    /// Number of polls before a sleep that ended without finding work.
     pub polls_missed: u64,
     /// Reads and writes of registered memory.
     pub fixed: u64,

@@ -1,7 +1,8 @@
 //! Layouts of FUSE over io_uring.
 //!
-//! Source: `include/uapi/linux/fuse.h` (BSD-2-Clause), `struct fuse_uring_req_header`, `struct
-//! fuse_uring_ent_in_out`, `struct fuse_uring_cmd_req`.
+//! Promises: layouts and numbers only; nothing is checked here. Source: `include/uapi/linux/fuse.h`
+//! (BSD-2-Clause), `struct fuse_uring_req_header`, `struct fuse_uring_ent_in_out`, `struct
+//! fuse_uring_cmd_req`.
 
 /// Bytes of the header that an entry shares with the kernel.
 pub const HEADER_BYTES: usize = 288;

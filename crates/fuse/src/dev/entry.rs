@@ -1,7 +1,7 @@
 //! The life of a request: fetch, serve, reply.
 //!
-//! One task for each entry, for as long as the export lives. Never allocates, locks or blocks; what
-//! waits (a disk that is slow) is this entry alone.
+//! Promises: one task for each entry, for as long as the export lives. Never allocates, locks or
+//! blocks; what waits (a disk that is slow) is this entry alone.
 
 use std::cell::Cell;
 use std::future::{Future, poll_fn};

@@ -4,9 +4,9 @@
 //! cache. A few of them are *armed*: each has an exclusive poll with a read linked to it in the
 //! ring.
 //!
-//! **Invariant: whenever a fetch ends, another is armed after it** (as soon as there is an idle
-//! entry). The kernel may have given the wake-up of a second request to the poll that has just
-//! ended, which it does not repeat; only a new poll looks at the queue again. So the number of
+//! Promises: **invariant: whenever a fetch ends, another is armed after it** (as soon as there is
+//! an idle entry). The kernel may have given the wake-up of a second request to the poll that has
+//! just ended, which it does not repeat; only a new poll looks at the queue again. So the number of
 //! armed entries grows under load, and shrinks only when all fetches are cancelled
 //! ([`Fetch::stop`]), after which some queue must arm anew. The invariant rests on `target ≥
 //! armed`: only then does a fetch that ends leave room for one.

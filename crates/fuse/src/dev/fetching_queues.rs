@@ -7,6 +7,9 @@
 //! keep several queues busy. No fixed choice wins everywhere, so the choice is tried and measured
 //! ([`Policy`]).
 //!
+//! Promises: one queue thread at a time takes a step, and none waits for another; a wrong choice
+//! costs speed and nothing else.
+//!
 //! The state is shared by all queues; a request reads one word of it, and one queue at a time makes
 //! a step, every 2 ms under load.
 

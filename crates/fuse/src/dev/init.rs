@@ -1,6 +1,6 @@
 //! The INIT exchange on `/dev/fuse`, before any queue runs.
 //!
-//! Called once by the thread that mounts. Plain system calls: nothing else is in flight.
+//! Promises: called once by the thread that mounts. Plain system calls: nothing else is in flight.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};

@@ -1,8 +1,8 @@
 //! Transport `dev`: FUSE over `/dev/fuse`.
 //!
-//! One cloned descriptor, one thread and one io_uring for each queue. Requests are fetched and
-//! replies are sent through that ring, together with the disk's own I/O, so one `io_uring_enter`
-//! does all three.
+//! Promises: one cloned descriptor, one thread and one io_uring for each queue. Requests are
+//! fetched and replies are sent through that ring, together with the disk's own I/O, so one
+//! `io_uring_enter` does all three.
 //!
 //! All clones of a connection share the kernel's input queue. So that a request wakes one thread
 //! and not all, a fetch is an *exclusive* poll with the read linked behind it; and which queues

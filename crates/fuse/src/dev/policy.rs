@@ -1,7 +1,7 @@
 //! The rule that chooses which queues fetch and whether they poll.
 //!
-//! Pure: it sees the load in windows of 2 ms and says what to do, so that it can be tested by a
-//! simulation of loads. Called by one queue at a time.
+//! Promises: pure: it sees the load in windows of 2 ms and says what to do, so that it can be
+//! tested by a simulation of loads. Called by one queue at a time.
 //!
 //! The rule. Work is counted in requests, plus one for each 64 KiB moved. While the work per time
 //! is steady, another mode is tried now and then: one window passes for the client to settle, three

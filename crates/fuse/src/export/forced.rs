@@ -1,4 +1,6 @@
 //! Single parts of a start that tests and measurements force ([`crate::testing`]).
+//!
+//! Promises: plain values; the default forces nothing, and no option of an export sets one.
 
 use crate::uring::{Refuse, RingMode, Stay};
 

@@ -1,5 +1,7 @@
 //! The start of an export: which transport and mode of rings is tried, and what is tried next.
 //!
+//! Promises: a transport or mode that the kernel refuses is given up as a whole, with its mount,
+//! before the next one is tried; what the user has asked for by name is never replaced by another.
 //! Control path.
 
 use std::os::fd::OwnedFd;

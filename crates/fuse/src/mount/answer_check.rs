@@ -2,8 +2,10 @@
 //!
 //! A thread of ours could wait for ever: a process that is being killed ends only when all of its
 //! threads have, and a thread that waits for an answer of FUSE does not, since its memory keeps the
-//! rings, which keep the connection. Another process holds nothing of the mount: ours ends, the
-//! kernel aborts the connection, and then the other one has its answer, too.
+//! rings, which keep the connection.
+//!
+//! Promises: another process holds nothing of the mount: ours ends, the kernel aborts the
+//! connection, and then the other one has its answer, too.
 
 use std::ffi::CString;
 use std::os::fd::{AsFd, OwnedFd};

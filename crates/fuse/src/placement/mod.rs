@@ -1,8 +1,8 @@
 //! Where queue threads run, which queue of the kernel each of them serves, and on which node their
 //! memory shall be.
 //!
-//! Pure: a topology and the options of the user in, a placement out, so that machines that are not
-//! at hand can be tested. Control path, before a mount.
+//! Promises: pure: a topology and the options of the user in, a placement out, so that machines
+//! that are not at hand can be tested. Control path, before a mount.
 //!
 //! The rules. Threads are spread over the nodes, each with a CPU of its own as long as there are
 //! enough (over io_uring it may leave it); a single one is left to the scheduler unless the user

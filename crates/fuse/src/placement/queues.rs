@@ -1,4 +1,7 @@
 //! Which thread serves which queue of the kernel, over io_uring.
+//!
+//! Promises: pure; every queue that the kernel wants has one thread, also that of a CPU that is
+//! offline or does not exist. Control path, before a mount.
 
 use std::cmp::Reverse;
 

@@ -1,6 +1,6 @@
 //! Where the buffers of a queue thread are, for `ringdisk topology`.
 //!
-//! Control path.
+//! Promises: a buffer is added once, when it is made, so no request takes the lock. Control path.
 
 use std::sync::{Mutex, PoisonError};
 

@@ -1,5 +1,9 @@
 //! Where each queue thread is, and where its entries are: what the rule ([`super::policy`])
 //! decides, and what it sees.
+//!
+//! Promises: queue threads; a request costs a few atomic loads, and one look at the load in each
+//! window. Never allocates or blocks: a look that another thread has begun is left to it. A wrong
+//! choice costs speed and nothing else.
 
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};

@@ -1,9 +1,9 @@
 //! The life of a ring entry: given to the kernel once, then request, reply, request.
 //!
-//! One task for each entry, on the thread whose ring the entry belongs to at the moment. The kernel
-//! delivers the next request of an entry to the ring that committed its last one; so handing an
-//! entry with the request in it to another thread, which serves and commits it, moves it for good.
-//! Never allocates, locks or blocks for a request (a move makes a new task).
+//! Promises: one task for each entry, on the thread whose ring the entry belongs to at the moment.
+//! The kernel delivers the next request of an entry to the ring that committed its last one; so
+//! handing an entry with the request in it to another thread, which serves and commits it, moves it
+//! for good. Never allocates, locks or blocks for a request (a move makes a new task).
 
 use std::future::pending;
 use std::rc::Rc;

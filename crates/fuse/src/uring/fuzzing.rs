@@ -1,5 +1,8 @@
 //! The decoder of ring entries, for the fuzzer: what the kernel writes into a header, taken from
 //! bytes.
+//!
+//! Promises: a panic means that something was out of bounds; only the fuzzer calls this. There is
+//! no kernel and no ring behind it.
 
 use std::sync::Arc;
 

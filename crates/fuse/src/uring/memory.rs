@@ -2,8 +2,10 @@
 //!
 //! The headers of a queue are one array. The payload is the entry's own (part of a mapping, of
 //! which only the pages that requests use are ever taken), a buffer of the queue's pool that the
-//! kernel names for each request, or pages of the client that we cannot touch. The memory outlives
-//! every ring that knows its addresses: threads close their rings before they let go of it.
+//! kernel names for each request, or pages of the client that we cannot touch.
+//!
+//! Promises: the memory outlives every ring that knows its addresses: threads close their rings
+//! before they let go of it.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -6,8 +6,9 @@
 //! reply and completes with the next one. So one `io_uring_enter` carries replies, fetches and the
 //! disk's own I/O.
 //!
-//! The classic reader (`dev`) goes on beside it: FORGET, INTERRUPT and what was queued before the
-//! rings were ready come there, and it serves everything when the rings cannot be started.
+//! Promises: a request allocates nothing, and takes no lock. The classic reader (`dev`) goes on
+//! beside it: FORGET, INTERRUPT and what was queued before the rings were ready come there, and it
+//! serves everything when the rings cannot be started.
 //!
 //! Rooms: [`plan`] says how many entries there are, [`memory`] is what they share with the kernel,
 //! [`pool`] the buffers that queues have instead of payloads on newer kernels, [`nodes`] on which

@@ -1,4 +1,7 @@
-//! The memory of queues and the nodes that it is on. Control path.
+//! The memory of queues and the nodes that it is on.
+//!
+//! Promises: control path; a refusal of the system is for the caller to log: memory elsewhere is
+//! slower, not wrong.
 
 use std::ops::Range;
 

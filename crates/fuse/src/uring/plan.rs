@@ -5,7 +5,8 @@
 //! possible but offline gets [`DEPTH_OFFLINE`]: the kernel wants an entry in each queue, and the
 //! CPU may come later.
 //!
-//! Which thread serves which queue is decided in [`crate::placement`].
+//! Promises: pure; every queue of the kernel has an entry. Which thread serves which queue is
+//! decided in [`crate::placement`].
 
 use ringdisk_export::DepthRule;
 

@@ -1,7 +1,7 @@
 //! The rule by which a queue thread follows the load: where it may run, and where its entries are.
 //!
-//! Pure: it sees the load in windows of 2 ms, so that it can be tested by a simulation of loads.
-//! Called by one thread at a time.
+//! Promises: pure: it sees the load in windows of 2 ms, so that it can be tested by a simulation of
+//! loads. Called by one thread at a time.
 //!
 //! Why: a client that waits for each reply is served best on its own CPU (to wake an idle one costs
 //! tens of µs); one that keeps several requests in flight is served best from any CPU that is idle

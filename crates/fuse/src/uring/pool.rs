@@ -1,9 +1,10 @@
 //! Buffer pools: many entries, few buffers (Linux 7.3).
 //!
-//! Without pools each entry has a payload of its own. With them each queue has one region; the
-//! kernel takes a buffer of it for a request that carries something, says where it lies, and takes
-//! it back when the request is committed. So entries, which cost a few hundred bytes, bound the
-//! requests in flight, and buffers, which cost 1 MiB, those that carry data through our memory.
+//! Promises: made once, before the first entry; a request allocates nothing here. Without pools
+//! each entry has a payload of its own. With them each queue has one region; the kernel takes a
+//! buffer of it for a request that carries something, says where it lies, and takes it back when
+//! the request is committed. So entries, which cost a few hundred bytes, bound the requests in
+//! flight, and buffers, which cost 1 MiB, those that carry data through our memory.
 //!
 //! The arithmetic: a queue has as many buffers as the user wants entries, else those of the
 //! rule [`BUFFERS`]; a CPU that is offline has one. All regions are one mapping. With O_DIRECT

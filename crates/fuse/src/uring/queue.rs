@@ -1,7 +1,7 @@
 //! A queue as the transport over io_uring sees it: its rings, and whether its thread may leave its
 //! CPU.
 //!
-//! Queue thread only; never allocates, locks or blocks for a request.
+//! Promises: queue thread only; never allocates, locks or blocks for a request.
 
 use std::cell::Cell;
 use std::ops::Deref;

@@ -1,5 +1,9 @@
 //! What all queue threads of a mount know together: the entries, where they belong, and how far the
 //! start has come.
+//!
+//! Promises: shared by atomics, without a lock; entries and plan do not change once the threads
+//! run, and buffers are made once, before any entry is given to the kernel. A request allocates
+//! nothing here.
 
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, Ordering};

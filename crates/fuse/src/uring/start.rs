@@ -4,8 +4,9 @@
 //! every queue has an entry, requests travel in the rings for good, and a failure after that ends
 //! the mount. So all queues but the last are registered and looked at first; the last one follows
 //! only when none has failed. Where there are pools, every thread registers the memory with its
-//! ring before any queue is made, since all rings must agree on whether it is. A mount that cannot
-//! go live is given up, and the caller makes another.
+//! ring before any queue is made, since all rings must agree on whether it is.
+//!
+//! Promises: a mount that cannot go live is given up, and the caller makes another.
 
 use std::rc::Rc;
 use std::sync::Arc;

@@ -5,6 +5,8 @@
 //! Switched off in between, it forgets that io_uring was accepted and says nothing; Linux 6.18 then
 //! still takes entries while the switch is on, and refuses replies as soon as it is off
 //! (fs/fuse/inode.c:process_init_reply, dev_uring.c:fuse_uring_cmd). Such a mount must not go live.
+//!
+//! Promises: only reads the parameter; control path, around the start of a mount.
 
 use std::fs;
 use std::mem::MaybeUninit;

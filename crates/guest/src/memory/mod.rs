@@ -1,8 +1,9 @@
 //! Memory of a guest: mapped, looked up, read and written while the guest does the same.
 //!
-//! The only place of this crate with `unsafe`. What it rests on: a [`mapping::Mapping`] stays
-//! mapped, readable and writable, for as long as a reference to it lives; every pointer into one
-//! travels with such a reference; no Rust reference to its bytes ever exists; and a fault in one is
+//! Promises: no byte outside of the memory is reached, whatever addresses a guest gives. The only
+//! place of this crate with `unsafe`. What it rests on: a [`mapping::Mapping`] stays mapped,
+//! readable and writable, for as long as a reference to it lives; every pointer into one travels
+//! with such a reference; no Rust reference to its bytes ever exists; and a fault in one is
 //! survived ([`fault`]).
 
 #![allow(unsafe_code)]

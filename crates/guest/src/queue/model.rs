@@ -1,5 +1,7 @@
 //! Model of the notifications between driver and device: the rules of `layout/event.rs` under
 //! orders of steps that a checker chooses.
+//!
+//! Promises: a failure prints the schedule, which repeats it. Only tests build it.
 
 use std::sync::Arc;
 

@@ -1,11 +1,12 @@
 //! Model of how clusters become free: discards, flushes, a write that waits for space and reads,
 //! all at once.
 //!
-//! Real code: `unlinked.rs`, `grace.rs`, `registry.rs` (the gate of the checkpoints), `slices.rs`
-//! (the table, and what is dirty in it) and the reference counts, behind a simulated lock.
-//! `checkpoint.rs` and `reclaim.rs` need a ring and a storage: in [`image`] each of their steps has
-//! a method of the same name that does the same in the same order, on a disk in memory ([`world`]).
-//! A change of them is made there too.
+//! Promises: a failure prints the schedule, which repeats it; only tests build it. Real code:
+//! `unlinked.rs`, `grace.rs`, `registry.rs` (the gate of the checkpoints), `slices.rs` (the table,
+//! and what is dirty in it) and the reference counts, behind a simulated lock. `checkpoint.rs` and
+//! `reclaim.rs` need a ring and a storage: in [`image`] each of their steps has a method of the
+//! same name that does the same in the same order, on a disk in memory ([`world`]). A change of
+//! them is made there too.
 //!
 //! For each [`Mistake`] the model finds a schedule that goes wrong: that it sees what it is to see.
 

@@ -1,5 +1,8 @@
 //! Models of the guard that keeps data off metadata: writers in place look at the marks without a
 //! lock, while tables take clusters under the lock of the reference counts.
+//!
+//! Promises: a schedule in which data get onto metadata fails the test and is printed. Only tests
+//! build it.
 
 use shuttle::{check_random, thread};
 

@@ -1,6 +1,8 @@
 //! Model of the parts that threads share: the very source files `slices.rs`, `loads_in_flight.rs`,
 //! `registry.rs`, `grace.rs`, `unlinked.rs`, `region.rs`, `marks.rs` and `named_clusters.rs`, built
 //! on simulated atomics and locks, under every order of steps that the checker finds.
+//!
+//! Promises: a failure prints the schedule, which repeats it. Only tests build it.
 
 mod freeing;
 mod guard;

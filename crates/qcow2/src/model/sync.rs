@@ -1,4 +1,7 @@
 //! The simulated primitives: what `crate::sync` gives, in the types of the model checker.
+//!
+//! Promises: the same names and signatures as the real ones, so that the source files of the model
+//! are built on them unchanged.
 
 pub(crate) use shuttle::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 pub(crate) use shuttle::sync::{Arc, Mutex};

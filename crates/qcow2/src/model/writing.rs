@@ -1,4 +1,6 @@
 //! Models of what writers do: claims, grace periods, changed and evicted slices.
+//!
+//! Promises: a failure prints the schedule, which repeats it. Only tests build it.
 
 // A few clusters.
 #![allow(clippy::cast_possible_truncation)]

@@ -1,5 +1,8 @@
 //! Random calls, compared with a model that keeps one number for each cluster and a "disk" of
 //! refcount blocks.
+//!
+//! Promises: each call gives what the model gives, and no cluster is handed out twice. A failure is
+//! cut down to a few calls. Only tests build it.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,5 +1,7 @@
 //! Model of what ring threads share with others: the very source files `handoff.rs` and
 //! `mailbox.rs`, built on simulated locks, under orders of steps that the checker chooses.
+//!
+//! Promises: a failure prints the schedule, which repeats it. Only tests build it.
 
 #![allow(clippy::duplicate_mod, reason = "the model is the same source on other primitives")]
 

@@ -1,4 +1,7 @@
 //! Simulated primitives in place of `crate::sync`.
+//!
+//! Promises: the same names and signatures as there, so that the source files of the model are
+//! built on them unchanged.
 
 pub(crate) use shuttle::sync::{Arc, Mutex};
 

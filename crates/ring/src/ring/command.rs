@@ -1,4 +1,7 @@
 //! Commands for drivers (`IORING_OP_URING_CMD`).
+//!
+//! Promises: the command is handed to the kernel as it is; memory that it names is the caller's to
+//! keep until the result is there. Never allocates or blocks; on the thread of the ring.
 
 use io_uring::{opcode, squeue};
 

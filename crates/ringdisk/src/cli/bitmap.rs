@@ -1,5 +1,7 @@
-//! The words of `ringdisk bitmap`. Its actions are done in the order in which they were given,
-//! which a plain definition cannot tell.
+//! The words of `ringdisk bitmap`.
+//!
+//! Promises: parses only; its actions are done in the order in which they were given, which a plain
+//! definition cannot tell.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,6 @@
 //! The words of commands that make, change and check an image.
+//!
+//! Promises: parses only; no image is opened.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,6 @@
 //! The words of `ringdisk ctl … checkpoint`, `ringdisk backup` and `ringdisk restore`.
+//!
+//! Promises: parses only; no server is asked and no file is opened.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,7 @@
 //! The words of commands that compare, copy and measure images.
+//!
+//! Promises: parses only; no image is opened. The names and letters of options are those of
+//! `qemu-img`.
 
 use std::path::PathBuf;
 

@@ -1,5 +1,7 @@
 //! The words that say what is served, for `mount` and `serve`: an image with its options, or a null
 //! disk.
+//!
+//! Promises: parses only; neither the image nor its directory is looked at.
 
 use std::path::PathBuf;
 use std::time::Duration;

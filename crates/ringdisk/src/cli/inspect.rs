@@ -1,4 +1,6 @@
 //! The words of commands that only look at an image.
+//!
+//! Promises: parses only; no image is opened. Nothing of these commands can change one.
 
 use std::path::PathBuf;
 use std::time::Duration;

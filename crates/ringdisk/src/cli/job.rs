@@ -1,4 +1,6 @@
 //! The words of `ringdisk job`, and of commands that begin a job.
+//!
+//! Promises: parses only; no server is asked.
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};

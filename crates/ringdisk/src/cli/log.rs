@@ -1,4 +1,7 @@
 //! The words that say where the messages and the metrics of a serving process go.
+//!
+//! Promises: parses only; no file is opened and no port is taken; the address is checked for its
+//! form.
 
 use std::path::PathBuf;
 
@@ -40,7 +43,7 @@ pub(crate) struct LogArgs {
     ///
     /// /metrics has the counters of all disks of the process; /healthz answers while it runs, and
     /// /readyz while all disks are served without a fault. There is no password: over another
-    /// address than a loopback one everybody who reaches it can read this.
+    /// address than a loopback one every host that reaches it can read this.
     #[arg(long, value_name = "ADDRESS", value_parser = parse_new_address,
           help_heading = "Serving options")]
     pub(crate) metrics: Vec<Address>,

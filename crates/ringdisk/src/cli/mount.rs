@@ -1,4 +1,6 @@
 //! The words of `ringdisk mount` and `umount`.
+//!
+//! Promises: parses only; neither mountpoint nor image is looked at.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -231,8 +233,8 @@ pub(crate) struct UmountArgs {
     #[arg(short, long, conflicts_with = "force")]
     pub(crate) lazy: bool,
 
-    /// Take the mount away now; requests in flight fail, and so do those of everybody who still
-    /// uses it
+    /// Take the mount away now; requests in flight fail, and so do those of all who still use
+    /// it
     #[arg(short, long)]
     pub(crate) force: bool,
 

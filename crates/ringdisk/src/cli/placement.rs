@@ -1,4 +1,6 @@
 //! The words that say where a disk is served: transport, threads, CPUs, nodes, depth.
+//!
+//! Promises: parses only; whether the machine has such CPUs and nodes is for the export to say.
 
 use clap::Args;
 use ringdisk_export::{Numa, ThreadOptions, Threads};

@@ -1,4 +1,6 @@
 //! The words of `ringdisk ps`.
+//!
+//! Promises: parses only; no server is asked.
 
 use clap::Args;
 

@@ -1,4 +1,6 @@
 //! The words of `ringdisk report`.
+//!
+//! Promises: parses only; nothing is collected or written.
 
 use std::path::PathBuf;
 

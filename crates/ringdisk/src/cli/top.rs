@@ -1,4 +1,6 @@
 //! The words of `ringdisk top`.
+//!
+//! Promises: parses only; no server is asked.
 
 use std::time::Duration;
 

@@ -1,4 +1,6 @@
 //! The words of `ringdisk topology`.
+//!
+//! Promises: parses only; neither the machine nor a server is looked at.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,6 @@
 //! The words of `--user`.
+//!
+//! Promises: parses only; no user is looked up.
 
 use clap::Args;
 use ringdisk_daemon::run_as::RequestedUser;

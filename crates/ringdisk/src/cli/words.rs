@@ -1,4 +1,7 @@
 //! Words of options that several commands share, as clap knows them.
+//!
+//! Promises: parses only; a word that is none of an option's is refused with the list of those that
+//! are.
 
 use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};

@@ -1,4 +1,7 @@
 //! `ringdisk backup`: a copy of disks as they are at one instant.
+//!
+//! Promises: what it does and prints is `back_up` of crate `backup`; here are only its options and
+//! the text at its end.
 
 use ringdisk_backup::back_up::back_up;
 use ringdisk_backup::request::Request;

@@ -1,4 +1,7 @@
 //! `ringdisk bitmap`: changes of the bitmaps inside an image.
+//!
+//! Promises: only turns the options into a request of `ringdisk_images::bitmap`, which does the
+//! work and prints the result.
 
 use ringdisk_daemon::failure::Failure;
 use ringdisk_images::bitmap::{Request, Work, run as bitmap};

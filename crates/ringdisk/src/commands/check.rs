@@ -1,4 +1,7 @@
 //! `ringdisk check`: whether the metadata of an image is sound, and its repair.
+//!
+//! Promises: only turns the options into a request of `ringdisk_images::check`, which does the work
+//! and prints the result.
 
 use ringdisk_daemon::failure::Failure;
 pub(crate) use ringdisk_images::check::FAILED;

@@ -1,4 +1,7 @@
 //! `ringdisk commit`: what an image holds goes into its backing file.
+//!
+//! Promises: only turns the options into a request of `ringdisk_images::commit`, which does the
+//! work and prints the result.
 
 use ringdisk_daemon::failure::Failure;
 use ringdisk_images::commit::{Request, run as commit};

@@ -1,4 +1,7 @@
 //! `ringdisk compare`: whether two images hold the same.
+//!
+//! Promises: only turns the options into a request of `ringdisk_images::compare`, which does the
+//! work and prints the result.
 
 use ringdisk_daemon::failure::Failure;
 use ringdisk_images::compare::{Request, run as compare};

@@ -1,4 +1,7 @@
 //! `ringdisk completions`.
+//!
+//! Promises: made from the definition of the command line, so no option is missing. Opens and asks
+//! nothing; the shell calls `ringdisk ps --targets` for what is served.
 
 use std::io::Write;
 

@@ -1,4 +1,7 @@
 //! `ringdisk convert`: a copy of an image, in another format or shape.
+//!
+//! Promises: only turns the options into a request of `ringdisk_images::convert`, which does the
+//! work and prints the result.
 
 use ringdisk_daemon::failure::Failure;
 use ringdisk_images::convert::{Request, run as convert};

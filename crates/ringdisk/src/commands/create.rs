@@ -1,4 +1,7 @@
 //! `ringdisk create`: a new image.
+//!
+//! Promises: only turns the options into a request of `ringdisk_images::create`, which does the
+//! work and prints the result.
 
 use ringdisk_daemon::failure::Failure;
 use ringdisk_images::create::{Request, run as create};

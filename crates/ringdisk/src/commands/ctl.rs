@@ -1,4 +1,7 @@
 //! `ringdisk ctl`: control of a mount, or of a disk for virtual machines, while it is served.
+//!
+//! Promises: asks one server and prints its answer; a server that does not answer in time ends it
+//! with exit code 14. It touches neither image nor mount itself.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,4 +1,7 @@
 //! `ringdisk info`: what an image is.
+//!
+//! Promises: only turns the options into a request of `ringdisk_images::info`, which does the work
+//! and prints the result.
 
 use ringdisk_daemon::failure::Failure;
 use ringdisk_images::info::{Request, run as info};

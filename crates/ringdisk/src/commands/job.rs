@@ -1,4 +1,6 @@
 //! `ringdisk job`: jobs of one disk, or of all.
+//!
+//! Promises: asks servers and prints their answers; it does nothing to a disk itself.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -1,4 +1,7 @@
 //! `ringdisk man`: man pages from the definition of the command line.
+//!
+//! Promises: made from the definition of the command line, so no option is missing. Writes only
+//! below the directory that is given.
 
 use std::fs;
 use std::io::{self, Write};

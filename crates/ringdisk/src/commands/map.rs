@@ -1,4 +1,7 @@
 //! `ringdisk map`: where the bytes of a disk are.
+//!
+//! Promises: only turns the options into a request of `ringdisk_images::map`, which does the work
+//! and prints the result.
 
 use ringdisk_daemon::failure::Failure;
 use ringdisk_images::map::{Request, run as map};

@@ -1,4 +1,7 @@
 //! `ringdisk measure`: how much space an image would take.
+//!
+//! Promises: only turns the options into a request of `ringdisk_images::measure`, which does the
+//! work and prints the result.
 
 use ringdisk_daemon::failure::Failure;
 use ringdisk_images::measure::{Request, run as measure};

@@ -1,4 +1,7 @@
 //! One file for each command.
+//!
+//! Promises: a command turns its options into a request of a library, and prints what comes back;
+//! the work is done there.
 
 pub(crate) mod backup;
 mod backup_job;

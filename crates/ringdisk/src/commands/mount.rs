@@ -1,4 +1,7 @@
 //! `ringdisk mount`: a disk as a file.
+//!
+//! Promises: returns when the mount has ended, in the foreground; the work is that of
+//! `ringdisk_server::mount`.
 
 use ringdisk_daemon::failure::Failure;
 use ringdisk_server::mount;

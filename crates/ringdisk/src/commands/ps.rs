@@ -1,4 +1,7 @@
 //! `ringdisk ps`: the disks that are served on this machine.
+//!
+//! Promises: asks servers, and changes nothing. One that does not answer is listed as such and
+//! holds the list up for a limited time.
 
 use std::io::Write as _;
 use std::path::Path;

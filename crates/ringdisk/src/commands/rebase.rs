@@ -1,4 +1,7 @@
 //! `ringdisk rebase`: another backing file.
+//!
+//! Promises: only turns the options into a request of `ringdisk_images::rebase`, which does the
+//! work and prints the result.
 
 use ringdisk_daemon::failure::Failure;
 use ringdisk_images::rebase::{Request, run as rebase};

@@ -1,4 +1,7 @@
 //! `ringdisk resize`: another size for the disk inside an image.
+//!
+//! Promises: only turns the options into a request of `ringdisk_images::resize`, which does the
+//! work and prints the result.
 
 use ringdisk_daemon::failure::Failure;
 use ringdisk_images::resize::{Request, run as resize};

@@ -1,4 +1,7 @@
 //! `ringdisk restore`: an image from a backup and all those below it.
+//!
+//! Promises: the work is `restore` of crate `backup`; here are only its options and the text at its
+//! end.
 
 use ringdisk_backup::restore::{Request, restore};
 use ringdisk_daemon::failure::Failure;

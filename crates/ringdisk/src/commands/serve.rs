@@ -1,4 +1,7 @@
 //! `ringdisk serve`: disks for virtual machines and for NBD clients.
+//!
+//! Promises: returns when all disks have ended, in the foreground; the work is that of
+//! `ringdisk_server::vm` and `ringdisk_server::nbd`.
 
 use ringdisk_daemon::background::{self, Turn};
 use ringdisk_daemon::failure::Failure;

@@ -1,4 +1,7 @@
 //! `ringdisk snapshot`: the snapshots inside an image.
+//!
+//! Promises: only turns the options into a request of `ringdisk_images::snapshot`, which does the
+//! work and prints the result.
 
 use ringdisk_daemon::failure::Failure;
 use ringdisk_images::snapshot::{Request, run as snapshot};

@@ -1,4 +1,7 @@
 //! `ringdisk top`: what all disks of the machine do, live.
+//!
+//! Promises: only turns the options into a request of `ringdisk_observe::top`, which does the work
+//! and prints the result.
 
 use ringdisk_daemon::failure::Failure;
 use ringdisk_observe::top::{self, Options};

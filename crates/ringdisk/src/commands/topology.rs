@@ -1,4 +1,7 @@
 //! `ringdisk topology`: the machine, and where a mount is served on it.
+//!
+//! Promises: looks, and changes nothing. A mount's server says where its threads and buffers are;
+//! without a mount no server is asked.
 
 use std::path::Path;
 

@@ -1,4 +1,7 @@
 //! `ringdisk umount`: ends mounts of any process, by their paths.
+//!
+//! Promises: each mount is ended by itself: one that fails is reported and does not keep the next
+//! from its end.
 
 use ringdisk_daemon::failure::{Exit, Failure};
 use ringdisk_daemon::terminal;

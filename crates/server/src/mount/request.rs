@@ -1,4 +1,6 @@
 //! What a mount is asked for, as plain values.
+//!
+//! Promises: plain values; what does not go together is refused where the mount begins.
 
 use std::path::PathBuf;
 use std::time::Duration;

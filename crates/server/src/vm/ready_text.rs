@@ -1,5 +1,8 @@
 //! What `serve` says on a terminal: what is served, how a virtual machine gets it, how it is
 //! stopped.
+//!
+//! Promises: a command that is printed can be copied into a shell, whatever the paths in it.
+//! Printed once, when the disks answer.
 
 use ringdisk_daemon::terminal::{bold, say, shell_word};
 

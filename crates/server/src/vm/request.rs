@@ -1,4 +1,6 @@
 //! What a server of disks for virtual machines is asked for, as plain values.
+//!
+//! Promises: plain values; what does not go together is refused where the server begins.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,8 @@
 //! `--upgrade`: disks that another process serves until now.
+//!
+//! Promises: until all disks are prepared here, the other process can go on with all of them, with
+//! their guests and NBD clients; any failure leaves them there. After that a disk that it does not
+//! give goes on there, and the others are served here. Control path.
 
 use std::sync::Arc;
 use std::time::Instant;

@@ -1,4 +1,7 @@
 //! What the guest sees of an image, read by hand.
+//!
+//! Promises: shares no code with the engine; what makes no sense is an error with its place, not a
+//! panic.
 
 use super::tables::{COMPRESSED, OFFSET, compressed, header, read, words};
 use super::{Bytes, Header};

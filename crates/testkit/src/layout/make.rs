@@ -1,4 +1,6 @@
 //! Making empty images, of any shape that the format allows.
+//!
+//! Promises: written from the specification alone; shares no code with the engine.
 
 /// What an image is to be like. `Default`: version 3, clusters of 64 KiB, refcounts of 16 bits, 1
 /// MiB.

@@ -1,9 +1,9 @@
 //! A second opinion on qcow2 images: what each host cluster is, what is wrong, what the guest sees.
 //!
-//! Written from the specification alone and sharing no code with the program, so that a mistake of
-//! the program and the same mistake of its judge are not one and the same. Small images only:
-//! everything is held in memory. Panics on nothing that an image holds: a broken image is a list of
-//! problems.
+//! Promises: written from the specification alone and sharing no code with the program, so that a
+//! mistake of the program and the same mistake of its judge are not one and the same. Small images
+//! only: everything is held in memory. Panics on nothing that an image holds: a broken image is a
+//! list of problems.
 
 mod guest;
 mod make;
@@ -161,7 +161,7 @@ pub struct Layout {
     pub problems: Vec<String>,
     /// Clusters of the file whose refcount is above their references.
     pub leaks: u64,
-    /// The same behind the end of the file, where they take no space.
+    /// The same past the end of the file, where they take no space.
     pub leaks_beyond: u64,
     /// The first host cluster that neither the file nor a refcount has. Of a table that reaches
     /// farther, one such cluster is noted: its refcount of 0 says enough, and a length that is

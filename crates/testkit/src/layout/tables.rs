@@ -1,4 +1,6 @@
 //! Reading the tables of an image.
+//!
+//! Promises: any bytes may be read: what is past the end is 0, and nothing panics.
 
 use super::{Bytes, Header, Snapshot};
 
@@ -18,7 +20,7 @@ pub(super) fn number32(bytes: &[u8], at: usize) -> u32 {
     u32::try_from(number(bytes, at, 4)).unwrap_or(0)
 }
 
-/// `len` bytes; what is behind the end reads as zeroes.
+/// `len` bytes; what is past the end reads as zeroes.
 pub(super) fn read(image: &(impl Bytes + ?Sized), offset: u64, len: u64) -> Vec<u8> {
     let mut bytes = vec![0; usize::try_from(len).unwrap_or(0)];
     image.read_at(offset, &mut bytes);

@@ -1,4 +1,6 @@
 //! Looking through an image: every reference, every refcount, and what does not fit.
+//!
+//! Promises: reads only; a damaged image gives a list of problems, of limited length.
 
 use super::tables::{
     COMPRESSED, COPIED, OFFSET, compressed, extensions, header, number, number32, read, snapshots,

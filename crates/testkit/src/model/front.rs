@@ -1,4 +1,7 @@
 //! The front end's side of the socket: messages as plain bytes.
+//!
+//! Promises: shares no code with the device: numbers and layouts are written down once more. A
+//! device that does not answer fails the test after a limit.
 
 use std::io::{IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;

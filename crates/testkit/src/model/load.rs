@@ -1,4 +1,7 @@
 //! Random requests, and an oracle that knows what they may read.
+//!
+//! Promises: equal seeds make equal requests. Each answer is judged by the oracle when it comes,
+//! and the whole disk when nothing is in flight.
 
 use std::collections::HashMap;
 use std::ops::Range;

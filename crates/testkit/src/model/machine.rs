@@ -1,4 +1,7 @@
 //! The machine: a front end with its memory and its virtqueues.
+//!
+//! Promises: dropped, its socket and its memory go, as those of a killed front end do. A device
+//! that refuses the set-up fails the test.
 
 use std::os::fd::{AsFd, OwnedFd};
 

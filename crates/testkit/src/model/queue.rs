@@ -1,4 +1,7 @@
 //! One virtqueue of the model: requests in, answers out.
+//!
+//! Promises: an answer to a chain that is not in flight, or a byte that the device has written
+//! beside its buffers, fails the test. Shares no code with the device.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;

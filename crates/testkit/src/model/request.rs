@@ -1,4 +1,6 @@
 //! Requests of virtio-blk, and how they are cut into segments.
+//!
+//! Promises: plain values; equal seeds cut equally.
 
 use crate::sim::Prng;
 

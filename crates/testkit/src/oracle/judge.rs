@@ -1,4 +1,7 @@
 //! Comparing what is there with what may be there.
+//!
+//! Promises: compares, and changes nothing of what is known. A difference names the sector and what
+//! it might have held.
 
 use std::fmt::{self, Display, Formatter, Write};
 

@@ -1,5 +1,7 @@
 //! What a disk may hold, given what its clients did: while it runs, and after it lost power.
 //!
+//! Promises: nothing that may be seen is called wrong, and nothing that is gone is accepted.
+//!
 //! Every 512-byte sector that is written carries a stamp of its own place and of the write, so a
 //! sector that shows up somewhere else, an old one that comes back, and one that is half and half
 //! are told apart. For each sector the oracle keeps every version that may still be seen. A version
@@ -250,7 +252,7 @@ impl Oracle {
         }
     }
 
-    /// The size changes: what is behind the end is forgotten, what is new reads as zeroes.
+    /// The size changes: what is past the end is forgotten, what is new reads as zeroes.
     pub fn resize(&mut self, size: u64) {
         let (old, begin) = (self.size, self.tick());
         self.size = size;

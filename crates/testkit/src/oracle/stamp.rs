@@ -1,4 +1,7 @@
 //! Bytes that say where they belong.
+//!
+//! Promises: pure; equal stamps mean the same operation on the same sector of the same disk, below
+//! 2^48 of each.
 
 /// Bytes of a sector: what a medium writes in one piece.
 pub const SECTOR: u64 = 512;

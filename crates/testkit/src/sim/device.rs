@@ -2,7 +2,7 @@
 //! nobody has written since it became ours is old bytes, and a discard leaves whatever the device
 //! likes.
 //!
-//! Source: the promises of `ringdisk_storage::Storage`, which keeps them for devices of the kernel.
+//! Promises: those of `ringdisk_storage::Storage`, which keeps them for devices of the kernel.
 
 use std::sync::Arc;
 

@@ -1,5 +1,8 @@
 //! Everything that happened to a storage, to be lived through again: every prefix, with every state
 //! that a power cut could have left.
+//!
+//! Promises: the storage of each prefix is the same whenever it is replayed; the recorded one is
+//! not changed.
 
 use super::SimStorage;
 use super::recording::{Event, History};

@@ -1,8 +1,8 @@
 //! Sparse memory with a length: the content of a simulated medium.
 //!
-//! Pages are shared between copies until one of them changes, so a copy costs one reference for
-//! each page: thousands of crash states of one storage fit into memory and are made in
-//! microseconds.
+//! Promises: pages are shared between copies until one of them changes, so a copy costs one
+//! reference for each page: thousands of crash states of one storage fit into memory and are made
+//! in microseconds.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -6,8 +6,8 @@
 //! [`SimStorage::power_cut`] leaves what a disk may leave: everything flushed, and any part of the
 //! rest.
 //!
-//! Deterministic: the same seed and the same order of calls give the same result. Any thread may
-//! hold handles. An operation without a rule takes effect and ends at once.
+//! Promises: deterministic: the same seed and the same order of calls give the same result. Any
+//! thread may hold handles. An operation without a rule takes effect and ends at once.
 //!
 //! ```
 //! use ringdisk_storage::Errno;

@@ -1,9 +1,9 @@
 //! What a power cut leaves.
 //!
-//! A crash state is what was flushed and any part of the rest. Most subsets of many changes look
-//! alike (about half of everything), and the states that hurt are the lopsided ones: only the last
-//! change arrived, or all but one. So the seed chooses the shape of the subset first and its
-//! members second.
+//! Promises: a crash state is what was flushed and any part of the rest. Most subsets of many
+//! changes look alike (about half of everything), and the states that hurt are the lopsided ones:
+//! only the last change arrived, or all but one. So the seed chooses the shape of the subset first
+//! and its members second.
 
 use ringdisk_storage::Kind;
 

@@ -1,4 +1,6 @@
 //! Chance that repeats itself.
+//!
+//! Promises: equal seeds give equal numbers, on every machine and in every release.
 
 /// SplitMix64 (Steele, Lea and Flood, 2014): small, fast, and good enough to choose faults.
 #[derive(Clone, Debug)]

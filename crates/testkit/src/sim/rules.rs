@@ -1,4 +1,7 @@
 //! Which operation gets which fault.
+//!
+//! Promises: the first rule that fits decides, and rules are asked in the order in which the test
+//! made them. Equal seeds give equal faults.
 
 use std::ops::Range;
 use std::time::Duration;

@@ -1,4 +1,7 @@
 //! The simulated storage as the code under test sees it.
+//!
+//! Promises: operations take effect one at a time, and end in the order that the rules say. A
+//! future that is dropped may have its effect all the same, as with a kernel.
 
 use std::future::poll_fn;
 use std::task::Poll;

@@ -1,4 +1,6 @@
 //! The state of a simulated storage: content, what is not durable yet, what waits.
+//!
+//! Promises: locked for the length of one step; nothing waits under the lock.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::task::Waker;

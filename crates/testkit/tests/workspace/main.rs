@@ -1,5 +1,5 @@
 //! Rules of the workspace that no compiler checks: the order of the crates, dependencies and their
-//! licences, `unsafe`, paths, and the documents.
+//! licences, `unsafe`, paths, openings of files, and the documents.
 //!
 //! Promises: reads `cargo metadata` and the tree; changes nothing.
 
@@ -10,6 +10,7 @@ mod layers;
 mod licences;
 mod metadata;
 mod named_tests;
+mod openings;
 mod paths;
 mod pipes;
 mod sizes;

@@ -1,4 +1,6 @@
 //! BTF by hand.
+//!
+//! Promises: only tests build it; what it makes is well-formed unless the test says otherwise.
 
 use super::{CONST, FUNC, FUNC_PROTO, INT, PTR, STRUCT, TYPE_TAG, UNION};
 

@@ -1,6 +1,7 @@
 //! The device as the kernel sees it. The only place of this crate with `unsafe`.
 //!
-//! What it rests on: the kernel reads and writes memory of ours at addresses that SET_MEM_TABLE and
+//! Promises: the kernel is given no address that could go away while it is used. What that rests
+//! on: the kernel reads and writes memory of ours at addresses that SET_MEM_TABLE and
 //! SET_VRING_ADDR name, but only between START of a queue and the return of its STOP
 //! (`ringdisk_vhost_blk.h`). So a [`Handle`] owns a reference to that memory: a table of regions is
 //! replaced only while no queue is started, the areas of a ring are checked to be as long as the

@@ -1,8 +1,8 @@
 //! Ioctls of the module and of vhost, and what they carry: `kernel/vhost-blk/ringdisk_vhost_blk.h`
 //! and `include/uapi/linux/vhost.h`.
 //!
-//! A number and the type that the kernel reads or writes through it belong together ([`In`],
-//! [`Out`], [`InOut`]); tests compare all of them with the headers.
+//! Promises: a number and the type that the kernel reads or writes through it belong together
+//! ([`In`], [`Out`], [`InOut`]); tests compare all of them with the headers.
 
 use std::marker::PhantomData;
 

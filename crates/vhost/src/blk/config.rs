@@ -1,4 +1,7 @@
 //! The configuration space (virtio 1.3, section 5.2.4).
+//!
+//! Promises: pure; the space is always [`SPACE_BYTES`] long, little-endian, and zeroes behind the
+//! fields. No limit in it is larger than what the device takes. Allocates nothing.
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{Immutable, IntoBytes, KnownLayout};

@@ -1,4 +1,7 @@
 //! Feature bits (virtio 1.3, sections 5.2.3 and 6; vhost-user specification).
+//!
+//! Promises: pure; what is offered depends on [`Offer`] alone. A bit that is not here is never
+//! offered.
 
 /// Largest number of segments of a request.
 pub(crate) const SEG_MAX: u64 = 1 << 2;

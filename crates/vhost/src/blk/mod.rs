@@ -1,7 +1,7 @@
 //! The block device that a guest sees (virtio 1.3, section 5.2): its numbers, its configuration,
 //! and its requests.
 //!
-//! Pure: what a request does is in [`crate::worker`].
+//! Promises: pure: what a request does is in [`crate::worker`].
 
 pub(crate) mod config;
 pub(crate) mod features;

@@ -1,4 +1,8 @@
 //! Requests as a driver writes them (virtio 1.3, section 5.2.6), copied once and checked.
+//!
+//! Promises: pure; bytes are parsed after they were copied, so a guest that changes them meanwhile
+//! changes nothing here. A range outside of the disk, or one that overflows, is `None`, never a
+//! panic. Allocates nothing.
 
 use super::SECTOR_BYTES;
 use super::config::{RANGE_SECTORS_MAX, RANGES_MAX};

@@ -1,4 +1,8 @@
 //! The device behind a session: what the control thread asks its queue threads to do.
+//!
+//! Promises: control thread; a call has had its effect on the queue threads when it returns, or is
+//! refused with the reason. A queue thread that is stuck or gone ends the wait with a refusal. What
+//! a front end gives (memory, areas, descriptors) is checked before a queue thread gets it.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;

@@ -1,4 +1,9 @@
 //! The control thread of an export: waits for front ends, and does what they ask for.
+//!
+//! Promises: front ends are served one after the other; a second one takes nothing from the first,
+//! unless that one keeps it waiting and never says that the device is its own. Whatever a front end
+//! sends, or does not send, the thread hears a stop and a hand-over. At the end the disk is
+//! flushed, unless another process has it. Never on the path of a request.
 
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

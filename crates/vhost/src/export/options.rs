@@ -1,6 +1,6 @@
 //! What an export is asked for.
 //!
-//! Plain values; control path.
+//! Promises: plain values; control path.
 
 use std::fmt;
 use std::io;

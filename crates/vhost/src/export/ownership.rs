@@ -1,5 +1,10 @@
-//! Whose the disk is: ours, or that of the process which serves the guest after a migration; and
-//! what its end writes.
+//! Ownership of the disk during a migration: this process or the one at the destination; and what
+//! the end of an export writes.
+//!
+//! Promises: the disk is written by one process at a time. It is taken before the first virtqueue
+//! runs, or that virtqueue is refused, and given only while none runs. The last flush has a limit;
+//! if it fails the caller hears of it. Control thread; what touches the images runs on a queue
+//! thread.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

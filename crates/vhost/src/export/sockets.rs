@@ -1,4 +1,8 @@
 //! Where front ends come from: a listening socket, one connection, or a socket of theirs.
+//!
+//! Promises: control thread; asking for the next front end never waits for one. Where none can be
+//! accepted (no descriptor is left) accepting pauses, longer each time up to a limit, and the log
+//! hears of it once a minute at most.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

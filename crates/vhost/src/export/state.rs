@@ -1,5 +1,9 @@
 //! The internal state of a device, as front ends save and load it (DEVICE_STATE): all of it that a
 //! driver cannot set again is whether there is a write cache.
+//!
+//! Promises: it is written or read within a few seconds, or refused: a descriptor that takes or
+//! gives nothing does not hold the control thread for longer. Bytes that are not ours, or of
+//! another version, are refused and change nothing.
 
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};

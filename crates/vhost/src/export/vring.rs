@@ -1,4 +1,6 @@
 //! A virtqueue as its front end has set it up.
+//!
+//! Promises: plain values of the control thread; a queue thread gets duplicates of the descriptors.
 
 use std::os::fd::OwnedFd;
 

@@ -1,4 +1,8 @@
 //! The virtqueues of a device: put on their threads, taken off, and moved with the guest's memory.
+//!
+//! Promises: control thread; a virtqueue is on one thread at most, and is held, with no request in
+//! flight, while its memory changes. One whose rings are not in the new memory is suspended, not
+//! broken, and goes on when they are there again.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! Feature bits of virtio that the control plane acts on, and those of vhost-user.
 //!
-//! What a device offers is the device's own; here are only the bits that change how messages are
-//! treated.
+//! Promises: constants. What a device offers is the device's own; here are only the bits that
+//! change how messages are treated.
 
 /// Virtio: all writes to guest memory are logged (live migration).
 pub const F_LOG_ALL: u64 = 1 << 26;

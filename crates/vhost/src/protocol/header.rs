@@ -1,4 +1,8 @@
 //! The 12 bytes before each message.
+//!
+//! Promises: pure; any 12 bytes are read, and those of another version are refused. Numbers are in
+//! the byte order of the machine, as both ends run on it. Source: vhost-user specification,
+//! "Header".
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 

@@ -1,4 +1,7 @@
-//! Structures in payloads. Field names are those of the specification.
+//! Structures in payloads.
+//!
+//! Promises: plain values, of the layout and with the field names of the specification; nothing in
+//! them is checked yet.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 

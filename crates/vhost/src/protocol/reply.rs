@@ -1,4 +1,7 @@
 //! What goes back to a front end.
+//!
+//! Promises: pure; a reply repeats the number of its request and is no longer than a payload may
+//! be. Sending it is up to the connection.
 
 use std::os::fd::OwnedFd;
 

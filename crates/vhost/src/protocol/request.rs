@@ -1,4 +1,7 @@
 //! Numbers and names of the requests of a front end, and the protocol feature that each belongs to.
+//!
+//! Promises: a table and nothing else; a number that is not in it is a request that we do not
+//! serve. Numbers, names and features are those of the vhost-user specification.
 
 use super::features;
 

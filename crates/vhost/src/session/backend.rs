@@ -1,9 +1,9 @@
 //! What a session asks of the device behind it.
 //!
-//! All of it is called by the control thread, one call at a time, in the order in which the front
-//! end sent its messages; a call has had its effect when it returns. A session never asks for what
-//! makes no sense: indexes are in range, a ring that is started does not run, one that is stopped
-//! does.
+//! Promises: all of it is called by the control thread, one call at a time, in the order in which
+//! the front end sent its messages; a call has had its effect when it returns. A session never asks
+//! for what makes no sense: indexes are in range, a ring that is started does not run, one that is
+//! stopped does.
 
 use std::fmt;
 use std::os::fd::OwnedFd;

@@ -4,6 +4,9 @@
 //! what the back end has (memory, log, area of requests in flight, call and error eventfds,
 //! channel); the new one gives those to its own back end, then [`Session::restore`] and
 //! [`Session::resume`]. If that fails, the old one resumes.
+//!
+//! Promises: control thread; until the new process has resumed the session, nothing is lost to the
+//! old one.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 

@@ -1,5 +1,8 @@
 //! Which regions of memory the front end has given: for counting, for finding them again, and so
 //! that none overlap.
+//!
+//! Promises: plain values; control thread. A region that is empty, wraps around or overlaps another
+//! one is refused. Nothing is mapped here.
 
 use crate::protocol::Region;
 

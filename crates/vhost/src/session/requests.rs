@@ -1,4 +1,9 @@
 //! What each request does.
+//!
+//! Promises: control thread; one request at a time, in the order in which they came. A request that
+//! makes no sense or is out of order is refused before the back end hears of it; how the front end
+//! learns of that is as the specification has it ([`refusal`]). The device is changed by
+//! [`Backend`] only.
 
 use zerocopy::IntoBytes;
 

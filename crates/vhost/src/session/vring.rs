@@ -1,4 +1,9 @@
 //! What a session knows about one virtqueue.
+//!
+//! Promises: plain values and checks of them; control thread. A back end gets a [`VringSetup`] only
+//! of a virtqueue of which size, addresses and kick were sent, with the alignments of the
+//! specification; whether the addresses lie in the guest's memory is for the back end. Nothing is
+//! mapped or read here.
 
 use std::os::fd::OwnedFd;
 

@@ -1,4 +1,8 @@
 //! Waking a guest: the eventfd of a virtqueue's call.
+//!
+//! Promises: queue thread; one write for each signal. A guest whose counter is full was called
+//! already and is not called again. A write that waits is found by another thread
+//! ([`Watch::look`]); its eventfd is let go then, with a message in the log.
 
 use std::cell::RefCell;
 use std::os::fd::OwnedFd;

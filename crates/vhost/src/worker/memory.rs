@@ -1,9 +1,10 @@
 //! Memory of a queue thread, moved to another NUMA node with it.
 //!
-//! What a thread touches for each request goes along: its stack, what its ring has for operations
-//! and tasks, and its slots. Not what the kernel has made for the ring (move_pages(2) does not find
-//! it), nor what was allocated for other things meanwhile: state of virtqueues that run (some KiB
-//! each) and buffers that the disk keeps. What is allocated from now on comes from the new node.
+//! Promises: what a thread touches for each request goes along: its stack, what its ring has for
+//! operations and tasks, and its slots. Not what the kernel has made for the ring (move_pages(2)
+//! does not find it), nor what was allocated for other things meanwhile: state of virtqueues that
+//! run (some KiB each) and buffers that the disk keeps. What is allocated from now on comes from
+//! the new node.
 
 use ringdisk_ring::{Errno, NodePages, move_to_node, stack_of_thread};
 

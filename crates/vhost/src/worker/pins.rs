@@ -1,9 +1,9 @@
 //! Guest memory as registered buffers of a ring: the kernel does not look its pages up for each
 //! request. Pins all of it.
 //!
-//! A region is registered in pieces, as the kernel takes 1 GiB at most in one slot. A request whose
-//! data lie in one segment inside one piece names its slot; every other request goes the ordinary
-//! way.
+//! Promises: a region is registered in pieces, as the kernel takes 1 GiB at most in one slot. A
+//! request whose data lie in one segment inside one piece names its slot; every other request goes
+//! the ordinary way.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};

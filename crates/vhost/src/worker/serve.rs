@@ -1,7 +1,7 @@
 //! What a request does to the disk.
 //!
-//! Queue threads. The bytes of a request are copied once and then used; its data go between guest
-//! memory and the storage without a copy, unless the storage wants another alignment.
+//! Promises: queue threads. The bytes of a request are copied once and then used; its data go
+//! between guest memory and the storage without a copy, unless the storage wants another alignment.
 
 use ringdisk_disk::Bytes;
 use ringdisk_guest::losses;

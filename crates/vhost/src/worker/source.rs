@@ -1,4 +1,9 @@
 //! The virtqueues of a thread, as its loop sees them.
+//!
+//! Promises: all that a turn of the loop has completed is shown to the guests at its end, with one
+//! call for each virtqueue at most, and one signal for the log. The thread sleeps only when each
+//! virtqueue asks for kicks and was looked at after that. Queue thread; never allocates, locks or
+//! blocks for a request.
 
 use ringdisk_ring::Source;
 

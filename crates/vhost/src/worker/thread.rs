@@ -1,4 +1,8 @@
 //! A queue thread, as the control thread sees it.
+//!
+//! Promises: control thread; what it asks for is done on the queue thread, and each question has
+//! one answer. A wait for the answer interrupts a call in which the queue thread is stuck
+//! ([`Watch`]), and ends with an error when that thread is gone.
 
 use std::num::NonZeroU64;
 use std::rc::Rc;

@@ -1,4 +1,9 @@
 //! A virtqueue that runs, on its thread.
+//!
+//! Promises: queue thread; a request that is taken is given back once, and the guest sees it at the
+//! end of the turn. A virtqueue that the guest has broken gives no request any more, and the device
+//! needs a reset; nothing that a guest writes there panics. Held, it takes nothing until it is
+//! released. Nothing here waits but [`Vring::hold`], which is a future.
 
 use std::cell::RefCell;
 use std::future::{Future, poll_fn};

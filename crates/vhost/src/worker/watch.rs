@@ -1,8 +1,8 @@
 //! A queue thread that is stuck in a call is found, and goes on.
 //!
 //! Nothing else of a queue thread may wait, and no write to an eventfd is sure not to wait (see
-//! [`super::call`]). A thread that waits for an answer of this one interrupts such a write. The
-//! thread says when it makes one: two stores of its own memory, and no system call.
+//! [`super::call`]). A thread that waits for an answer of this one interrupts such a write.
+//! Promises: the thread says when it makes one: two stores of its own memory, and no system call.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

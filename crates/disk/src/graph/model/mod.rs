@@ -1,5 +1,7 @@
 //! Model of requests and changes: the very source file `shards.rs`, built on simulated locks, under
 //! orders of steps that the checker chooses.
+//!
+//! Promises: a failure prints the schedule, which repeats it. Only tests build it.
 
 mod sync;
 

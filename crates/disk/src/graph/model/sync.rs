@@ -1,4 +1,7 @@
 //! The simulated primitives: what `super::super::sync` gives, in the types of the model checker.
+//!
+//! Promises: the same names and signatures as the real ones, so that `shards.rs` is built on them
+//! unchanged.
 
 use std::sync::{PoisonError, TryLockError};
 

@@ -1,9 +1,10 @@
 //! Model of entries that move between queue threads, and of a start: the very source file
 //! `ownership.rs`, built on simulated atomics, under orders of steps that the checker chooses.
 //!
-//! Around it: a kernel that delivers the next request of an entry to the thread that committed the
-//! last one; messages between threads, which may be refused, and among which are some of other
-//! mounts; a rule that changes where entries belong at any moment.
+//! Promises: a failure prints the schedule, which repeats it; only tests build it. Around it: a
+//! kernel that delivers the next request of an entry to the thread that committed the last one;
+//! messages between threads, which may be refused, and among which are some of other mounts; a rule
+//! that changes where entries belong at any moment.
 
 #![allow(clippy::duplicate_mod, reason = "the model is the same source on other primitives")]
 

@@ -1,4 +1,7 @@
 //! What the threads do, step by step as the engine does it.
+//!
+//! Promises: the table, the reference counts and the gate of the checkpoints are the engine's own
+//! code; only the storage is another one ([`World`]). Only tests build it.
 
 // A few clusters.
 #![allow(clippy::cast_possible_truncation)]

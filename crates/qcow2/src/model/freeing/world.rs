@@ -1,4 +1,7 @@
 //! The disk in memory, and what is true of all threads together.
+//!
+//! Promises: no step of it is one for the checker, so it adds no schedules. A rule that is broken
+//! panics, with the rule.
 
 // A few clusters.
 #![allow(clippy::cast_possible_truncation)]

@@ -1,9 +1,10 @@
 //! Persistent bitmaps when the size of the disk changes: as many bits as the disk now needs, new
 //! ones set; and when metadata moves to the front of the file.
 //!
-//! Set, since the disk may have been larger before, when the backup was made that the bitmap
-//! belongs to: what was cut off then reads as zeroes now, and that is a change. A backup that
-//! copies by the bitmap copies some zeroes too many where the disk was never larger.
+//! Promises: no change is forgotten. New bits are set, since the disk may have been larger before,
+//! when the backup was made that the bitmap belongs to: what was cut off then reads as zeroes now,
+//! and that is a change. A backup that copies by the bitmap copies some zeroes too many where the
+//! disk was never larger.
 //!
 //! Source: qcow2 specification, "Bitmaps".
 

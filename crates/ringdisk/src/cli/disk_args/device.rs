@@ -1,4 +1,7 @@
 //! The words of `ringdisk serve` about the device: what the guest sees, and what serves it.
+//!
+//! Promises: parses only; a serial, a block size or a number that no device can have is refused
+//! here.
 
 use clap::Args;
 use clap::builder::Resettable;

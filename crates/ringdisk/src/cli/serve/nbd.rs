@@ -1,4 +1,6 @@
 //! The words of `ringdisk serve --nbd`.
+//!
+//! Promises: parses only; no port is taken; addresses are checked for their form.
 
 use std::time::Duration;
 

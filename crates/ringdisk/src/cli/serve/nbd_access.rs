@@ -1,4 +1,6 @@
 //! The words of `ringdisk serve --nbd` about who may connect.
+//!
+//! Promises: parses only; no key, certificate or user is looked up.
 
 use clap::Args;
 use ringdisk_nbd::{AllowList, TlsSource, VerifyPeer};

@@ -1,4 +1,6 @@
 //! The words of `ringdisk serve --nbd` as the library takes them.
+//!
+//! Promises: plain copies; nothing can fail, and nothing is opened.
 
 use ringdisk_server::nbd::request::{AccessRequest, DiskRequest, Request};
 

@@ -1,4 +1,6 @@
 //! The words of `ringdisk serve` for virtual machines as the library takes them.
+//!
+//! Promises: plain copies; nothing can fail, and nothing is opened.
 
 use ringdisk_server::vm::request::{DiskRequest, Request};
 use ringdisk_vhost::export::{AccelOptions, Packed, queues_default};

@@ -1,7 +1,7 @@
 //! Threads of the kernel that serve virtqueues: how many, and where they run.
 //!
-//! Worker `i` of `n` serves the virtqueues `i`, `i + n`, …, and runs where the queue thread of
-//! virtqueue `i` does, in whose place it works. Control thread.
+//! Promises: worker `i` of `n` serves the virtqueues `i`, `i + n`, …, and runs where the queue
+//! thread of virtqueue `i` does, in whose place it works. Control thread.
 
 use crate::export::backend::Control;
 use crate::export::kernel_device::{locked, refused};

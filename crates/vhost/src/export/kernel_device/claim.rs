@@ -4,7 +4,10 @@
 //! Bios go past the page cache of the device. What others have written through it before must be on
 //! the device first, and what they have read must not be found there later. Mounted file systems,
 //! volume managers and others that claim devices (O_EXCL) are kept out by a claim of our own; a
-//! program that just opens the device cannot be. Control thread.
+//! program that just opens the device cannot be.
+//!
+//! Promises: control thread; the claim lasts until the descriptor that is returned is closed. A
+//! device that cannot be had so is refused with the reason.
 
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 

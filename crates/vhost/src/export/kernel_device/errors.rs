@@ -2,7 +2,10 @@
 //!
 //! The module counts them; it keeps neither the place nor the reason, which the log of the kernel
 //! may have. So the control thread has to look: every [`KERNEL_POLL_INTERVAL`], when virtqueues
-//! come back, and when the front end is gone. Control thread.
+//! come back, and when the front end is gone.
+//!
+//! Promises: control thread; no error is counted twice, and the log is told at most as often as a
+//! limit allows.
 
 use std::time::{Duration, Instant};
 

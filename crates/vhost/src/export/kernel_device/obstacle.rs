@@ -1,4 +1,8 @@
 //! When virtqueues may be in the host kernel: the conditions, in one place.
+//!
+//! Promises: pure; the caller has looked ([`Look`]), and the answer is the first condition that is
+//! not met, those first that last longest. What is not named here keeps no virtqueue out of the
+//! kernel.
 
 use std::fmt;
 
