@@ -93,7 +93,7 @@ impl Work<'_> {
         let format = self.request.format.unwrap_or(Format::Qcow2);
         if format == Format::Raw && self.request.compress {
             return Err(Failure::new(Exit::Usage, "a raw image cannot be compressed")
-                .hint("leave --format away, or --compress"));
+                .hint("leave out --format or --compress"));
         }
         let names = checkpoint::names(paths);
         let mut subjects = Vec::with_capacity(paths.len());

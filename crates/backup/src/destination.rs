@@ -75,7 +75,7 @@ impl Place {
             return Err(usage(String::from(
                 "in a directory ringdisk chooses bitmaps and backing files itself",
             ))
-            .hint("leave --since, --bitmap and --backing away, or name a file"));
+            .hint("leave out --since, --bitmap and --backing, or name a file"));
         }
         let directory = if count > 1 { request.file.join(name) } else { request.file.clone() };
         fs::create_dir_all(&directory).map_err(|error| {
@@ -96,14 +96,14 @@ impl Place {
         let format = request.format.unwrap_or(Format::Qcow2);
         if format == Format::Raw && request.backing.is_some() {
             return Err(Failure::new(Exit::Usage, "a raw image has no backing file")
-                .hint("leave --format away"));
+                .hint("leave out --format"));
         }
         if format == Format::Raw && request.since.is_some() {
             return Err(Failure::new(
                 Exit::Usage,
                 "a raw image cannot say which part of it is a change",
             )
-            .hint("leave --format away"));
+            .hint("leave out --format"));
         }
         let backing = request.backing.as_deref().map(std::path::absolute).transpose();
         let backing = backing.map_err(|error| {

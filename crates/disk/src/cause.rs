@@ -54,7 +54,7 @@ pub enum Cause {
     NoBase,
     /// The user has not allowed a path; the text says that `--allow-path` does.
     PathNotAllowed,
-    /// A part of a disk was asked for that begins behind its end.
+    /// A part of a disk was asked for that begins past its end.
     BeginsBehindEnd {
         /// Where the part begins, bytes.
         offset: u64,

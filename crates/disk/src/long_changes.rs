@@ -122,7 +122,7 @@ impl LongChanges {
         Ok(place)
     }
 
-    /// One that is no commit is over. Only for who has begun it.
+    /// Ends a change that is no commit. Only its beginner calls this.
     pub(crate) fn end(&self, change: LongChange) {
         self.state().set(change, false);
     }

@@ -1,4 +1,4 @@
-//! Whether a queue thread answers: for who has to say so to a watchdog.
+//! Whether a queue thread answers, for the thread that reports to a watchdog.
 //!
 //! Promises: asking never waits. A thread that has ended owes no answer: its export tells of that.
 //! One that sleeps in the kernel and cannot be interrupted, as it may while a storage does not

@@ -305,7 +305,7 @@ const fn number(count: u64) -> u64 {
 }
 
 /// What numbers and texts have in common.
-macro_rules! shown {
+macro_rules! printable {
     ($name:ident) => {
         impl fmt::Display for $name {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -396,7 +396,7 @@ macro_rules! place {
             }
         }
 
-        shown!($name);
+        printable!($name);
     };
 }
 
@@ -485,7 +485,7 @@ place! {
 }
 offset!(GuestOffset, GuestCluster);
 offset!(HostOffset, HostCluster);
-shown!(Bytes);
+printable!(Bytes);
 
 #[cfg(test)]
 mod tests {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT OR Apache-2.0 */
-/* Calls that are ended at the worst moment; a disk that makes everybody wait. */
+/* Calls that are ended at the worst moment; a disk that makes all requests wait. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -135,8 +135,8 @@ void test_interrupted(struct disk *disk)
 }
 
 /*
- * A file system that is frozen keeps the worker waiting in a write. Everybody who has to wait for
- * it can be killed, who asks for counters does not wait; then it goes on.
+ * A file system that is frozen keeps the worker waiting in a write. A process that has to wait for
+ * it can be killed, one that asks for counters does not wait; then the worker goes on.
  */
 void test_frozen(struct disk *disk)
 {

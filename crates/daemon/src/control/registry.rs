@@ -248,7 +248,7 @@ fn directories(user: u32, runtime: Option<&Path>) -> Vec<PathBuf> {
     all
 }
 
-/// Where everybody may make directories.
+/// Where all users may make directories.
 const TEMPORARY: &str = "/tmp";
 
 /// The name of a user's directory there.

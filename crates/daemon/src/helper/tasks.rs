@@ -96,7 +96,7 @@ pub struct Tasks {
 /// What the numbers of the tasks meant when they were told.
 #[derive(Debug, Default)]
 pub(crate) struct Held {
-    /// The mount, for who uses it.
+    /// The mount, to find out who uses it.
     place: Option<Place>,
     /// Aborts the mount's connection.
     abort: Option<Abort>,

@@ -101,8 +101,8 @@ impl Disk {
         self.limit.get().map(|member| member.waits()).unwrap_or_default()
     }
 
-    /// Lets all requests go on until the guard is dropped: for who waits until none is in flight.
-    /// Any thread.
+    /// Lets all requests go on until the guard is dropped. Called by threads that wait
+    /// until none is in flight; any thread.
     pub fn lift_limits(&self) -> Option<Lifted> {
         self.limit.get().map(ringdisk_throttle::Member::lift)
     }

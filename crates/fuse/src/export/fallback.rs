@@ -22,7 +22,7 @@ pub(super) fn first_mode(zero_copy: ZeroCopy) -> Result<RingMode, Error> {
         ZeroCopy::Off => Ok(RingMode::Pools),
         ZeroCopy::On if !allowed => {
             Err(Error::new(ErrorKind::PermissionDenied, "zero-copy is for root (CAP_SYS_ADMIN)")
-                .hint("run as root, or leave `--zero-copy on` away"))
+                .hint("run as root, or leave out `--zero-copy on`"))
         }
         ZeroCopy::Auto if !allowed => Ok(RingMode::Pools),
         ZeroCopy::On | ZeroCopy::Auto => Ok(RingMode::ZeroCopy),
@@ -41,7 +41,7 @@ pub(super) fn why_no_zero_copy() -> Option<String> {
 pub(super) fn lend(disk: &Disk) -> Result<OwnedFd, Error> {
     disk.lend().map_err(|error| {
         Error::new(ErrorKind::TransportMissing, format!("no passthrough: {error}"))
-            .hint("leave `--passthrough` away")
+            .hint("leave out `--passthrough`")
     })
 }
 
@@ -60,7 +60,7 @@ pub(super) fn no_passthrough(errno: Errno) -> Error {
     };
     Error::new(kind, format!("no passthrough: {why}"))
         .errno(errno)
-        .hint("leave `--passthrough` away")
+        .hint("leave out `--passthrough`")
 }
 
 /// Whether some of the image is read and written past the host's page cache.

@@ -6,7 +6,7 @@
 //! wait for itself.
 //!
 //! Root mounts directly, by the file-descriptor API (fsopen, fsmount, move_mount) or, where that is
-//! missing or forbidden, by mount(2). Everybody else asks `fusermount3`.
+//! missing or forbidden, by mount(2). All other users ask `fusermount3`.
 
 use std::ffi::OsString;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -373,7 +373,7 @@ fn unmounting_what_is_not_ours_is_refused() {
 /// Runs one ignored test of this program as the user `nobody`, in a directory of theirs and a mount
 /// namespace of its own, where `/dev/fuse` has the mode that is given.
 ///
-/// The helper opens the device with the rights of its user, so it must be open to everybody, as it
+/// The helper opens the device with the rights of its user, so it must be open to all users, as it
 /// is on most machines.
 fn as_nobody(test: &str, device_mode: &str) {
     const NOBODY: u32 = 65534;

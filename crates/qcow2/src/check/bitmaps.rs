@@ -111,7 +111,7 @@ impl Scan {
             Err(reason) => return Ok(Err(reason)),
         };
         if let Some(at) = places.iter().find(|at| at.from_start() >= layout.exact_len) {
-            return Ok(Err(format!("its bits at {at:#x} lie behind the end of the file")));
+            return Ok(Err(format!("its bits at {at:#x} lie past the end of the file")));
         }
         let table = self.clusters(bitmap.offset, bytes);
         let own: Vec<HostCluster> =

@@ -166,7 +166,7 @@ async fn flags_past_end(
             compared.wrong_flags += wrong;
             report.corrupt(wrong, || {
                 format!(
-                    "ERROR {wrong} entries for the cluster at {:#x}, behind the end of the file, \
+                    "ERROR {wrong} entries for the cluster at {:#x}, past the end of the file, \
                      have the wrong COPIED flag (refcount {stored})",
                     cluster << layout.cluster_bits
                 )

@@ -98,7 +98,7 @@ fn counts_stay_right_when_they_outgrow_their_narrow_form() {
 }
 
 #[test]
-fn counts_behind_the_end_are_nothing() {
+fn counts_past_the_end_are_nothing() {
     let mut counts = Counts::new(HostCluster(10), Bytes(1 << 20)).expect("room");
     counts.add(HostCluster(10), Uses::unflagged(1)).expect("ignored");
     counts.add_narrow(HostCluster(u64::MAX), 1, Uses::unflagged(1)).expect("ignored");
@@ -173,7 +173,7 @@ fn a_storage_that_cannot_grow_and_is_full_has_no_place_for_new_structures() {
 }
 
 #[test]
-fn new_structures_keep_away_from_what_points_behind_the_end() {
+fn new_structures_keep_away_from_what_points_past_the_end() {
     let mut bytes = image(4);
     // The guest's clusters 1 and 2 are gone; one entry is for the first cluster past the end.
     bytes[4 * CLUSTER + 8..4 * CLUSTER + 24].fill(0);

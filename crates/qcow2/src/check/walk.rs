@@ -194,7 +194,7 @@ impl Scan {
             report.own_finding(visits, || {
                 format!(
                     "ERROR L2 table at {table:#x}, entry {index}: the cluster at \
-                     {offset:#x} lies behind the end of the data file at {len:#x}"
+                     {offset:#x} lies past the end of the data file at {len:#x}"
                 )
             });
         }

@@ -79,7 +79,7 @@ async fn refcount_table(
             return Err(Error::corrupt(
                 file.name(),
                 format!(
-                    "entry {index} of the refcount table is {entry:#x}: unaligned or behind the \
+                    "entry {index} of the refcount table is {entry:#x}: unaligned or past the \
                      end of the file"
                 ),
             ));

@@ -49,7 +49,7 @@ impl Reader {
         let bad = entry & !(OFFSET_MASK | COPIED) != 0 || !self.is_aligned(offset);
         if bad || offset.from_start() >= self.file_len {
             return Err(format!(
-                "the L1 entry {entry:#x} is unaligned, behind the end of the file or has reserved \
+                "the L1 entry {entry:#x} is unaligned, past the end of the file or has reserved \
                  bits set"
             ));
         }
@@ -83,7 +83,7 @@ impl Reader {
             return Ok(Reference::None);
         }
         if offset.from_start() >= self.file_len {
-            return Err(format!("the L2 entry {entry:#x} lies behind the end of the file"));
+            return Err(format!("the L2 entry {entry:#x} lies past the end of the file"));
         }
         Ok(Reference::Cluster(offset >> self.geometry.cluster_bits))
     }

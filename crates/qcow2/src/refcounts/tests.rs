@@ -282,7 +282,7 @@ fn a_search_brings_low_holes_before_the_end() {
 }
 
 #[test]
-fn counts_behind_the_end_are_gone_round() {
+fn counts_past_the_end_are_gone_round() {
     let mut refcounts = image(5);
     refcounts.increment(HostCluster(10), 1).expect("covered");
     assert_eq!(refcounts.allocate(4, None, true), Ok(run(11, 4, true)));

@@ -77,14 +77,14 @@ fn data_on_top_of_metadata_is_refused() {
 }
 
 #[test]
-fn data_behind_the_end_of_the_file_is_refused() {
+fn data_past_the_end_of_the_file_is_refused() {
     assert_eq!(standard(100 * CLUSTER), Err(Errno::IO));
     assert_eq!(standard(0x00ff_ffff_ffff_0000), Err(Errno::IO));
     assert!(standard(99 * CLUSTER).is_ok());
 }
 
 #[test]
-fn the_part_of_the_last_cluster_behind_the_end_of_the_file_reads_as_zeroes() {
+fn the_part_of_the_last_cluster_past_the_end_of_the_file_reads_as_zeroes() {
     let lengths = Lengths { file: Bytes(5 * CLUSTER + 1000), data: Bytes(5 * CLUSTER + 1000) };
     let rules = rules(3, false, false);
     let host = 5 * CLUSTER;

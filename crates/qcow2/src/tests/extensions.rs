@@ -16,7 +16,7 @@ fn an_empty_area_has_no_extensions() {
 }
 
 #[test]
-fn everything_behind_the_end_mark_is_ignored() {
+fn everything_past_the_end_mark_is_ignored() {
     let area = [extension(0, &[]), vec![0xff; 64]].concat();
     assert!(parse(&area, "x").unwrap().unknown.is_empty());
 }

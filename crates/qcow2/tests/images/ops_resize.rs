@@ -89,7 +89,7 @@ fn the_first_level_grows_with_the_disk() {
 }
 
 #[test]
-fn garbage_behind_the_end_does_not_show() {
+fn garbage_past_the_end_does_not_show() {
     for options in ["", "compat=0.10", "cluster_size=16384,extended_l2=on", "data_file=image.data"]
     {
         // QEMU leaves the rest of the last cluster when it shrinks.

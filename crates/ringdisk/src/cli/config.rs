@@ -126,7 +126,7 @@ fn words_of(
         let arg = find(&command, key, &[])?;
         if arg.is_positional() {
             if is_given(arg) {
-                return Err(format!("{key} is on the command line, too: leave one away"));
+                return Err(format!("{key} is on the command line, too: leave one out"));
             }
             let Value::String(text) = value else {
                 return Err(format!("{key} is not a text in quotes"));

@@ -186,7 +186,7 @@ fn words_of(
     if arg.get_action().takes_values() {
         return match value {
             Some(value) => Ok(words(arg, [OsString::from(value)].into_iter())),
-            // An option whose value may be left away.
+            // An option whose value may be left out.
             None if arg.get_num_args().is_some_and(|count| count.min_values() == 0) => {
                 Ok(vec![OsString::from(format!("--{key}"))])
             }

@@ -240,7 +240,7 @@ fn another_size_reaches_the_kernel() {
     assert!(answered(&accel(&place)) > before);
     ctl(&place.socket, &["resize", "8M", "--shrink"]).ok();
     becomes(&place, true);
-    assert_eq!(vm.status(1, Request::write(behind, vec![9; 4096])), 1, "behind the end");
+    assert_eq!(vm.status(1, Request::write(behind, vec![9; 4096])), 1, "past the end");
     load.read_all(&mut vm);
     daemon.stop(&[&place.socket]);
     place.judge(&mut load);

@@ -189,7 +189,7 @@ fn an_offset_leaves_out_the_beginning_of_the_disk() {
             _ => images::reference(&place.image, format),
         };
         assert!(fs::read(content).expect("the disk") == bytes, "{format}");
-        // Nothing is left of it, and what is behind its end.
+        // Nothing is left of it, and what is past its end.
         let server = Server::start(&place.socket, &[&["-o", "8388608"][..], &words].concat());
         assert_eq!(ok_words(&["nbdinfo", "--size", &uri(&place.socket, "")]).trim(), "0");
         server.stop();

@@ -1,4 +1,4 @@
-//! CPUs that come and go under a mount. Changes the machine for everybody on it, and takes the CPU
+//! CPUs that come and go under a mount. Changes the machine for all its users, and takes the CPU
 //! affinity of their threads away: only with `RINGDISK_HOTPLUG=1`, as root, where a CPU can be
 //! taken offline.
 

@@ -137,8 +137,8 @@ fn without_the_right_to_zero_copy_pools_serve_and_asking_for_it_is_an_error() {
     assert_eq!(finished.code(), Some(9), "{}", finished.output());
 }
 
-/// `kernel.io_uring_disabled=2` forbids io_uring to everybody: who had it before goes on, to the
-/// flush at the end.
+/// `kernel.io_uring_disabled=2` forbids io_uring to all processes: a server that had it
+/// before goes on, to the flush at the end.
 #[test]
 fn where_io_uring_is_switched_off_for_all_new_mounts_say_so_and_old_ones_end_well() {
     // For the whole machine, so only where nobody else is.

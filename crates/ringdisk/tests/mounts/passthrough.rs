@@ -72,7 +72,7 @@ fn a_file_that_became_longer_shows_its_length() {
     }
     let disk = serve_raw(LEN, &["--passthrough"]);
     let file = open(disk.mounted.path());
-    file.write_all_at(b"behind the end", LEN + 1000).expect("write");
+    file.write_all_at(b"beyond the end", LEN + 1000).expect("write");
     std::thread::sleep(std::time::Duration::from_millis(1200));
     assert_eq!(file.metadata().expect("stat").len(), LEN + 1014);
     assert_eq!(std::fs::metadata(&disk.image).expect("stat").len(), LEN + 1014);

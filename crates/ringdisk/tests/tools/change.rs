@@ -510,7 +510,7 @@ fn a_check_knows_the_length_of_an_external_data_file() {
     let data = fs::File::options().write(true).open(d.join("data")).expect("the data file");
     data.set_len(MIB / 2).expect("cut");
     for words in [&["check", "disk"][..], &["check", "-r", "all", "disk"]] {
-        ringdisk(d, words).ends(2).says("behind the end of the data file");
+        ringdisk(d, words).ends(2).says("past the end of the data file");
     }
     fs::remove_file(d.join("data")).expect("gone");
     ringdisk(d, &["check", "disk"]).ends(1).says("the external data file");

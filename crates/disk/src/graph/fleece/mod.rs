@@ -171,7 +171,7 @@ impl Fleece {
         }
     }
 
-    /// Sets the last state, lets the file go and wakes everybody. Returns whether this call did.
+    /// Sets the last state, lets the file go and wakes all waiters. Returns whether this call did.
     ///
     /// The space of the file may be what the client's own write needs, so its descriptor is closed
     /// before this returns (on a helper thread, since that can take long), unless a reader or

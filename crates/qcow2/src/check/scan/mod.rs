@@ -202,7 +202,7 @@ impl Scan {
             let file_len = self.layout.file_len;
             report.corrupt(u64::from(uses.total), || {
                 format!(
-                    "ERROR {} at {offset:#x} ({len} bytes) lies behind the end of the file at \
+                    "ERROR {} at {offset:#x} ({len} bytes) lies past the end of the file at \
                      {file_len:#x}",
                     what()
                 )
@@ -518,7 +518,7 @@ impl Scan {
             } else if layout.in_cluster(offset) != Bytes::ZERO {
                 "the block is not aligned"
             } else if cluster >= layout.clusters() {
-                "the block lies behind the end of the file"
+                "the block lies past the end of the file"
             } else {
                 self.count(offset, size, "a refcount block", report)?;
                 // At most 2^20 entries.

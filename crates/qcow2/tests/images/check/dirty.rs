@@ -55,7 +55,7 @@ fn refcounts_of_an_image_that_was_not_closed_are_rebuilt_at_a_writable_open() {
 }
 
 #[test]
-fn counts_behind_the_end_of_an_image_that_was_not_closed_do_not_become_leaks() {
+fn counts_past_the_end_of_an_image_that_was_not_closed_do_not_become_leaks() {
     let images = Images::new();
     let mut runtime = runtime();
     let bytes = killed(&images, "lazy", "compat=1.1");

@@ -259,7 +259,7 @@ fn entries_for_another_place_of_the_data_file_are_errors_as_in_qemu_and_are_repa
 }
 
 #[test]
-fn a_cluster_behind_the_end_of_the_file_is_an_error_that_both_checks_name() {
+fn a_cluster_past_the_end_of_the_file_is_an_error_that_both_checks_name() {
     let images = Images::new();
     let good = image(&images, "");
     let mut runtime = runtime();

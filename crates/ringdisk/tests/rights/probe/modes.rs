@@ -237,8 +237,8 @@ mod walls {
         c"/proc/1/environ",
         c"/proc/1/cwd/etc/passwd",
     ];
-    /// What the kernel tells everybody, about the machine and about other processes: to list or to
-    /// read.
+    /// What the kernel tells all processes, about the machine and about other processes: to list
+    /// or to read.
     const TOLD: [&CStr; 24] = [
         c"/proc",
         c"/proc/1",
@@ -521,7 +521,7 @@ fn a_server_of_an_ordinary_user_can_do_what_it_needs_and_nothing_else() {
     daemon.stop(&[&socket]);
 }
 
-/// `/dev/fuse` open to everybody, as udev has it on every distribution; put back when dropped.
+/// `/dev/fuse` open to all users, as udev has it on every distribution; put back when dropped.
 struct OpenDevice {
     before: u32,
     _alone: Alone,
