@@ -46,7 +46,9 @@ pub use depth::DepthRule;
 pub use drain::{Admission, wait_drained};
 pub use error::{Error, ErrorKind};
 pub use halt::{HaltReason, close_disk};
-pub use hand_over::{HandOverRequest, HandOverState, HandedOver, ask_hand_over};
+pub use hand_over::{
+    HandOverRequest, HandOverState, HandOverSteps, HandedOver, ask_hand_over, carry_out,
+};
 pub use idle::IdleMemory;
 pub use in_flight::{Clock, InFlight};
 pub use options::{CommonOptions, Numa, THREADS_MAX, ThreadOptions, Threads};
