@@ -56,7 +56,7 @@ pub use pending::{Gone, Pending};
 pub use placement::{OwnCpu, PlacementRule, ThreadPlaces, cpus_are, cpus_named, place_threads};
 pub use pulse::Pulse;
 pub use retry::{retry_while, wait_until};
-pub use second_export::Beside;
+pub use second_export::SecondExport;
 pub use thread::{EndThread, POLL_MAX, QueueThread, QueueWork, Running, ThreadHandle, ThreadSetup};
 pub use thread::{ask_all, stop_threads};
 pub use trial::{Measured, Pause, Trial, TrialRule, per_second};

@@ -224,14 +224,17 @@ impl Export {
         DiskHandle::new(name, Arc::clone(&self.shared), Arc::clone(&self.ending), threads)
     }
 
-    /// Leaves a disk with its clients, and the listening sockets, to the process that has them, if
-    /// the export was prepared for all of them ([`Export::prepare`]). Before [`Export::take_up`].
+    /// Leaves a disk with its clients to the process that has them, if the export was prepared for
+    /// all of them ([`Export::prepare`]). Before [`Export::take_up`].
     ///
     /// * `name`: of the disk.
-    pub fn leave_out(&mut self, name: &str) {
+    /// * `listens`: that process goes on with the listening sockets; they are not used here.
+    pub fn leave_out(&mut self, name: &str, listens: bool) {
         self.shared.exports.remove(name);
         self.clients.0.retain(|client| client.before.export != name);
-        self.listeners.clear();
+        if listens {
+            self.listeners.clear();
+        }
     }
 
     /// Reads the counters later and from elsewhere.
@@ -417,8 +420,10 @@ impl HandOverSteps for Export {
 
 impl Drop for Export {
     fn drop(&mut self) {
+        // Connections that another process has are not ended.
+        let why = self.ending.reason().unwrap_or(Why::Stopped);
         if !self.has_ended
-            && let Err(reason) = self.end(Why::Stopped)
+            && let Err(reason) = self.end(why)
         {
             tracing::warn!("{reason}");
         }

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use ringdisk_disk::{Disk, HandOver, ImageOptions};
-use ringdisk_export::{Beside, HandOverState, HandOverSteps, carry_out};
+use ringdisk_export::{HandOverState, HandOverSteps, SecondExport, carry_out};
 use ringdisk_guest::inflight::InflightArea;
 use ringdisk_guest::{Layout, Log, Memory, Region};
 use ringdisk_ring::Ring;
@@ -39,13 +39,15 @@ pub(super) enum Outcome {
 pub(super) fn serve(
     request: Request,
     control: &mut Control,
-    (source, beside): (&FrontEndSource, Option<&dyn Beside>),
+    (source, beside): (&FrontEndSource, Option<&dyn SecondExport>),
     front_end: Option<(&mut Session, &Connection)>,
 ) -> Outcome {
-    let (suspended, went_on) = (false, true);
-    let mut export = VmHandOver { control, source, beside, front_end, suspended, went_on };
+    let (beside_stands, suspended, went_on) = (false, false, true);
+    let mut export =
+        VmHandOver { control, source, beside, front_end, beside_stands, suspended, went_on };
     match carry_out(request, &mut export) {
         true => {
+            let beside = beside.filter(|_| export.beside_stands);
             beside.iter().for_each(|beside| beside.moved());
             Outcome::Taken
         }
@@ -58,9 +60,11 @@ pub(super) fn serve(
 struct VmHandOver<'a> {
     control: &'a mut Control,
     source: &'a FrontEndSource,
-    beside: Option<&'a dyn Beside>,
+    beside: Option<&'a dyn SecondExport>,
     front_end: Option<(&'a mut Session, &'a Connection)>,
-    /// The virtqueues and the second export stand still.
+    /// The second export stands still.
+    beside_stands: bool,
+    /// The virtqueues stand still.
     suspended: bool,
     /// The virtqueues of the front end have gone on.
     went_on: bool,
@@ -87,8 +91,8 @@ impl HandOverSteps for VmHandOver<'_> {
 
     fn stand_still(&mut self) -> Result<HandOverState, Error> {
         // First: the guest waits for nothing that NBD clients keep from ending.
-        let clients = self.beside.map(Beside::stand_still).transpose()?;
-        self.suspended = true;
+        let clients = self.beside.map(SecondExport::stand_still).transpose()?.flatten();
+        (self.beside_stands, self.suspended) = (clients.is_some(), true);
         if let Some((session, _)) = &mut self.front_end {
             session.suspend(self.control);
         }
@@ -99,7 +103,9 @@ impl HandOverSteps for VmHandOver<'_> {
         // A second export that does not stand still in time goes on by itself.
         if self.suspended {
             self.went_on = go_on(self.control, &mut self.front_end);
-            self.beside.iter().for_each(|beside| beside.go_on());
+        }
+        if let Some(beside) = self.beside.filter(|_| self.beside_stands) {
+            beside.go_on();
         }
     }
 }
