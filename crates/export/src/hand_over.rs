@@ -1,13 +1,16 @@
 //! The hand-over of an export to a successor process: what passes between the thread that asks for
-//! it and the control thread of the export.
+//! it and the control thread of the export, and the steps of the latter.
 //!
 //! Promises: the thread that asks waits for a limited time, and hears why there is no hand-over. An
 //! export that stands still for a successor goes on when that takes too long, or when the thread
 //! that asked gives up. Control path.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError, sync_channel};
 use std::time::Duration;
+
+use ringdisk_disk::Disk;
 
 use crate::{Error, ErrorKind};
 
@@ -66,6 +69,68 @@ impl<S> HandOverRequest<S> {
         let is_awaited = self.answer.send(packed).is_ok();
         is_packed && is_awaited && self.verdict.recv_timeout(TIMEOUT).is_ok()
     }
+}
+
+/// What an export does to be handed over. Called by its control thread, by [`carry_out`].
+pub trait HandOverSteps {
+    /// All that a successor needs to go on with the export.
+    type State;
+
+    /// The disks of the export.
+    fn disks(&self) -> Vec<Arc<Disk>>;
+
+    /// Why the export cannot be handed over. Nothing stands still yet.
+    fn refusal(&mut self) -> Option<Error>;
+
+    /// Flushes what clients have written while they are served, so that they wait for less later. A
+    /// failure comes again in [`HandOverSteps::stand_still`].
+    ///
+    /// * `is_awaited`: whether a thread still waits for the hand-over.
+    fn flush(&mut self, is_awaited: &dyn Fn() -> bool);
+
+    /// Waits until no request is in flight, keeps later ones waiting, and packs the state. Requests
+    /// that wait for limits of the disks go on meanwhile.
+    ///
+    /// Errors: why the export cannot be handed over; [`HandOverSteps::go_on`] is called.
+    fn stand_still(&mut self) -> Result<Self::State, Error>;
+
+    /// Goes on here, with what [`HandOverSteps::stand_still`] has stopped.
+    fn go_on(&mut self);
+}
+
+/// Hands an export over, on its control thread. Returns whether the successor has it; else it goes
+/// on here.
+#[must_use]
+pub fn carry_out<E: HandOverSteps>(request: HandOverRequest<E::State>, export: &mut E) -> bool {
+    if !request.is_awaited() {
+        // Clients need not wait.
+        return false;
+    }
+    if let Some(why) = export.refusal() {
+        request.refuse(why);
+        return false;
+    }
+    export.flush(&|| request.is_awaited());
+    // Something may have come meanwhile.
+    if let Some(why) = export.refusal() {
+        request.refuse(why);
+        return false;
+    }
+    if !request.stands() {
+        // The flush took too long.
+        return false;
+    }
+    let packed = {
+        // A deep queue under a low limit would not be empty in time.
+        let disks = export.disks();
+        let _lifted: Vec<_> = disks.iter().map(|disk| disk.lift_limits()).collect();
+        export.stand_still()
+    };
+    if request.offer(packed) {
+        return true;
+    }
+    export.go_on();
+    false
 }
 
 /// An export that stands still because it is being handed over. Dropping it lets the export go on

@@ -48,7 +48,9 @@ pub use depth::DepthRule;
 pub use drain::{Admission, wait_drained};
 pub use error::{Error, ErrorKind};
 pub use halt::{HaltReason, close_disk};
-pub use hand_over::{HandOverRequest, HandOverState, HandedOver, ask_hand_over};
+pub use hand_over::{
+    HandOverRequest, HandOverState, HandOverSteps, HandedOver, ask_hand_over, carry_out,
+};
 pub use idle::IdleMemory;
 pub use in_flight::{Clock, InFlight};
 pub use options::{CommonOptions, Numa, THREADS_MAX, ThreadOptions, Threads};
@@ -56,7 +58,7 @@ pub use pending::{Gone, Pending};
 pub use placement::{OwnCpu, PlacementRule, ThreadPlaces, cpus_are, cpus_named, place_threads};
 pub use pulse::Pulse;
 pub use retry::{retry_while, wait_until};
-pub use second_export::Beside;
+pub use second_export::SecondExport;
 pub use thread::{EndThread, POLL_MAX, QueueThread, QueueWork, Running, ThreadHandle, ThreadSetup};
 pub use thread::{ask_all, stop_threads};
 pub use trial::{Measured, Pause, Trial, TrialRule, per_second};

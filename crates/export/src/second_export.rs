@@ -8,7 +8,7 @@ use std::fmt;
 use crate::{Error, HandOverState};
 
 /// A second export of the disk.
-pub trait Beside: Send + Sync + fmt::Debug {
+pub trait SecondExport: Send + Sync + fmt::Debug {
     /// A client of the export in charge has come, so the disk is in use. Returns at once.
     fn client_came(&self);
 
@@ -20,10 +20,12 @@ pub trait Beside: Send + Sync + fmt::Debug {
     fn end(&self);
 
     /// Lets the clients of this disk stand still for a successor, and packs them. Waits for
-    /// requests in flight, some seconds at most. [`Beside::go_on`] or [`Beside::moved`] follows.
+    /// requests in flight, some seconds at most. [`SecondExport::go_on`] or
+    /// [`SecondExport::moved`] follows, unless it gives `None`: the second export has ended, and
+    /// has no clients.
     ///
-    /// Errors: requests in flight do not end, or the second export has ended; its clients go on.
-    fn stand_still(&self) -> Result<HandOverState, Error>;
+    /// Errors: requests in flight do not end; its clients go on.
+    fn stand_still(&self) -> Result<Option<HandOverState>, Error>;
 
     /// The clients go on here: the disk is not handed over.
     fn go_on(&self);

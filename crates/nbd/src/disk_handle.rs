@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel, sync_channel};
 use std::time::{Duration, Instant};
 
-use ringdisk_export::{Beside, Error, ErrorKind, HandOverState, ThreadHandle};
+use ringdisk_export::{Error, ErrorKind, HandOverState, SecondExport, ThreadHandle};
 
 use crate::hand_over;
 use crate::queue::{Queue, Shared, Work};
@@ -139,7 +139,7 @@ impl DiskHandle {
     }
 }
 
-impl Beside for DiskHandle {
+impl SecondExport for DiskHandle {
     fn client_came(&self) {
         self.shared.idle.begin();
     }
@@ -154,9 +154,12 @@ impl Beside for DiskHandle {
         DiskHandle::end(self);
     }
 
-    fn stand_still(&self) -> Result<HandOverState, Error> {
+    fn stand_still(&self) -> Result<Option<HandOverState>, Error> {
+        if self.ending.has_ended() {
+            return Ok(None);
+        }
         let packed = self.suspend_and_pack();
-        packed.inspect_err(|_| Beside::go_on(self))
+        packed.map(Some).inspect_err(|_| SecondExport::go_on(self))
     }
 
     fn go_on(&self) {
@@ -177,7 +180,7 @@ impl Beside for DiskHandle {
         }
         match self.shared.exports.all().is_empty() {
             true => self.leave(),
-            false => Beside::go_on(self),
+            false => SecondExport::go_on(self),
         }
     }
 }

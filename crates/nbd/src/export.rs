@@ -10,10 +10,11 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ringdisk_disk::Disk;
 use ringdisk_export::stats::{QueueView, Stats};
 use ringdisk_export::{
-    Error, ErrorKind, HaltReason, HandOverState, POLL_MAX, Pending, PlacementRule, QueueThread,
-    ThreadSetup, ask_all, close_disk, place_threads, stop_threads,
+    Error, ErrorKind, HaltReason, HandOverState, HandOverSteps, POLL_MAX, Pending, PlacementRule,
+    QueueThread, ThreadSetup, ask_all, carry_out, close_disk, place_threads, stop_threads,
 };
 use ringdisk_ring::{Config, Errno, SpinPolicy, Topology};
 use rustix::net::listen;
@@ -34,9 +35,6 @@ use crate::suspended_connections::{STANDING_LIMIT, STANDING_REPLIES};
 const END_LIMIT: Duration = Duration::from_secs(10);
 /// At the end, clients have so long to take the last replies.
 const LAST_REPLIES: Duration = Duration::from_secs(2);
-/// What clients have written may take so long to reach the storage before a hand-over, while they
-/// are served.
-const FLUSH_LIMIT: Duration = Duration::from_secs(18);
 /// Clients that wait to be accepted; further ones are refused by the kernel, which may hold fewer
 /// (`net.core.somaxconn`).
 const BACKLOG: i32 = 4096;
@@ -226,14 +224,17 @@ impl Export {
         DiskHandle::new(name, Arc::clone(&self.shared), Arc::clone(&self.ending), threads)
     }
 
-    /// Leaves a disk with its clients, and the listening sockets, to the process that has them, if
-    /// the export was prepared for all of them ([`Export::prepare`]). Before [`Export::take_up`].
+    /// Leaves a disk with its clients to the process that has them, if the export was prepared for
+    /// all of them ([`Export::prepare`]). Before [`Export::take_up`].
     ///
     /// * `name`: of the disk.
-    pub fn leave_out(&mut self, name: &str) {
+    /// * `listens`: that process goes on with the listening sockets; they are not used here.
+    pub fn leave_out(&mut self, name: &str, listens: bool) {
         self.shared.exports.remove(name);
         self.clients.0.retain(|client| client.before.export != name);
-        self.listeners.clear();
+        if listens {
+            self.listeners.clear();
+        }
     }
 
     /// Reads the counters later and from elsewhere.
@@ -332,41 +333,23 @@ impl Export {
         if drained { Ok(()) } else { Err(still_in_flight()) }
     }
 
-    /// Lets everything stand still for a successor, which has it then, or it goes on here.
-    fn hand_over(&self, request: Request) {
-        // Most of what has to reach the storage does so while clients are served. A failure comes
-        // again below.
-        let flush = async |queue: Rc<Queue>| {
-            for export in queue.shared.exports.all() {
-                let _ = export.disk.flush(&queue.ring).await;
-            }
-        };
-        let flushed = self.threads.first().map(|first| first.ask_task(flush));
-        let _ = flushed.map(|flushed| flushed.within(FLUSH_LIMIT));
-        if !request.stands() {
+    /// Hands the export over, or goes on with it here.
+    fn hand_over(&mut self, request: Request) {
+        if !carry_out(request, self) {
             return;
         }
-        let packed = self.pack_still();
-        if request.offer(packed) {
-            let disks = self.shared.exports.all();
-            disks.iter().for_each(|export| self.shared.peers.have_moved(&export.name));
-            let left: Vec<_> =
-                self.threads.iter().map(|it| it.ask(|queue| queue.leave())).collect();
-            left.into_iter().for_each(|left| drop(left.within(END_LIMIT)));
-            self.ending.moved();
-            return;
-        }
-        self.go_on();
+        let disks = self.shared.exports.all();
+        disks.iter().for_each(|export| self.shared.peers.have_moved(&export.name));
+        let left: Vec<_> = self.threads.iter().map(|it| it.ask(|queue| queue.leave())).collect();
+        left.into_iter().for_each(|left| drop(left.within(END_LIMIT)));
+        self.ending.moved();
     }
 
     fn pack_still(&self) -> Result<HandOverState, Error> {
         let in_flight =
             || Error::new(ErrorKind::Refused, "requests in flight are not done; try again later");
-        let disks = self.shared.exports.all();
-        let lifted: Vec<_> = disks.iter().map(|export| export.disk.lift_limits()).collect();
         let suspend = async |queue: Rc<Queue>| queue.suspend(STANDING_REPLIES).await;
         let moved = ask_all(&self.threads, STANDING_LIMIT, suspend).map_err(|_| in_flight())?;
-        drop(lifted);
         let clients: Vec<_> = moved.into_iter().flatten().flatten().collect();
         let first = self.threads.first().ok_or_else(in_flight)?;
         let hand_over = async |queue: Rc<Queue>| -> Result<_, ringdisk_disk::Error> {
@@ -388,8 +371,37 @@ impl Export {
         hand_over::pack(listeners, handed, Vec::new(), clients)
     }
 
-    /// Goes on here after a hand-over that failed.
-    fn go_on(&self) {
+    fn in_flight(&self) -> usize {
+        usize::try_from(self.stats().total().in_flight).unwrap_or(usize::MAX)
+    }
+}
+
+impl HandOverSteps for Export {
+    type State = HandOverState;
+
+    fn disks(&self) -> Vec<Arc<Disk>> {
+        self.shared.exports.all().iter().map(|export| Arc::clone(&export.disk)).collect()
+    }
+
+    fn refusal(&mut self) -> Option<Error> {
+        None
+    }
+
+    fn flush(&mut self, is_awaited: &dyn Fn() -> bool) {
+        let flush = async |queue: Rc<Queue>| {
+            for export in queue.shared.exports.all() {
+                let _ = export.disk.flush(&queue.ring).await;
+            }
+        };
+        let flushed = self.threads.first().map(|first| first.ask_task(flush));
+        let _ = flushed.map(|flushed| flushed.wait(is_awaited));
+    }
+
+    fn stand_still(&mut self) -> Result<HandOverState, Error> {
+        self.pack_still()
+    }
+
+    fn go_on(&mut self) {
         let resume = async |queue: Rc<Queue>| {
             for export in queue.shared.exports.all() {
                 // One that was not handed over yet is as it was.
@@ -404,16 +416,14 @@ impl Export {
         let went: Vec<_> = self.threads.iter().map(|it| it.ask(|queue| queue.go_on())).collect();
         went.into_iter().for_each(|went| drop(went.within(END_LIMIT)));
     }
-
-    fn in_flight(&self) -> usize {
-        usize::try_from(self.stats().total().in_flight).unwrap_or(usize::MAX)
-    }
 }
 
 impl Drop for Export {
     fn drop(&mut self) {
+        // Connections that another process has are not ended.
+        let why = self.ending.reason().unwrap_or(Why::Stopped);
         if !self.has_ended
-            && let Err(reason) = self.end(Why::Stopped)
+            && let Err(reason) = self.end(why)
         {
             tracing::warn!("{reason}");
         }

@@ -26,6 +26,8 @@ use crate::stop_request::Ending;
 use crate::suspended_connections::{Moved, Moving, Standing};
 use crate::transport::Transport;
 
+/// How often an export that nobody uses looks whether a hand-over of its disks is over.
+const STANDING_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// How often the end of an export looks whether the last replies have left.
 const DRAIN_POLL: Duration = Duration::from_millis(2);
 
@@ -358,7 +360,11 @@ impl Queue {
             if !limit.is_zero() {
                 queue.ring.sleep(limit).await;
             }
-            if queue.shared.idle.is_since(came) {
+            // A disk that goes to another process takes its clients along: that one is not idle.
+            while *queue.shared.standing() > 0 && !queue.ending.has_ended() {
+                queue.ring.sleep(STANDING_POLL_INTERVAL).await;
+            }
+            if queue.shared.idle.is_since(came) && !queue.ending.has_ended() {
                 queue.ending.stopped();
             }
         });

@@ -77,6 +77,16 @@ impl Ending {
         }
     }
 
+    /// Why the export ends, or has ended.
+    pub(crate) fn reason(&self) -> Option<Why> {
+        self.lock().why
+    }
+
+    /// Whether it ends, or has ended.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.reason().is_some()
+    }
+
     /// A queue thread has panicked.
     pub(crate) fn panicked(&self) {
         self.set(Why::Panicked);

@@ -33,7 +33,7 @@ pub use predecessor::{DiskToHandOver, SuccessorSocket};
 use ringdisk_export::{Error, HandOverState, HandedOver};
 use ringdisk_vhost::export::HandOverHandle;
 use rustix::net::sockopt::socket_peercred;
-pub use successor::{Lingering, Offer, Predecessor, ask};
+pub use successor::{Lingering, Offer, OldProcess, Predecessor, ask};
 
 use crate::control::registry::user;
 use crate::failure::{Exit, Failure};

@@ -33,6 +33,9 @@ const HANDED: Duration = Duration::from_secs(40);
 /// give back.
 const GONE: Duration = Duration::from_secs(2);
 
+/// A process that was killed has ended this long after its sockets were closed, on most machines.
+const ENDING: Duration = Duration::from_millis(200);
+
 /// How often a process that waits for the answer notes that there is none yet.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -193,6 +196,12 @@ impl Offer {
         self.jobs.get(disk).map_or(&[], Vec::as_slice)
     }
 
+    /// What tells whether the old process is there, also after [`Offer::take`].
+    pub fn old_process(&self) -> OldProcess {
+        let pidfd = self.process.pidfd.as_ref().and_then(|pidfd| pidfd.try_clone().ok());
+        OldProcess { pidfd, is_kept: self.right.is_some() }
+    }
+
     /// Everything is prepared: the old process ends, and its successor goes on.
     ///
     /// An old process that is killed instead of answering goes on as little as one that has
@@ -235,6 +244,24 @@ impl Offer {
     }
 }
 
+/// The old process of a hand-over that may have failed.
+#[derive(Debug)]
+pub struct OldProcess {
+    /// `None`: the system does not tell.
+    pidfd: Option<OwnedFd>,
+    /// Its helper process starts another one when it dies.
+    is_kept: bool,
+}
+
+impl OldProcess {
+    /// Whether it, or another one that its helper process starts, may serve what was not handed
+    /// over. Waits for a moment: one that was killed closes its sockets first.
+    pub fn may_serve(&self) -> bool {
+        let is_there = |pidfd: &OwnedFd| !has_ended(pidfd, ENDING);
+        self.is_kept || self.pidfd.as_ref().is_none_or(is_there)
+    }
+}
+
 /// Whether the other side has closed the socket.
 fn is_end(error: &io::Error) -> bool {
     use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
@@ -265,14 +292,19 @@ impl Old {
         let Some(pidfd) = self.pidfd.as_ref().filter(|_| self.since.elapsed() < STEP) else {
             return false;
         };
-        let end = Instant::now() + GONE;
-        loop {
-            let left = end.saturating_duration_since(Instant::now());
-            let mut fds = [PollFd::new(pidfd, PollFlags::IN)];
-            match poll(&mut fds, Timespec::try_from(left).ok().as_ref()) {
-                Err(Errno::INTR) => {}
-                ready => return ready.is_ok_and(|ready| ready > 0),
-            }
+        has_ended(pidfd, GONE)
+    }
+}
+
+/// Waits for the end of a process. Returns whether it has come.
+fn has_ended(pidfd: &OwnedFd, limit: Duration) -> bool {
+    let end = Instant::now() + limit;
+    loop {
+        let left = end.saturating_duration_since(Instant::now());
+        let mut fds = [PollFd::new(pidfd, PollFlags::IN)];
+        match poll(&mut fds, Timespec::try_from(left).ok().as_ref()) {
+            Err(Errno::INTR) => {}
+            ready => return ready.is_ok_and(|ready| ready > 0),
         }
     }
 }

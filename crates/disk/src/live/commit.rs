@@ -142,7 +142,9 @@ async fn copy_failed(
 ) -> Result<(), Errno> {
     let mut tries = Tries::default();
     progress.failed(ring, &mut tries, errno).await?;
-    copy_again(merging, ring, range, progress, (false, tries)).await
+    copy_again(merging, ring, range, progress, (false, tries)).await?;
+    progress.add_done(range.1);
+    Ok(())
 }
 
 /// The last step, while no request is in flight.
@@ -549,10 +551,10 @@ async fn last_pass(
     let _graces = graph.graces_of_copy(options.top, options.base);
     if let Some(tracker) = graph.tracker.as_ref().filter(|_| options.top == 0) {
         tracker.check()?;
-        progress.add_total(tracker.bytes());
         let mut at = GuestOffset(0);
         while let Some((offset, len)) = tracker.take(at) {
             progress.check()?;
+            progress.add_total(len);
             for (at, count) in pieces(offset, offset + len) {
                 let copied = copy_range(ring, copier, at, count).await;
                 copied.map_err(|errno| LastPassFailure::Range((offset, len), errno))?;

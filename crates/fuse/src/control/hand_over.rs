@@ -5,10 +5,11 @@
 //! successor or, when that fails, here. What cannot be handed over is refused before anything
 //! stands still. When the end at once is asked for meanwhile, the hand-over is given up.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ringdisk_disk::HandOver;
-use ringdisk_export::HandOverRequest;
+use ringdisk_disk::{Disk, HandOver};
+use ringdisk_export::{HandOverRequest, HandOverSteps, carry_out};
 
 use super::Control;
 use crate::events::Event;
@@ -31,39 +32,11 @@ impl Control {
         request: HandOverRequest<HandedMount>,
         is_stopping: bool,
     ) -> bool {
-        if !request.is_awaited() {
-            // No thread waits for it any more: clients need not wait.
-            return false;
-        }
-        if let Some(why) = self.refusal(is_stopping) {
-            request.refuse(why);
-            return false;
-        }
-        // Most of what has to reach the storage does so while clients are served. A failure comes
-        // again below.
-        if !self.disk.is_read_only() {
-            let disk = self.disk.clone();
-            let flushed = self.queues[0].on_ring(async move |ring| disk.flush(&ring).await);
-            let _ = flushed.wait(|| request.is_awaited() && !self.shall_end());
-        }
-        if self.shall_end() {
-            request.refuse(ends());
-            return false;
-        }
-        if !request.stands() {
-            // It took too long.
-            return false;
-        }
-        let packed = self.pack();
-        if request.offer(packed) {
-            return true;
-        }
-        self.go_on();
-        false
+        carry_out(request, &mut MountHandOver { control: self, is_stopping })
     }
 
     /// Why the mount cannot be handed over.
-    fn refusal(&self, is_stopping: bool) -> Option<Error> {
+    fn refusal(&mut self, is_stopping: bool) -> Option<Error> {
         let never = |what: &str| Error::new(ErrorKind::Unsupported, what);
         if self.rings.is_some() {
             let what = "its requests travel over io_uring, and the kernel ties the rings of a \
@@ -83,7 +56,18 @@ impl Control {
             let what = "it was stopped, and ends when its last user has closed it";
             return Some(Error::new(ErrorKind::Refused, what));
         }
-        None
+        self.shall_end()
+            .then(|| Error::new(ErrorKind::Refused, "its end at once was asked for meanwhile"))
+    }
+
+    /// Flushes as long as a thread waits for the hand-over.
+    fn flush_before(&mut self, is_awaited: &dyn Fn() -> bool) {
+        if self.disk.is_read_only() {
+            return;
+        }
+        let disk = self.disk.clone();
+        let flushed = self.queues[0].on_ring(async move |ring| disk.flush(&ring).await);
+        let _ = flushed.wait(|| is_awaited() && !self.shall_end());
     }
 
     /// Makes the mount stand still, and gives its state.
@@ -162,7 +146,32 @@ impl Control {
     }
 }
 
-/// The mount ends before it is handed over.
-fn ends() -> Error {
-    Error::new(ErrorKind::Refused, "its end at once was asked for meanwhile")
+/// The mount, while it is handed over.
+struct MountHandOver<'a> {
+    control: &'a mut Control,
+    is_stopping: bool,
+}
+
+impl HandOverSteps for MountHandOver<'_> {
+    type State = HandedMount;
+
+    fn disks(&self) -> Vec<Arc<Disk>> {
+        vec![Arc::clone(&self.control.disk)]
+    }
+
+    fn refusal(&mut self) -> Option<Error> {
+        self.control.refusal(self.is_stopping)
+    }
+
+    fn flush(&mut self, is_awaited: &dyn Fn() -> bool) {
+        self.control.flush_before(is_awaited);
+    }
+
+    fn stand_still(&mut self) -> Result<HandedMount, Error> {
+        self.control.pack()
+    }
+
+    fn go_on(&mut self) {
+        self.control.go_on();
+    }
 }

@@ -87,10 +87,10 @@ impl Served {
         self.export.hand_over_handle()
     }
 
-    /// Leaves a disk with its clients, and the listening sockets, to the process that has them.
-    /// Before [`Served::take_up`].
-    pub fn leave_out(&mut self, name: &str) {
-        self.export.leave_out(name);
+    /// Leaves a disk with its clients, and the listening sockets if it `listens`, to the process
+    /// that has them. Before [`Served::take_up`].
+    pub fn leave_out(&mut self, name: &str, listens: bool) {
+        self.export.leave_out(name, listens);
     }
 
     /// Takes clients from now on.

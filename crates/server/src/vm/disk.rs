@@ -19,7 +19,7 @@ use ringdisk_disk::Disk;
 use ringdisk_vhost::export::Packed;
 use ringdisk_vhost::{ExportOptions, Listen};
 
-use super::nbd_export::Beside;
+use super::nbd_export::NbdExport;
 use super::nbd_start::Wanted;
 use super::request::{DiskRequest, Request, options};
 use super::{Plan, Running};
@@ -93,7 +93,7 @@ pub(super) fn start(
     plan: Plan,
     disk: Arc<Disk>,
     kept: Option<&Kept>,
-    beside: Option<&Beside>,
+    beside: Option<&NbdExport>,
 ) -> Result<Running, Failure> {
     let image = KeptImage { plan: &plan.image, confines: plan.confines };
     let created = plan.new.as_ref().map(|(new, _)| new.format);

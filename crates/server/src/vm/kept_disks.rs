@@ -22,7 +22,7 @@ use ringdisk_vhost::ExportOptions;
 use ringdisk_vhost::export::Export;
 use ringdisk_vhost::keep;
 
-use super::nbd_export::{Beside, OpenDisk};
+use super::nbd_export::{NbdExport, OpenDisk};
 use super::nbd_start;
 use super::request::options;
 use super::{Placed, Plan, Running, Started, front};
@@ -92,7 +92,7 @@ impl Kept {
 }
 
 /// Serves NBD clients again. `None`: they were not served, or cannot be.
-fn start_beside(beside: Option<nbd_start::Wanted<'_>>, open: &[OpenDisk<'_>]) -> Option<Beside> {
+fn start_beside(beside: Option<nbd_start::Wanted<'_>>, open: &[OpenDisk<'_>]) -> Option<NbdExport> {
     // All disks may have ended already.
     let wanted = beside.filter(|_| !open.is_empty())?;
     let complain = |failure: Failure| {
@@ -111,7 +111,7 @@ fn go_on(
     disk: Arc<Disk>,
     (export, keeper): (KeptState, Box<dyn Keeper>),
     (jobs, found): (KeptJobs, Vec<HandedJob>),
-    (right, beside): (Option<Succession>, Option<(usize, &Beside)>),
+    (right, beside): (Option<Succession>, Option<(usize, &NbdExport)>),
 ) -> Result<Running, Failure> {
     let name = plan.image.name();
     let makes = plan.request.socket.make.is_some();

@@ -41,7 +41,7 @@ use crate::start::pidfile_of;
 use crate::vhost::Served;
 
 use disk::{Placed, front, plan, start};
-use nbd_export::{Beside, OpenDisk};
+use nbd_export::{NbdExport, OpenDisk};
 use request::{DiskRequest, Request};
 use serving::Serving;
 
@@ -89,7 +89,7 @@ struct Running {
 }
 
 /// Disks that have been started, and their NBD export.
-type Started = (Vec<Running>, Option<Beside>);
+type Started = (Vec<Running>, Option<NbdExport>);
 
 /// Serves until the end. Gives the exit code. Where messages go is prepared before
 /// ([`ringdisk_daemon::log_target::prepare`]).

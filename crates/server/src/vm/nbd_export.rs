@@ -1,7 +1,7 @@
 //! NBD clients of disks that virtual machines use.
 //!
 //! Promises: a disk is closed by the export of its virtual machine, after it has left the NBD
-//! export ([`ringdisk_export::Beside`]). The end of the NBD export is the end of the process only
+//! export ([`ringdisk_export::SecondExport`]). The end of the NBD export is the end of the process only
 //! if it was idle for too long. A successor gets the clients of each disk with the disk.
 
 use std::path::PathBuf;
@@ -32,7 +32,7 @@ pub struct OpenDisk<'a> {
 
 /// The NBD export of all disks of the process.
 #[derive(Debug)]
-pub struct Beside {
+pub struct NbdExport {
     /// The export; it takes no client yet.
     pub served: Served,
     /// Its addresses, as messages name them.
@@ -41,15 +41,18 @@ pub struct Beside {
     pub made: Vec<MadeSocket>,
     /// Names of sockets that the process before has made, and lets go of when it ends.
     pub left: Vec<PathBuf>,
+    /// Whether the process before listens for clients of a disk, in the order of the disks; empty:
+    /// there was none.
+    pub listens_there: Vec<bool>,
     /// Of the disks that are served, in their order.
     pub names: Vec<String>,
 }
 
-impl Beside {
+impl NbdExport {
     /// What ends one disk here before its virtual machine's export closes it.
     ///
     /// * `number`: which one it is of those that are served.
-    pub(super) fn disk_handle(&self, number: usize) -> Arc<dyn ringdisk_export::Beside> {
+    pub(super) fn disk_handle(&self, number: usize) -> Arc<dyn ringdisk_export::SecondExport> {
         Arc::new(self.served.disk_handle(&self.names[number]))
     }
 
@@ -74,18 +77,21 @@ impl Beside {
         self.served.release();
     }
 
-    /// Leaves a disk and its clients to the process before, which goes on with it and with the
-    /// listening sockets.
+    /// Leaves a disk and its clients to the process before, and the listening sockets where that
+    /// one goes on with them.
     ///
-    /// * `number`: as for [`Beside::place`].
-    pub(super) fn leave_out(&mut self, number: usize) {
-        let name = &self.names[number];
-        terminal::warn(format_args!(
-            "NBD clients connect to the process before this one, which has a disk still; clients \
-             of other disks go on here"
-        ));
-        self.served.leave_out(name);
-        self.left.clear();
+    /// * `number`: as for [`NbdExport::place`].
+    /// * `is_served`: a process goes on with the disk.
+    pub(super) fn leave_out(&mut self, number: usize, is_served: bool) {
+        let listens = is_served && self.listens_there.get(number).copied().unwrap_or(false);
+        if listens {
+            terminal::warn(format_args!(
+                "NBD clients connect to the process before this one, which has a disk still; \
+                 clients of other disks go on here"
+            ));
+            self.left.clear();
+        }
+        self.served.leave_out(&self.names[number], listens);
     }
 
     /// Goes on with the clients of the process before.
@@ -100,7 +106,7 @@ impl Beside {
 
     /// Ends the disks of virtual machines, too, when nobody has used any for too long.
     pub(super) fn attend(self, guests: Vec<vhost::Handle>) -> Attended {
-        let Beside { served, made, .. } = self;
+        let NbdExport { served, made, .. } = self;
         let handle = served.handle();
         let for_end = handle.clone();
         let stop = move || {

@@ -11,7 +11,7 @@ use ringdisk_daemon::terminal;
 use ringdisk_export::{HandOverState, retry_while};
 use ringdisk_nbd::{Handed, HandedClients, NamedDisk, NbdOptions};
 
-use super::nbd_export::{Beside, OpenDisk};
+use super::nbd_export::{NbdExport, OpenDisk};
 use crate::client_view::ClientViewWords;
 use crate::nbd::access::{Access, access};
 use crate::nbd::addresses::{Listening, Where, listen, places, taken};
@@ -69,7 +69,7 @@ impl<'a> Wanted<'a> {
     ///   moment.
     ///
     /// Errors: an address that cannot be had; bitmaps; those of threads and rings.
-    pub(super) fn start(self, opened: &[OpenDisk<'_>], again: bool) -> Result<Beside, Failure> {
+    pub(super) fn start(self, opened: &[OpenDisk<'_>], again: bool) -> Result<NbdExport, Failure> {
         let (exports, names) = self.exports(opened)?;
         let Wanted { request, places, access, .. } = self;
         let is_encrypted = access.tls.as_ref().is_some_and(|tls| tls.required);
@@ -82,29 +82,31 @@ impl<'a> Wanted<'a> {
         let served = Served::start(exports, listeners, options)?;
         served.notes().iter().for_each(terminal::warn);
         let Listening { display_names, made, .. } = listening;
-        Ok(Beside { served, display_names, made, left: Vec::new(), names })
+        let (left, listens_there) = (Vec::new(), Vec::new());
+        Ok(NbdExport { served, display_names, made, left, listens_there, names })
     }
 
     /// Makes the export for sockets and clients of the process that has the disks until now, and
     /// goes on with them unless it hands the disks over. No client is served yet.
     ///
-    /// * `handed`: of each disk: its clients and the listening sockets. `None`: that process has
-    ///   none.
+    /// * `handed`: of each disk: its clients and the listening sockets. `None`: that process serves
+    ///   it over NBD no longer. Where no process has sockets to hand over, they are made.
     ///
-    /// Errors: they cannot be had; the sockets are not those of the addresses; as
-    /// [`Wanted::start`].
+    /// Errors: the sockets are not those of the addresses; NBD clients have another disk of the
+    /// same process; as [`Wanted::start`].
     pub(super) fn take_over(
         self,
         opened: &[OpenDisk<'_>],
         handed: Vec<Option<HandOverState>>,
-    ) -> Result<Beside, Failure> {
+    ) -> Result<NbdExport, Failure> {
         let (exports, names) = self.exports(opened)?;
-        let (mut sockets, mut all) = (None, HandedClients::default());
+        let (mut sockets, mut all) = (Vec::new(), HandedClients::default());
+        let mut listens_there = Vec::new();
         for state in handed {
-            let state = state.ok_or_else(|| {
-                let text = "the process that serves the disk has no NBD clients to hand over";
-                Failure::new(Exit::Unsupported, text).hint("it goes on as before; leave --nbd out")
-            })?;
+            let Some(state) = state else {
+                listens_there.push(false);
+                continue;
+            };
             let Handed { listeners, clients, names: theirs, .. } = Handed::open(state)?;
             if let Some(other) = theirs.iter().find(|name| !names.contains(name)) {
                 let text = format!(
@@ -114,22 +116,36 @@ impl<'a> Wanted<'a> {
                 let hint = "it goes on as before; name all its disks with --disk";
                 return Err(Failure::new(Exit::Unsupported, text).hint(hint));
             }
-            // Each disk comes with copies of the same ones.
-            sockets.get_or_insert(listeners);
+            listens_there.push(!listeners.is_empty());
+            // Each disk of one process comes with copies of the same ones.
+            if sockets.is_empty() {
+                sockets = listeners;
+            }
             all.extend(clients);
         }
         let Wanted { request, access, .. } = self;
-        let mut listening = taken(&request.addresses, sockets.unwrap_or_default())?;
+        let is_encrypted = access.tls.as_ref().is_some_and(|tls| tls.required);
+        let mut left = Vec::new();
+        let mut listening = if sockets.is_empty() {
+            // The NBD export of that process has ended, or another process has its sockets.
+            listen_when_free(request, is_encrypted).unwrap_or_else(|failure| {
+                terminal::complain(&failure.context("no further NBD client can connect"));
+                Listening::default()
+            })
+        } else {
+            let path = |address: &Address| match address {
+                Address::Unix(path) => Some(path.clone()),
+                _ => None,
+            };
+            left.extend(request.addresses.iter().filter_map(path));
+            taken(&request.addresses, sockets)?
+        };
         let options = options_of(request, access, opened);
         let listeners = std::mem::take(&mut listening.listeners);
         let served = Served::prepare(exports, listeners, all, options)?;
         served.notes().iter().for_each(terminal::warn);
-        let path = |address: &Address| match address {
-            Address::Unix(path) => Some(path.clone()),
-            _ => None,
-        };
-        let left = request.addresses.iter().filter_map(path).collect();
-        Ok(Beside { served, display_names: listening.display_names, made: Vec::new(), left, names })
+        let Listening { display_names, made, .. } = listening;
+        Ok(NbdExport { served, display_names, made, left, listens_there, names })
     }
 
     /// The disks as NBD clients see them, and their names.

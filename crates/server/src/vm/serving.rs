@@ -17,7 +17,7 @@ use ringdisk_daemon::signals::{Phase, Watcher};
 use ringdisk_daemon::terminal;
 use ringdisk_daemon::upgrade::SuccessorSocket;
 
-use super::nbd_export::{Attended, Beside};
+use super::nbd_export::{Attended, NbdExport};
 use super::ready_text;
 use super::request::Request;
 use super::shutdown::{actions, wait};
@@ -32,7 +32,7 @@ use crate::vhost::Handle;
 pub(super) struct Serving<'a> {
     request: &'a Request,
     observers: Observers,
-    beside: Option<Beside>,
+    beside: Option<NbdExport>,
     running: Vec<Running>,
     watcher: Watcher,
     kept: Option<Kept>,
@@ -69,7 +69,7 @@ impl<'a> Serving<'a> {
         let mut inside = self.running.iter().map(Running::inside).collect::<Vec<_>>();
         if let Some(first) = inside.first_mut() {
             first.names.extend(self.observers.metrics.named());
-            first.names.extend(self.beside.iter().flat_map(Beside::named));
+            first.names.extend(self.beside.iter().flat_map(NbdExport::named));
         }
         let mark = self.kept.as_ref().map(|kept| kept.mark.clone()).unwrap_or_default();
         privileges::give_up(
@@ -84,7 +84,7 @@ impl<'a> Serving<'a> {
         // Messages of front ends are read inside the sandbox only; those that were taken over are
         // served already.
         self.running.iter().for_each(|disk| disk.served.release());
-        self.beside.iter_mut().for_each(Beside::release);
+        self.beside.iter_mut().for_each(NbdExport::release);
         Ok(())
     }
 

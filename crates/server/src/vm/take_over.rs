@@ -21,7 +21,7 @@ use ringdisk_images::inspect;
 use ringdisk_vhost::export::{Export, Prepared};
 use ringdisk_vhost::{ExportOptions, Listen};
 
-use super::nbd_export::{Beside, OpenDisk};
+use super::nbd_export::{NbdExport, OpenDisk};
 use super::nbd_start::Wanted;
 use super::request::options;
 use super::{Placed, Plan, Running, Started};
@@ -81,6 +81,7 @@ pub(super) fn take_over(
     let (mut taken, mut left) = (Vec::new(), Vec::new());
     for (number, waiting) in waiting.into_iter().enumerate() {
         let Waiting { placed, makes, prepared, offer, right, .. } = waiting;
+        let old = offer.old_process();
         match offer.take() {
             Ok(predecessor) => {
                 right.iter().for_each(Succession::is_ours);
@@ -93,7 +94,7 @@ pub(super) fn take_over(
             // Its guest goes on where it was, and so do NBD clients.
             Err(failure) => {
                 terminal::complain(&failure.context(placed.name));
-                left.push(number);
+                left.push((number, old.may_serve()));
             }
         }
     }
@@ -101,12 +102,12 @@ pub(super) fn take_over(
         return Err(Failure::new(Exit::General, "no disk was handed over"));
     }
     if let Some(beside) = &mut beside {
-        left.into_iter().for_each(|number| beside.leave_out(number));
+        left.into_iter().for_each(|(number, is_served)| beside.leave_out(number, is_served));
         beside.take_up();
     }
     let since = Instant::now();
     let running = taken.into_iter().map(|taken| taken.attend(since)).collect();
-    beside.iter_mut().for_each(Beside::adopt);
+    beside.iter_mut().for_each(NbdExport::adopt);
     Ok((running, beside))
 }
 
@@ -134,7 +135,7 @@ impl Taken {
 /// Makes the export of NBD clients that come along. None is served yet.
 ///
 /// Errors: as [`Wanted::take_over`].
-fn take_clients(wanted: Wanted<'_>, waiting: &mut [Waiting]) -> Result<Beside, Failure> {
+fn take_clients(wanted: Wanted<'_>, waiting: &mut [Waiting]) -> Result<NbdExport, Failure> {
     let clients = waiting.iter_mut().map(|disk| disk.prepared.take_beside()).collect();
     let open = waiting.iter().enumerate();
     let open = open.map(|(number, Waiting { plan, prepared, .. })| {

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use ringdisk_disk::{Disk, HandOver, ImageOptions};
-use ringdisk_export::{Beside, HandOverState};
+use ringdisk_export::{HandOverState, HandOverSteps, SecondExport, carry_out};
 use ringdisk_guest::inflight::InflightArea;
 use ringdisk_guest::{Layout, Log, Memory, Region};
 use ringdisk_ring::Ring;
@@ -39,46 +39,75 @@ pub(super) enum Outcome {
 pub(super) fn serve(
     request: Request,
     control: &mut Control,
-    (source, beside): (&FrontEndSource, Option<&dyn Beside>),
-    mut front_end: Option<(&mut Session, &Connection)>,
+    (source, beside): (&FrontEndSource, Option<&dyn SecondExport>),
+    front_end: Option<(&mut Session, &Connection)>,
 ) -> Outcome {
-    if !request.is_awaited() {
-        // No thread waits for it any more: the guest need not stand still.
-        return Outcome::GoesOn;
-    }
-    if control.is_migrating() {
-        let why = "the guest is being migrated; try again after that";
-        request.refuse(Error::new(ErrorKind::Refused, why));
-        return Outcome::GoesOn;
-    }
-    // A change of the disk may come, for which a flush waits, and which waits for what is in
-    // the kernel.
-    control.take_back_all();
-    // Most of what has to reach the storage does so while the guest still works. A failure
-    // comes again below.
-    let _ = control.flush();
-    if !request.stands() {
-        // It took too long.
-        return Outcome::GoesOn;
-    }
-    let clients = match beside.map(Beside::stand_still).transpose() {
-        Ok(clients) => clients,
-        Err(why) => {
-            request.refuse(why);
-            return Outcome::GoesOn;
+    let (beside_stands, suspended, went_on) = (false, false, true);
+    let mut export =
+        VmHandOver { control, source, beside, front_end, beside_stands, suspended, went_on };
+    match carry_out(request, &mut export) {
+        true => {
+            let beside = beside.filter(|_| export.beside_stands);
+            beside.iter().for_each(|beside| beside.moved());
+            Outcome::Taken
         }
-    };
-    if let Some((session, _)) = &mut front_end {
-        session.suspend(control);
+        false if export.went_on => Outcome::GoesOn,
+        false => Outcome::LetGo,
     }
-    let packed = pack_still(control, (source, clients), &mut front_end);
-    if request.offer(packed) {
-        beside.iter().for_each(|beside| beside.moved());
-        return Outcome::Taken;
+}
+
+/// The disk of a virtual machine, while it is handed over.
+struct VmHandOver<'a> {
+    control: &'a mut Control,
+    source: &'a FrontEndSource,
+    beside: Option<&'a dyn SecondExport>,
+    front_end: Option<(&'a mut Session, &'a Connection)>,
+    /// The second export stands still.
+    beside_stands: bool,
+    /// The virtqueues stand still.
+    suspended: bool,
+    /// The virtqueues of the front end have gone on.
+    went_on: bool,
+}
+
+impl HandOverSteps for VmHandOver<'_> {
+    type State = HandOverState;
+
+    fn disks(&self) -> Vec<Arc<Disk>> {
+        vec![Arc::clone(&self.control.disk)]
     }
-    let goes_on = go_on(control, &mut front_end);
-    beside.iter().for_each(|beside| beside.go_on());
-    if goes_on { Outcome::GoesOn } else { Outcome::LetGo }
+
+    fn refusal(&mut self) -> Option<Error> {
+        let why = "the guest is being migrated; try again after that";
+        self.control.is_migrating().then(|| Error::new(ErrorKind::Refused, why))
+    }
+
+    fn flush(&mut self, _is_awaited: &dyn Fn() -> bool) {
+        // A change of the disk may come, for which a flush waits, and which waits for what is in
+        // the kernel.
+        self.control.take_back_all();
+        let _ = self.control.flush();
+    }
+
+    fn stand_still(&mut self) -> Result<HandOverState, Error> {
+        // First: the guest waits for nothing that NBD clients keep from ending.
+        let clients = self.beside.map(SecondExport::stand_still).transpose()?.flatten();
+        (self.beside_stands, self.suspended) = (clients.is_some(), true);
+        if let Some((session, _)) = &mut self.front_end {
+            session.suspend(self.control);
+        }
+        pack_still(self.control, (self.source, clients), &mut self.front_end)
+    }
+
+    fn go_on(&mut self) {
+        // A second export that does not stand still in time goes on by itself.
+        if self.suspended {
+            self.went_on = go_on(self.control, &mut self.front_end);
+        }
+        if let Some(beside) = self.beside.filter(|_| self.beside_stands) {
+            beside.go_on();
+        }
+    }
 }
 
 /// * `clients`: those of a second export.

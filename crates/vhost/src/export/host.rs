@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ringdisk_export::Beside;
+use ringdisk_export::SecondExport;
 
 use super::backend::Control;
 use super::hand_over::FrontEnd;
@@ -56,7 +56,7 @@ pub(super) struct Host {
     /// What a process that was killed left half done.
     pub(super) left: Left,
     /// A second export of the disk.
-    pub(super) beside: Option<Arc<dyn Beside>>,
+    pub(super) beside: Option<Arc<dyn SecondExport>>,
 }
 
 /// What a process that was killed left half done.

@@ -29,7 +29,7 @@ use std::time::Duration;
 use ringdisk_disk::{Disk, ImageOptions, SizeWatch};
 use ringdisk_export::keep::KeptState;
 use ringdisk_export::stats::{QueueView, Stats};
-use ringdisk_export::{Beside, ControlThread, HaltReason, ask_hand_over};
+use ringdisk_export::{ControlThread, HaltReason, SecondExport, ask_hand_over};
 pub use ringdisk_export::{HandOverState, HandedOver};
 use ringdisk_ring::Ring;
 
@@ -139,14 +139,14 @@ impl Prepared {
     }
 
     /// What another process has handed over of a second export of the disk
-    /// ([`Beside::stand_still`]); once.
+    /// ([`SecondExport::stand_still`]); once.
     pub fn take_beside(&mut self) -> Option<HandOverState> {
         self.clients.take()
     }
 
     /// A second export of the disk, which could not be made before the disk was there; else
     /// [`ExportOptions::beside`]. Not with `accel`.
-    pub fn set_beside(&mut self, beside: Arc<dyn Beside>) {
+    pub fn set_beside(&mut self, beside: Arc<dyn SecondExport>) {
         self.host.beside = Some(beside);
         self.export.never_in_kernel = Some(start::NBD_AND_KERNEL);
     }

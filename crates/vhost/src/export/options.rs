@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ringdisk_export::keep::Keeper;
-use ringdisk_export::{Beside, CommonOptions, THREADS_MAX, Threads};
+use ringdisk_export::{CommonOptions, SecondExport, THREADS_MAX, Threads};
 
 use super::kernel_device::AccelOptions;
 use crate::device::OnError;
@@ -137,7 +137,7 @@ pub struct ExportOptions {
     pub keep: Option<Box<dyn Keeper>>,
     /// A second export of the disk in this process, which ends before the disk is closed. Not with
     /// `accel`: the second export would not see what the kernel has in flight.
-    pub beside: Option<Arc<dyn Beside>>,
+    pub beside: Option<Arc<dyn SecondExport>>,
 }
 
 impl ExportOptions {

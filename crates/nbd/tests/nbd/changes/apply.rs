@@ -16,7 +16,7 @@ use ringdisk_ring::{Config, IoBuf, Ring, Runtime};
 use ringdisk_testkit::process::LIMIT;
 
 use super::clients::FIRST;
-use super::world::{Beside, Change, LARGE, OVERLAY, SIZE, SMALL};
+use super::world::{Change, LARGE, OVERLAY, SIZE, SMALL, SecondExport};
 
 /// What fits into a fleecing file.
 const FLEECE_MAX: Bytes = Bytes(1 << 30);
@@ -29,7 +29,7 @@ const MIDDLE: Duration = Duration::from_millis(2);
 #[derive(Clone)]
 pub(super) struct Means {
     pub(super) disk: Arc<Disk>,
-    pub(super) beside: Beside,
+    pub(super) beside: SecondExport,
     /// What the disk showed before.
     pub(super) bytes: Arc<[u8]>,
     /// Clients may come now: a checkpoint keeps the state, or the target of a mirror that copies

@@ -315,12 +315,12 @@ fn create(place: &Path, name: &str, below: Option<&str>) {
 pub(super) struct World {
     pub(super) disk: Arc<Disk>,
     own: Vec<(Victim, SimStorage)>,
-    pub(super) beside: Beside,
+    pub(super) beside: SecondExport,
 }
 
 /// What a change needs beside the disk.
 #[derive(Clone)]
-pub(super) struct Beside {
+pub(super) struct SecondExport {
     pub(super) place: Arc<Path>,
     pub(super) overlay: SimStorage,
     pub(super) fleece: SimStorage,
@@ -330,21 +330,21 @@ pub(super) struct Beside {
     name: Option<&'static str>,
 }
 
-impl Beside {
+impl SecondExport {
     /// * `bytes`: what the disk shows.
     pub(super) fn new(
         fixture: &Fixture,
         cell: Cell,
         own: &[(Victim, SimStorage)],
         bytes: &[u8],
-    ) -> Beside {
+    ) -> SecondExport {
         let place: Arc<Path> = Arc::from(fixture.place.path());
         let _ = std::fs::remove_file(place.join(OVERLAY));
         let below = fixture.files.iter().zip(own).skip(1);
         let below = below.map(|((_, name, _), (_, sim))| stored(&place, name, sim)).collect();
         let target = fixture.new_target(cell, bytes);
         let (overlay, fleece) = (SimStorage::new(0, 5), SimStorage::new(0, 6));
-        Beside { place, overlay, fleece, target, below, name: cell.change.target() }
+        SecondExport { place, overlay, fleece, target, below, name: cell.change.target() }
     }
 
     /// The target of a mirror or a backup, as a disk; over the images below the top where only that
@@ -375,7 +375,7 @@ impl World {
             .zip(1..)
             .map(|((victim, _, content), seed)| (*victim, SimStorage::from_image(content, seed)))
             .collect();
-        let beside = Beside::new(fixture, cell, &own, &fixture.bytes);
+        let beside = SecondExport::new(fixture, cell, &own, &fixture.bytes);
         let images = fixture.files.iter().zip(&own);
         let images =
             images.map(|((_, name, _), (_, sim))| stored(&beside.place, name, sim)).collect();
@@ -389,8 +389,8 @@ impl World {
     /// to it.
     ///
     /// * `bytes`: what the disk shows now.
-    pub(super) fn renewed(&self, fixture: &Fixture, cell: Cell, bytes: &[u8]) -> Beside {
-        Beside::new(fixture, cell, &self.own, bytes)
+    pub(super) fn renewed(&self, fixture: &Fixture, cell: Cell, bytes: &[u8]) -> SecondExport {
+        SecondExport::new(fixture, cell, &self.own, bytes)
     }
 
     pub(super) fn victim(&self, victim: Victim) -> &SimStorage {

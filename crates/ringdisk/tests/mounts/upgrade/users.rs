@@ -3,15 +3,16 @@
 
 use std::fs::{File, Permissions};
 use std::io::{Read, Write};
-use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::Arc;
 
 use ringdisk_testkit::images;
 use ringdisk_testkit::limits::{mount_at, needs};
 use ringdisk_testkit::mount::{scratch, text};
 use ringdisk_testkit::process::{LIMIT, Process, command, has, ok_words, run, until};
-use rustix::fs::{FlockOperation, fcntl_lock, flock};
+use rustix::fs::{FlockOperation, OFlags, fcntl_lock, flock};
 
 use super::upgraded_mount::{ASK, Taken};
 use crate::common::mapping::Mapping;
@@ -45,6 +46,36 @@ fn limits_that_a_command_has_set_stay_and_the_hand_over_is_an_event() {
     }
     let events = follower.finish(LIMIT).output();
     assert!(events.lines().any(|line| line.contains(r#""event":"handed-over""#)), "{events}");
+    disk.stop();
+}
+
+/// At this rate those that wait would take longer than a successor waits.
+#[test]
+fn requests_that_wait_for_a_low_limit_do_not_keep_a_mount_from_its_successor() {
+    let directory = scratch();
+    let image = image_of(directory.path());
+    let mut disk = Taken::start(&["--limit", "iops=4", "--format", "raw", text(&image)]);
+    let direct = OFlags::DIRECT.bits().cast_signed();
+    let file = File::options().read(true).custom_flags(direct).open(disk.path()).expect("open");
+    let file = Arc::new(file);
+    let readers: Vec<_> = (0..64u64)
+        .map(|number| {
+            let file = Arc::clone(&file);
+            std::thread::spawn(move || {
+                file.read_exact_at(&mut [0; 4096], number * 65536).expect("a read");
+            })
+        })
+        .collect();
+    let waiting = || {
+        let stats = disk.ctl(&["stats", "--json"]).stdout;
+        let stats: serde_json::Value = serde_json::from_str(&stats).expect("JSON");
+        stats["waited-for-limits"]["now"].as_u64().filter(|count| *count >= 48)
+    };
+    until(LIMIT, waiting).expect("requests that wait");
+    disk.upgrade(&[]);
+    disk.ctl(&["limit", "iops=0"]);
+    readers.into_iter().for_each(|reader| reader.join().expect("a reader"));
+    drop(file);
     disk.stop();
 }
 
