@@ -94,7 +94,7 @@ pub(crate) enum Role {
     /// The end that is written to.
     ReplyWrite,
     /// Of a second export of the disk, in its order.
-    SecondExport,
+    Beside,
 }
 
 #[derive(Debug, Serialize, Deserialize)]

@@ -242,7 +242,7 @@ impl Kept {
     }
 
     /// Whether a process of ours keeps the mount: it also has the pid file.
-    pub fn has_holder(&self) -> bool {
+    pub fn has_supervisor(&self) -> bool {
         self.helper.is_some()
     }
 
@@ -302,7 +302,7 @@ impl Kept {
             self.notify.store(&name, descriptor).map_err(cannot)?;
             self.names.push(name);
         }
-        if self.has_holder() {
+        if self.has_supervisor() {
             let right = Succession::of_start(is_upgrade).map_err(cannot)?;
             self.notify.store(&succession::name_of(0), right.as_fd()).map_err(cannot)?;
             self.right = Some(right);
@@ -338,7 +338,7 @@ impl Kept {
         if let Some(alive) = alive {
             mount_lock::release(alive);
         }
-        if self.has_holder() {
+        if self.has_supervisor() {
             return;
         }
         let devices = self.found.as_ref().map_or(0, |found| found.parked.devices.len());

@@ -275,7 +275,7 @@ impl<'a> Serving<'a> {
         let given = vec![DiskToHandOver::new(self.plan.client_view(), &self.disk, commands.jobs())];
         let right = self.kept.as_ref().map_or(Ok(None), Kept::right);
         let socket = right.and_then(|right| match &self.kept {
-            Some(kept) if !kept.has_holder() => {
+            Some(kept) if !kept.has_supervisor() => {
                 SuccessorSocket::start(&name, ManagerKeeps, given, None)
             }
             _ => SuccessorSocket::start(&name, mount, given, right),
@@ -391,8 +391,8 @@ impl<'a> Serving<'a> {
         let ready = self.plan.ready_line(&self.disk);
         tracing::info!("requests travel over {}", self.answering.served()?.transport());
         self.notify.ready(&ready);
-        let has_holder = self.kept.as_ref().is_some_and(Kept::has_holder);
-        if has_holder && self.notify.barrier().is_err() {
+        let has_supervisor = self.kept.as_ref().is_some_and(Kept::has_supervisor);
+        if has_supervisor && self.notify.barrier().is_err() {
             tracing::warn!("the process that keeps the mount does not answer");
         }
         if self.kept.as_ref().is_some_and(|kept| kept.resumed().is_some()) {
@@ -431,7 +431,7 @@ impl<'a> Serving<'a> {
     ///
     /// Errors: why the mount ended, if nobody asked for that; what went wrong at the end.
     pub(super) fn wait(mut self, control: Control) -> Result<u8, Failure> {
-        let has_holder = self.kept.as_ref().is_some_and(Kept::has_holder);
+        let has_supervisor = self.kept.as_ref().is_some_and(Kept::has_supervisor);
         let insist = Arc::new(Insist::default());
         let Control { commands, server, names: _, successor, metrics, watchdog: _watchdog } =
             control;
@@ -441,7 +441,7 @@ impl<'a> Serving<'a> {
             &self.notify,
             Arc::clone(&commands),
             Arc::clone(&insist),
-            has_holder,
+            has_supervisor,
         );
         terminal::serves();
         if let Some(signal) = self.watcher.enter(Phase::Serving(actions)) {

@@ -19,8 +19,8 @@ use super::export::Handle;
 
 /// Takes signals while nothing is mounted: a stop removes what was made and ends the process.
 ///
-/// * `has_holder`: another process keeps the mount, and passes signals on.
-pub(super) fn watch_start(made: &Made, has_holder: bool) -> Result<Watcher, Failure> {
+/// * `has_supervisor`: another process keeps the mount, and passes signals on.
+pub(super) fn watch_start(made: &Made, has_supervisor: bool) -> Result<Watcher, Failure> {
     let made = made.clone();
     let quit = move |signal: &'static str| {
         made.undo();
@@ -30,24 +30,24 @@ pub(super) fn watch_start(made: &Made, has_holder: bool) -> Result<Watcher, Fail
         ));
         std::process::exit(i32::from(Exit::General.code()));
     };
-    start_watcher(Phase::Starting(Box::new(quit)), has_holder)
+    start_watcher(Phase::Starting(Box::new(quit)), has_supervisor)
         .map_err(|error| Failure::system("cannot watch for signals", &error, Exit::General))
 }
 
 /// Takes signals from the start of a process that goes on with a mount: a stop is remembered.
-pub(super) fn watch_resumed(has_holder: bool) -> Result<Watcher, Failure> {
-    start_watcher(Phase::Mounting, has_holder)
+pub(super) fn watch_resumed(has_supervisor: bool) -> Result<Watcher, Failure> {
+    start_watcher(Phase::Mounting, has_supervisor)
         .map_err(|error| Failure::system("cannot watch for signals", &error, Exit::General))
 }
 
-fn start_watcher(phase: Phase, has_holder: bool) -> std::io::Result<Watcher> {
-    if has_holder { Watcher::start_kept(phase) } else { Watcher::start(phase) }
+fn start_watcher(phase: Phase, has_supervisor: bool) -> std::io::Result<Watcher> {
+    if has_supervisor { Watcher::start_kept(phase) } else { Watcher::start(phase) }
 }
 
 /// What signals do while the mount serves.
 ///
 /// * `insist`: counts them.
-/// * `has_holder`: another process keeps the mount; it counts them itself, and its signals may come
+/// * `has_supervisor`: another process keeps the mount; it counts them itself, and its signals may come
 ///   beside those of a terminal.
 pub(super) fn actions(
     handle: &Handle,
@@ -55,14 +55,14 @@ pub(super) fn actions(
     notify: &Arc<Notify>,
     commands: Arc<DiskControl>,
     insist: Arc<Insist>,
-    has_holder: bool,
+    has_supervisor: bool,
 ) -> Actions {
     let (for_stop, for_print, shown) = (handle.clone(), handle.clone(), Arc::clone(disk));
     let manager = Arc::clone(notify);
     let stop = move |signal: &'static str| {
         let asked = match signal {
             AT_ONCE => Asked::Again,
-            _ => insist.count(signal != "SIGHUP" && !has_holder),
+            _ => insist.count(signal != "SIGHUP" && !has_supervisor),
         };
         commands.cancel();
         match asked {

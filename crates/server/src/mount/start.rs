@@ -70,10 +70,10 @@ impl<'a> Start<'a> {
         // The file may become a loop device.
         io_flusher::become_one_if(true);
         let made = Made::default();
-        let has_holder = kept.as_ref().is_some_and(Kept::has_holder);
+        let has_supervisor = kept.as_ref().is_some_and(Kept::has_supervisor);
         let watcher = match resumed {
-            Some(_) => watch_resumed(has_holder)?,
-            None => watch_start(&made, has_holder)?,
+            Some(_) => watch_resumed(has_supervisor)?,
+            None => watch_start(&made, has_supervisor)?,
         };
         if let Some(kept) = &kept {
             kept.listens();
@@ -84,7 +84,7 @@ impl<'a> Start<'a> {
             }
             None => Plan::new(request, paths)?,
         };
-        if has_holder {
+        if has_supervisor {
             // It has the pid file.
             plan.pidfile = None;
         }

@@ -1,8 +1,8 @@
 //! NBD clients of disks that virtual machines use.
 //!
 //! Promises: a disk is closed by the export of its virtual machine, after it has left the NBD
-//! export ([`ringdisk_export::SecondExport`]). The end of the NBD export is the end of the process only
-//! if it was idle for too long. A successor gets the clients of each disk with the disk.
+//! export ([`ringdisk_export::SecondExport`]). The end of the NBD export is the end of the process
+//! only if it was idle for too long. A successor gets the clients of each disk with the disk.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -1,5 +1,9 @@
-//! What the control thread does when another process takes an export over: everything stands still,
-//! is packed, and either goes on there or, if that fails, here.
+//! The hand-over of the disk of a virtual machine to a successor process, on the control thread of
+//! its export.
+//!
+//! Promises: a disk that is handed over stands still: its virtqueues and a second export have no
+//! request in flight. It goes on in the successor or, when that fails, here, with the front end
+//! and all clients that it had.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
