@@ -1,6 +1,7 @@
 //! Jobs whose target is full: they wait for space, say so once, and go on by themselves.
 
 use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -76,6 +77,9 @@ impl Case {
         assert_eq!(why, format!("\"{expected}\""), "{}", self.kind);
         let shown = job(&self.disk, "list", &[]).ok().out;
         assert!(shown.contains(&format!("full  paused: {expected}")), "{shown}");
+        // What the file system had counted as used for a moment.
+        let mut rest = fs::File::options().append(true).open(&self.filler).expect("the filler");
+        while rest.write_all(&[1; 4096]).is_ok() {}
         self.is_as_it_was();
     }
 
