@@ -76,6 +76,15 @@ impl UnlinkedClusters {
         done
     }
 
+    /// Takes back what [`UnlinkedClusters::take_passed`] gave.
+    pub(crate) fn put_back_passed(&self, unlinked: Unlinked) {
+        if !unlinked.is_empty() {
+            // A mark of before the first request: it has passed for every later one.
+            lock(&self.state).durable.push((0, unlinked));
+            self.busy.store(1, Ordering::Relaxed);
+        }
+    }
+
     /// Whether clusters wait here whose unlinking is not on stable storage.
     pub(crate) fn has_fresh(&self) -> bool {
         !lock(&self.state).fresh.is_empty()

@@ -24,14 +24,14 @@ use super::{Discard, Qcow2};
 use crate::concurrent::region::Region;
 use crate::concurrent::registry::{Claim, Registry};
 use crate::concurrent::slices::DirtySlice;
-use crate::concurrent::unlinked::Unlinked;
+use crate::concurrent::unlinked::{Unlinked, UnlinkedClusters};
 use crate::entry::REFCOUNT_TABLE;
 use crate::header::HeaderImage;
 use crate::limits::DIRTY_SLICES_MAX;
 use crate::refcounts::{DirtyRefcounts, DirtyTable, Run};
 use crate::sync::{AtomicBool, AtomicU64, Ordering, lock};
 use crate::table::bytes_of;
-use crate::units::{Bytes, HostOffset};
+use crate::units::{Bytes, HostCluster, HostOffset};
 
 /// Longest write of neighbouring slices.
 const WRITE_BYTES_MAX: usize = 256 << 10;
@@ -416,19 +416,16 @@ impl Qcow2 {
         if over.is_empty() {
             return;
         }
+        let mut passed = Passed { unlinked: &engine.unlinked, left: over };
         let mut freed = Vec::new();
-        for (start, count) in over {
-            let mut at = start;
-            while at < start + count {
-                let some = (start + count - at).min(REAP_AT_ONCE);
-                let result = self.change_refcount(ring, at, some, false, &mut freed).await;
-                if result.is_err() {
-                    tracing::debug!(%at, some, "host clusters that are not used stay allocated");
-                }
-                at += some;
-                // A discard of a whole disk frees millions: requests must not wait for that.
-                ring.yield_now().await;
+        while let Some((start, count)) = passed.next_part() {
+            let result = self.change_refcount(ring, start, count, false, &mut freed).await;
+            if result.is_err() {
+                tracing::debug!(%start, count, "host clusters that are not used stay allocated");
             }
+            passed.part_is_done(count);
+            // A discard of a whole disk frees millions: requests must not wait for that.
+            ring.yield_now().await;
         }
         self.release(ring, freed).await;
     }
@@ -493,5 +490,36 @@ impl Drop for Work<'_> {
             lock(&engine.l1_dirty).extend(self.l1.iter().map(|(index, _)| *index));
             engine.unlinked.put_back(std::mem::take(&mut self.unlinked));
         }
+    }
+}
+
+/// Clusters that no request can be using any more, while their counts go down. What is left when
+/// this is dropped, with the ring of its task, is taken again by the next one.
+struct Passed<'a> {
+    unlinked: &'a UnlinkedClusters,
+    left: Unlinked,
+}
+
+impl Passed<'_> {
+    /// The first host cluster and the number of clusters of a part of at most [`REAP_AT_ONCE`].
+    fn next_part(&self) -> Option<(HostCluster, u64)> {
+        let (start, count) = *self.left.last()?;
+        Some((start, count.min(REAP_AT_ONCE)))
+    }
+
+    /// * `count`: of the part.
+    fn part_is_done(&mut self, count: u64) {
+        if let Some((start, left)) = self.left.last_mut() {
+            (*start, *left) = (*start + count, left.saturating_sub(count));
+            if *left == 0 {
+                self.left.pop();
+            }
+        }
+    }
+}
+
+impl Drop for Passed<'_> {
+    fn drop(&mut self) {
+        self.unlinked.put_back_passed(std::mem::take(&mut self.left));
     }
 }

@@ -1,7 +1,11 @@
 //! What a power cut leaves of discards that the host's storage heard of: clusters that keep their
 //! place, and those of a data file.
 
-use ringdisk_qcow2::{Bytes, GuestOffset, Nothing, OpenOptions};
+use std::cell::Cell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use ringdisk_qcow2::{Bytes, GuestOffset, Nothing, OpenOptions, check_bytes};
 use ringdisk_testkit::layout::Shape;
 use ringdisk_testkit::oracle::Below;
 use ringdisk_testkit::sim::SimStorage;
@@ -66,4 +70,48 @@ fn a_power_cut_after_a_discard_leaves_the_old_bytes_or_zeroes() {
             });
         }
     }
+}
+
+/// The task that lowers the counts of freed clusters may go with its ring, as when a thread ends.
+#[test]
+fn a_ring_that_ends_while_clusters_are_freed_leaks_none() {
+    const SIZE: u64 = 4 * COVERED;
+    let shape = Shape { cluster_bits: 12, size: SIZE, ..Shape::default() };
+    let mut given_up = 0;
+    for turns in 0..40 {
+        let file = device(&shape.make(), 1);
+        file.become_regular();
+        let mut first = runtime();
+        let ring = first.ring().clone();
+        let ended = Rc::new(Cell::new(false));
+        let flag = Rc::clone(&ended);
+        let image = first.block_on(async {
+            let image = open(&ring, &file, None, &writable()).await.expect("sound");
+            let image = Arc::new(image);
+            let bytes = buffer(&vec![7; usize::try_from(SIZE).expect("small")]);
+            let written = image.write(&ring, GuestOffset(0), &bytes, &Nothing).await;
+            assert_eq!(written, Ok(bytes.len()));
+            image.flush(&ring).await.expect("a flush");
+            let all = image.discard(&ring, GuestOffset(0), Bytes(SIZE), &Nothing);
+            all.await.expect("a discard");
+            let (own, flushed) = (ring.clone(), Arc::clone(&image));
+            ring.spawn(async move {
+                flushed.flush(&own).await.expect("a flush");
+                flag.set(true);
+            });
+            for _ in 0..turns {
+                ring.yield_now().await;
+            }
+            image
+        });
+        drop((ring, first));
+        given_up += u32::from(!ended.get());
+        let mut second = runtime();
+        let ring = second.ring().clone();
+        second.block_on(async { image.close(&ring).await.expect("a close") });
+        let report = check_bytes(file.image().as_slice()).expect("it can be checked");
+        let found = (report.corruptions, report.leaks);
+        assert_eq!(found, (0, 0), "after {turns} turns: {:?}", report.messages);
+    }
+    assert!(given_up > 0, "each flush had ended");
 }
