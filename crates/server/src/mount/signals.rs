@@ -47,8 +47,8 @@ fn start_watcher(phase: Phase, has_supervisor: bool) -> std::io::Result<Watcher>
 /// What signals do while the mount serves.
 ///
 /// * `insist`: counts them.
-/// * `has_supervisor`: another process keeps the mount; it counts them itself, and its signals may come
-///   beside those of a terminal.
+/// * `has_supervisor`: another process keeps the mount; it counts them itself, and its signals may
+///   come beside those of a terminal.
 pub(super) fn actions(
     handle: &Handle,
     disk: &Arc<Disk>,
