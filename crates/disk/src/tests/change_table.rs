@@ -124,7 +124,8 @@ fn table_of(change: Change, shape: Shape) {
                 reached += u64::from(judge::judge(&ring, &fixture, cell).await.reached);
             }
         }
-        assert!(reached > 0, "{change:?}: no operation failed");
+        // Of the few cells of a quick run all may be behind the last operation.
+        assert!(reached > 0 || quick(), "{change:?}: no operation failed");
     });
 }
 

@@ -77,6 +77,7 @@ impl UnlinkedClusters {
     }
 
     /// Takes back what [`UnlinkedClusters::take_passed`] gave.
+    #[cfg_attr(test, allow(dead_code))] // Threads of the model end no ring in the middle.
     pub(crate) fn put_back_passed(&self, unlinked: Unlinked) {
         if !unlinked.is_empty() {
             // A mark of before the first request: it has passed for every later one.
